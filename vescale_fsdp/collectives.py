@@ -1,8 +1,8 @@
 """The collectives of this package, built on functions that torch 2.11-2.15, gloo and NCCL all support.
 
-Every function starts its collective and returns the work to wait for; the buffers must live until then. `_BACKENDS` has
-a class per backend, because gloo needs other calls than NCCL. Times in comments: two ranks of one idle machine, torch
-2.13, 30 MB, ``python tools/bench/collectives.py``.
+Most functions start a collective and return the work to wait for; the buffers must live until the wait has ended.
+`_BACKENDS` has a class per backend, because gloo needs other calls than NCCL. Times in comments were measured with two
+ranks on one idle machine, torch 2.13 and 30 MB, by ``python tools/bench/collectives.py``.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from vescale_fsdp.torch_private import (
 def new_group(
     base: dist.ProcessGroup, ranks: list[int] | None = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A new group with the timeout of ``base``. A collective of the group's ranks.
+    """Create a group with the timeout of ``base``. A collective of the new group's ranks.
 
     Args:
-        ranks: global ranks; default: the ranks of ``base``.
-        backend: name of the backend; default: the default group's.
+        base: the group whose timeout the new group gets.
+        ranks: global ranks of the new group; default: the ranks of ``base``.
+        backend: name of the backend; default: the backend of the default group.
     """
     members = dist.get_process_group_ranks(base) if ranks is None else ranks
     timeout = timeout_of(base)
     is_gloo = (backend or dist.get_backend()) == "gloo"
     if is_gloo and timeout is not None and len(members) < dist.get_world_size():
-        # torch names such a group by the number of groups of the process, so ranks with different numbers of groups
-        # would wait under different names. This name counts only groups of the same members, which all members create
-        # in the same order.
+        # torch names the group of a part of the ranks by the number of groups of the process. Ranks that have created
+        # different numbers of groups would then wait for each other under different names. The name below counts only
+        # groups of the same members, which all members create in the same order.
         world = dist.group.WORLD
         assert world is not None
         counts = _num_groups.setdefault(world, Counter())
         counts[tuple(members)] += 1
-        # Short, however many ranks there are.
+        # A digest, because a list of thousands of ranks would be a long name.
         digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
         name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}
@@ -57,23 +58,24 @@ def new_group(
         members,
         timeout=timeout,
         backend=backend,
-        # Only the members of a smaller group call this, so torch must not wait for other ranks.
+        # Only members call `new_group`, so torch must not wait for ranks outside a smaller group.
         use_local_synchronization=len(members) < dist.get_world_size(),
     )
 
 
-# How many groups of each tuple of members this process has created, per default process group.
+# How many groups of each tuple of members this process has created, per default process group: weak, because a new
+# default group has a new store, in which the names are free again.
 _num_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
 
-_CHUNK_NUMEL = 1 << 16  # elements that are summed at a time: they fit into a core's cache
-_ROOM_BYTES = 8 << 20  # 8 MiB; on the CPU, upper limit of the buffer for received slices
-# 64 MiB; on an accelerator, upper limit of the buffer for received slices.
+_CHUNK_NUMEL = 1 << 16  # elements that are summed at a time, few enough to stay in a core's cache
+_ROOM_BYTES = 8 << 20  # 8 MiB: limit of the buffer for received slices on the CPU, to bound memory
+# 64 MiB: limit of the buffer for received slices on an accelerator, larger than on the CPU to keep messages large.
 _RECEIVED_BYTES = 64 << 20
 # Pieces of a slice start at multiples of this number of elements, so that they are copied as fast as a whole slice.
 _ALIGN_NUMEL = 64
-# Tags are arbitrary numbers, unlike the default tag 0 of a user's own messages in the same group.
+# The tags are arbitrary, but not 0: messages that a user sends in the same group have tag 0 by default.
 _MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async`
 _BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
 _SLICE_TAG = 0x51CE  # tag of slices that `_sum_slices` exchanges
@@ -87,7 +89,7 @@ class Work(Protocol):
 
 
 def wait_for(*works: Work | None) -> None:
-    """Wait for collectives; None stands for a complete one."""
+    """Wait for collectives; None stands for a collective that is complete."""
     for work in works:
         if work is not None:
             work.wait()
@@ -104,7 +106,7 @@ class _AllOf:
 
 
 class _KeepSlice:
-    """An all-reduce in flight; `wait` copies this rank's slice of the result."""
+    """An all-reduce in flight; `wait` also copies this rank's slice of the result into ``into``."""
 
     def __init__(self, work: dist.Work | None, kept: torch.Tensor, into: torch.Tensor) -> None:
         self._work, self._kept, self._into = work, kept, into
@@ -120,7 +122,7 @@ _COMMON |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a collective sends it: viewed as bytes if a backend does not support the dtype."""
+    """Return the tensor in a dtype that collectives support: itself, or a view of its bytes."""
     return tensor if tensor.dtype in _COMMON else tensor.view(torch.uint8)
 
 
@@ -129,16 +131,16 @@ def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def runs_beside(tensor: torch.Tensor) -> bool:
-    """Whether collectives on this tensor are started with ``async_op=True``.
+    """Return whether collectives on this tensor are started with ``async_op=True``, as on the CPU.
 
-    On an accelerator they run on the caller's current stream, which has high priority. With ``async_op=True``, NCCL
-    would use the communicator's own stream, of normal priority, and synchronize with a pair of events.
+    On an accelerator collectives run on the caller's current stream, which has high priority. With ``async_op=True``,
+    NCCL would use the communicator's own stream, of normal priority, and synchronize with a pair of events.
     """
     return tensor.device.type in ("cpu", "meta")
 
 
 class _Native:
-    """A backend that gathers into and reduces from the caller's buffers, on streams: NCCL, and unknown backends."""
+    """A backend whose collectives read and write the caller's buffers directly: NCCL, and unknown backends."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         return all_gather_single(_movable(full), _movable(shard), group=group, async_op=runs_beside(full))
@@ -154,9 +156,9 @@ class _Native:
         if full.dtype is shard.dtype:
             return reduce_scatter_single(shard, full, op=op, group=group, async_op=runs_beside(full))
         _sum_in_pieces(shard, full, group)  # the backend cannot sum in a wider dtype than the buffer's
-        if op == dist.ReduceOp.AVG:
+        if op == dist.ReduceOp.AVG:  # `_sum_in_pieces` only sums
             shard.div_(group.size())
-        return None
+        return None  # later work on the current stream sees the result
 
     def sums_in_wider(self, device_type: str) -> bool:
         return True  # by `_sum_in_pieces`: the backend's own reduction sums in the dtype of the buffer
@@ -168,21 +170,21 @@ class _Coalescing(_Native):
     def all_gather_each(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
     ) -> Work | None:
-        if len(pairs) == 1 or runs_beside(pairs[0][0]):
+        if len(pairs) == 1 or runs_beside(pairs[0][0]):  # one gather, or not on an accelerator
             return super().all_gather_each(pairs, group)
         with coalesced(group):
             for full, shard in pairs:
                 self.all_gather(full, shard, group)
-        return None
+        return None  # the gathers run on the current stream, so no wait is needed
 
 
 class _Gloo(_Native):
     """gloo, without its own all-gather and reduce-scatter, which copy the whole buffer."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
-        slices = full.split(shard.numel()) if shard.numel() else ()
+        slices = full.split(shard.numel()) if shard.numel() else ()  # empty shards: there is nothing to send
         if slices and not _share_storage(full, shard):
-            slices[group.rank()].copy_(shard)  # the only copy: other ranks' slices are received in place
+            slices[group.rank()].copy_(shard)  # the only copy: slices of other ranks are received in place
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
 
     def reduce_scatter(
@@ -190,14 +192,14 @@ class _Gloo(_Native):
     ) -> Work | None:
         if self.sums_in_wider(full.device.type):
             _sum_slices(shard, full, group, group.size() if op == dist.ReduceOp.AVG else 1)
-            return None
-        # An all-reduce in place, because gloo cannot send slices of a GPU's memory.
+            return None  # `_sum_slices` has waited for its messages
+        # An all-reduce of the whole buffer, because gloo's point-to-point messages do not support GPU memory.
         first = group.rank() * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return device_type == "cpu"  # by `_sum_slices`
+        return device_type == "cpu"  # by `_sum_slices`; gloo's all-reduce sums in the buffer's dtype
 
 
 _OTHER = _Native()
@@ -205,34 +207,34 @@ _BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
-    """The backend for tensors of a device type; `_Native` for backends that `_BACKENDS` does not list."""
+    """Return the group's backend for tensors of a device type; `_Native` if `_BACKENDS` does not list it."""
     return _BACKENDS.get(_backends_of(group).get(device_type, ""), _OTHER)
 
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type -> name of the backend."""
-    # The text is like "cpu:gloo,cuda:nccl"
+    """Return device type -> name of the backend."""
+    # torch returns a text such as "cpu:gloo,cuda:nccl". [::2] drops the colon of each pair.
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
 def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, divisor: int) -> None:
-    """Sum this rank's slice of all ranks' buffers, in the order of ranks. Every slice is sent once, in its own dtype.
+    """Sum this rank's slices of all ranks' buffers, in the order of ranks. Every slice is sent once, in its own dtype.
 
-    Sends half the bytes of an all-reduce, and a quarter for bf16 gradients that are summed in fp32. The buffer for
-    received slices has a bounded size: pieces of that size are received and summed one after another. Receiving one
-    half of the buffer while the other half is summed was a tenth slower, because of twice as many messages.
+    This sends half the bytes of an all-reduce, and a quarter for bf16 gradients that are summed in fp32. The receive
+    buffer is bounded: a larger slice is received and summed in pieces, one after another. Two half-size buffers, one
+    received while the other is summed, were a tenth slower, because of twice as many messages.
     """
     rank, size, numel = group.rank(), group.size(), shard.numel()
     slices = full.view(size, numel)
-    # The other ranks' pieces share the buffer.
+    # The receive buffer has one piece from each other rank; this rank's own slice is read in place.
     room_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // ((size - 1) * full.element_size()))
-    room = full.new_empty(size - 1, min(room_numel, numel))  # the own slice is not received
+    room = full.new_empty(size - 1, min(room_numel, numel))
     for start in range(0, numel, room_numel):
         piece = slice(start, min(start + room_numel, numel))
         others = room[:, : piece.stop - piece.start].unbind()
         parts = [*others[:rank], slices[rank, piece], *others[rank:]]
         works: list[dist.Work | None] = []
-        for distance in range(1, size):  # in each round, every rank sends to one rank and receives from one
+        for distance in range(1, size):  # in each round, a rank sends to one rank and receives from another
             to, source = (rank + distance) % size, (rank - distance) % size
             works += [
                 dist.irecv(_movable(parts[source]), group=group, group_src=source, tag=_SLICE_TAG),
@@ -243,14 +245,14 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
-    """Sum 1-D tensors into ``total``, in their order, and divide by ``divisor``.
+    """Sum the 1-D tensors ``parts`` into ``total``, in their order, and divide the sum by ``divisor``.
 
-    The sum is computed in chunks that stay in a core's cache, because a sum of two dtypes first converts the whole
-    second operand.
+    The sum is computed in chunks that stay in a core's cache: to add a tensor of another dtype, torch first converts
+    all of it.
     """
     chunked = [part.split(_CHUNK_NUMEL) for part in parts]
     for into, first, *others in zip(total.split(_CHUNK_NUMEL), *chunked, strict=True):
-        into.copy_(first)
+        into.copy_(first)  # not added: the contents of ``total`` are undefined
         for other in others:
             into.add_(other)
         if divisor > 1:
@@ -258,15 +260,16 @@ def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) 
 
 
 def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """`_sum_slices` on the current stream of an accelerator, without waiting on the host.
+    """Sum this rank's slices of all ranks' buffers, on the current stream of an accelerator, without blocking the host.
 
-    For one piece of its slice at a time, every rank receives that piece from all ranks and sums it in one kernel. For
-    bf16 gradients, this sends half the bytes of a reduction in fp32. The receive buffer has a bounded size.
+    Every rank receives one piece of its slice from all ranks, sums it in one kernel, and continues with the next piece.
+    For bf16 gradients, this sends half the bytes of a reduction in fp32. The receive buffer has a bounded size.
     """
     size, numel = group.size(), shard.numel()
-    # A quarter of the buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
+    # A quarter of the gradient buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
     received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
     piece_numel = received_bytes // (size * full.element_size())
+    # Rounded down to a multiple, so that pieces are aligned and copied as fast as a whole slice.
     piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
     slices = full.view(size, numel)
     received = full.new_empty(size, min(piece_numel, numel))
@@ -281,7 +284,7 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
-    """Gather equal shards into ``full``, rank-major; ``shard`` may be this rank's slice of ``full``.
+    """Gather shards of equal size into ``full``, in the order of ranks; ``shard`` may be this rank's slice of ``full``.
 
     Args:
         full: 1-D [num_ranks * shard_numel], written.
@@ -301,7 +304,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
 def all_gather_each(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
 ) -> Work | None:
-    """`all_gather_into` for several (full, shard), in the same order on all ranks; one launch on NCCL."""
+    """Do `all_gather_into` for several (full, shard) in the same order on all ranks; on NCCL in one launch."""
     if group.size() > 1:
         return _backend_of(group, pairs[0][0].device.type).all_gather_each(pairs, group)
     for full, shard in pairs:
@@ -316,8 +319,8 @@ def reduce_scatter_into(
 
     Args:
         shard: 1-D [shard_numel], written.
-        full: 1-D [num_ranks * shard_numel], read; its contents are undefined afterwards. May have a narrower dtype
-            than ``shard`` if `sums_in_wider`.
+        full: 1-D [num_ranks * shard_numel], read; its contents are undefined afterwards. Its dtype may be narrower
+            than that of ``shard`` if `sums_in_wider` returns True.
         op: SUM or AVG.
         group: the ranks that take part.
 
@@ -331,7 +334,7 @@ def reduce_scatter_into(
 
 
 def sums_in_wider(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether `reduce_scatter_into` accepts a buffer of a narrower dtype than the sum's."""
+    """Return whether `reduce_scatter_into` accepts a ``full`` of a narrower dtype than ``shard``."""
     return group.size() == 1 or _backend_of(group, device_type).sums_in_wider(device_type)
 
 
@@ -342,7 +345,9 @@ def all_to_all_into(
     sent_numels: Sequence[int],
     group: dist.ProcessGroup,
 ) -> dist.Work | None:
-    """Send the next ``sent_numels[r]`` elements of ``sent`` to rank r, for all r; receive likewise.
+    """Send ``sent_numels[r]`` elements to each rank r, and receive ``received_numels[r]`` elements from each rank r.
+
+    The elements for or from rank r follow those of rank r - 1 in ``sent`` and ``received``.
 
     Args:
         received: 1-D [sum(received_numels)], written.
@@ -353,7 +358,7 @@ def all_to_all_into(
     Returns:
         The work to wait for.
     """
-    # Other dtypes are sent as bytes.
+    # `_movable` views other dtypes as bytes, so their counts are multiplied by the bytes per element.
     scale = received.element_size() if received.dtype not in _COMMON else 1
     return dist.all_to_all_single(
         _movable(received),
@@ -368,7 +373,7 @@ def all_to_all_into(
 def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    """Reduce a tensor over the ranks, in place; on an accelerator, concurrently with the current stream."""
+    """Start to reduce a tensor over the ranks, in place; on an accelerator, concurrently with the current stream."""
     return dist.all_reduce(tensor, op, group=group, async_op=True)
 
 
@@ -400,24 +405,25 @@ def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -
 
 
 def break_group(group: dist.ProcessGroup) -> None:
-    """Abort a group: its present and later collectives raise, on this rank and on ranks that wait for it."""
+    """Abort a group: collectives in flight and later ones raise, on this rank and on ranks that wait for this rank."""
     if group.size() == 1:  # no other rank waits
         return
     backends = set(_backends_of(group).values())
     if "gloo" in backends:
-        # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections.
+        # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections of the group. The
+        # source may be any other rank, because no rank sends a message with this tag.
         room = torch.empty(1, dtype=torch.uint8, device="cpu")
-        # Any other rank serves as the source. RuntimeError: the time-out, or connections that are closed already.
+        # RuntimeError is expected: the time-out, or connections that another rank has closed already.
         with suppress(RuntimeError):
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None
-            work.wait(timedelta(milliseconds=1))  # the shortest time-out: no message comes
+            work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
     if backends - {"gloo"}:
         group.abort()
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits for all ranks."""
+    """Return a small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Blocks until all ranks take part."""
     flat = tensor.detach().contiguous().view(-1)  # collectives take 1-D contiguous buffers
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     wait_for(all_gather_into(full, flat, group))

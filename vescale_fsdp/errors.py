@@ -1,6 +1,6 @@
 """The errors and warnings of this package, and how their messages are built.
 
-The tree (each class is also the builtin a caller would expect to catch):
+The class tree (each class also inherits from the builtin exception that a caller would catch):
 
     VescaleError
     +-- ArgumentError(ValueError, TypeError)   an argument that a call does not accept
@@ -9,7 +9,7 @@ The tree (each class is also the builtin a caller would expect to catch):
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
     +-- UnsupportedOpError(NotImplementedError)   an operation that has no correct result on ragged pieces
     +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honor
-    |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy
+    |   +-- MisuseError(AssertionError)    a misuse for which torch's FSDP2 has an assert: a second wrap, a deepcopy
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as requested
     |   +-- CorruptCheckpointError         the bytes on disk do not match the metadata
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
@@ -18,8 +18,9 @@ The tree (each class is also the builtin a caller would expect to catch):
 
 Warnings with a class of their own, for filters: `PaddingWarning`, `BoundNamesWarning`, `UntriedVersionWarning`.
 
-A message answers four questions: what was expected, what was got instead, where, and what to do about it. Errors take
-the answers, keep them as attributes and build the text themselves; `explain` builds it for warnings:
+After one sentence, a message has up to four parts: what was expected, what was got instead, where, and what to do about
+it. The error classes take the parts as arguments, store them as attributes, and build the text. For warnings, `explain`
+builds the text.
 
     raise CheckpointError("There is no such step.", expected="one of [1, 2]", got=3, where="/run")
 """
@@ -29,11 +30,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-_UNSAID = object()  # default of a part that the message does not have; None may be a value
+_UNSAID = object()  # default of a missing part; not None, which may be the value that was expected or got
 
 
 def allows_untried(feature: str) -> bool:
-    """Whether VESCALE_FSDP_UNTRIED=feature,.. allows a feature that has never run on its intended hardware."""
+    """Return whether the environment variable VESCALE_FSDP_UNTRIED (names, separated by commas) lists a feature.
+
+    Features that have never run on their intended hardware are refused unless they are listed.
+    """
     return feature in os.environ.get("VESCALE_FSDP_UNTRIED", "").split(",")
 
 
@@ -41,13 +45,13 @@ class VescaleError(Exception):
     """Base of every error raised by vescale_fsdp.
 
     Args:
-        problem: one sentence; the whole message if nothing follows.
+        problem: one sentence; without other parts, the whole message.
         expected, got, where, todo: as for `explain`.
 
     Attributes:
         problem: the sentence.
-        expected, got, where, todo: the parts of the message; None for parts that it does not have. Plain values are
-            kept, others as the text that the message shows, so that an error can be pickled.
+        expected, got, where, todo: the parts of the message; None for missing parts. Strings, numbers, bools and None
+            are stored unchanged. Other values are stored as their text, so that an error can be pickled.
 
     Examples:
         >>> try:
@@ -72,11 +76,11 @@ class VescaleError(Exception):
         self.todo = todo
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would show its repr
+        return str(self.args[0])  # KeyError.__str__ would return the repr of the message
 
 
 def _plain(part: object) -> object:
-    """A part of a message as an attribute value that can be pickled and keeps no object alive."""
+    """Return a part of a message as a value that can be pickled and keeps no tensor or module alive."""
     if part is _UNSAID:
         return None
     return part if isinstance(part, str | int | float | bool | None) else str(part)
@@ -119,15 +123,15 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class PartialLoadError(CheckpointError):
-    """A load that failed after it had begun to overwrite tensors, which now have values of two states.
+    """A load that failed after it had begun to overwrite tensors, which now mix old and loaded values.
 
-    The next forward with such sharded parameters raises, until a load has filled them. Other tensors have no such
-    check.
+    A forward with such sharded parameters raises until a later load has filled them. Tensors other than sharded
+    parameters are not checked.
 
     Args:
         problem: the cause of the failure, and its effect.
-        overwritten: names of tensors that this rank has overwritten in part. Even if there are none, other ranks may
-            have overwritten tensors.
+        overwritten: names of tensors that this rank has overwritten in part. If empty, other ranks may still have
+            overwritten tensors.
     """
 
     def __init__(self, problem: str, *, overwritten: Iterable[str] = ()) -> None:
@@ -154,11 +158,11 @@ class PaddingWarning(UserWarning):
 
 
 class BoundNamesWarning(UserWarning):
-    """A training stack was imported before `integrations.install`, and its modules still use torch's functions."""
+    """A training stack was imported before `integrations.install` ran, so its modules still use torch's functions."""
 
 
 class UntriedVersionWarning(UserWarning):
-    """A training stack is installed in a version that this package was not tested with."""
+    """The installed version of a training stack is one that this package was not tested with."""
 
 
 def explain(
@@ -169,7 +173,7 @@ def explain(
     where: object = None,
     todo: str | None = None,
 ) -> str:
-    """The text of an error: one sentence, then the given parts of expected / got / where / what to do."""
+    """Return the text of a message: one sentence, then a line for each given part."""
     parts = {"expected": expected, "got": got, "where": where, "what to do": todo}
     always = ("expected", "got")  # shown even if None, which may be the value itself
     said = [
@@ -181,7 +185,7 @@ def explain(
 
 
 def some(names: Iterable[str], most: int = 4) -> str:
-    """The first few names, and how many more there are; "none" for none.
+    """Return a text with the first ``most`` names and the number of further names; "none" if there are no names.
 
     >>> some(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -193,7 +197,7 @@ def some(names: Iterable[str], most: int = 4) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes in decimal units, with three digits (terabytes: four).
+    """Return a number of bytes as a text in decimal units, with three significant digits (terabytes: four).
 
     >>> format_bytes(1_230_000)
     '1.23 MB'

@@ -1,6 +1,6 @@
-"""The formats of checkpoints that can be read: how each is recognized, and the function that opens it.
+"""The table of checkpoint formats that can be read: the file names that identify a format, and its opener.
 
-`checkpoint.load` and ``vescale-convert`` read this table. A function is imported when a checkpoint of its format is
+`checkpoint.load` and ``vescale-convert`` read this table. An opener is imported when a checkpoint of its format is
 opened, so that native loads import no other format. Other packages add formats with entry points of the group
 ``vescale_fsdp.formats``: the entry point has the format's name and loads to a `Format`.
 """
@@ -19,15 +19,15 @@ _CONVERSION = "vescale_fsdp.conversion"
 
 
 class Format(NamedTuple):
-    """One format.
+    """A checkpoint format: how to recognize and how to open its checkpoints.
 
     Args:
-        file: pattern of file names; a folder with such a file is a checkpoint of this format.
+        file: regular expression; a folder with a file name that matches as a whole is a checkpoint of this format.
         opener: ``module:function``; called with the folder's storage and the arguments of ``takes``, it returns a
             `conversion.Source` after reading metadata only.
-        is_file: the checkpoint is the file itself, not the folder around it.
-        takes: keyword arguments of the opener: ``file`` (name of the file; empty for a folder) and ``trust_pickle``
-            (whether pickles may import the classes and functions that they name).
+        is_file: whether the checkpoint is the file itself, not the folder around it.
+        takes: names of the opener's keyword arguments: ``file`` (name of the file; empty for a folder) and
+            ``trust_pickle`` (whether pickles may import the classes and functions that they name).
     """
 
     file: str
@@ -36,13 +36,13 @@ class Format(NamedTuple):
     takes: tuple[str, ...] = ("file", "trust_pickle")
 
     def open(self, store: Any, file: str, trust_pickle: bool) -> Any:
-        """Open a checkpoint of this format."""
+        """Return the `conversion.Source` of a checkpoint of this format; only metadata is read."""
         arguments = {"file": file, "trust_pickle": trust_pickle}
         return function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
 
 
-# The first match is a folder's format. A format whose folders also contain files of a second format comes before the
-# second format.
+# The order matters: a folder has the first format with a matching file. So if folders of format A also contain files
+# that match format B, A comes before B.
 FORMATS = {
     "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
     "megatron": Format(
@@ -55,7 +55,7 @@ FORMATS = {
         f"{_CONVERSION}.formats.table:open_zarr",
         takes=(),
     ),
-    # The file of one item; or, one folder deeper, of a step with a folder per item.
+    # In an item's own folder, or one folder deeper: a step's folder has a subfolder for each item.
     "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
     "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
@@ -73,8 +73,9 @@ FORMATS = {
         f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
         takes=("trust_pickle",),
     ),
-    # The checkpoint's folder, or the run folder with the file `latest`. This row is below the formats of Hugging Face,
-    # because a Trainer saves a gathered model next to DeepSpeed's files, which may be older than the model.
+    # The files are in the checkpoint's folder, or one folder deeper in the run's folder, which has a file `latest`.
+    # This row is below the formats of Hugging Face, because a Trainer saves a gathered model next to DeepSpeed's files,
+    # which may be older than the model.
     "deepspeed": Format(
         r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
         r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",
@@ -82,7 +83,7 @@ FORMATS = {
         takes=(),
     ),
     "ranks": Format(
-        # accelerate (_rank0) and verl (_rank_0)
+        # "_rank0" in files of accelerate, "_rank_0" in files of verl
         r"[^/]+_rank_?\d+\.(bin|pt|pth)",
         f"{_CHECKPOINT}.torch_save.read:open_ranks",
         takes=("trust_pickle",),
@@ -92,26 +93,26 @@ FORMATS = {
     ),
     "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_CHECKPOINT}.torch_save.read:open_torch", is_file=True),
 }
-# File names in a folder that contains a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
+# Matches files of a folder that contains a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
 
 
-@lru_cache
+@lru_cache  # looking up entry points reads the metadata of all installed packages
 def added_formats() -> dict[str, Format]:
-    """Formats of other packages, by name; looked up when no format of this package matches."""
+    """Return the formats of other packages, by name. Called only if no format of this package matches."""
     from importlib.metadata import entry_points  # takes 20 ms, which native loads need not spend
 
     return {point.name: point.load() for point in entry_points(group="vescale_fsdp.formats")}
 
 
 def all_formats() -> Iterator[tuple[str, Format]]:
-    """Formats by name: this package's, then other packages'."""
+    """Yield (name, format), first the formats of this package, then those of other packages."""
     yield from FORMATS.items()
     yield from added_formats().items()
 
 
 def is_known(files: Collection[str]) -> bool:
-    """Whether a folder with these files may be a checkpoint of one of the formats."""
+    """Return whether a folder with these file names may be a checkpoint of one of the formats."""
     if any(re.fullmatch(DCP_INSIDE, name) for name in files):
         return True
     return any(
@@ -120,10 +121,10 @@ def is_known(files: Collection[str]) -> bool:
 
 
 def open_foreign(url: Any) -> Any:
-    """The `Source` of a checkpoint of any format, by path or URL."""
+    """Return the `conversion.Source` of a checkpoint of any format; ``url`` is a path or a URL."""
     return function_named("vescale_fsdp.conversion.formats.detect:open_source")(url)
 
 
 def open_for_load(url: Any, options: Any) -> Any:
-    """The `OpenedSource` of a checkpoint of any format, for a load with these `SourceOptions`."""
+    """Return the `OpenedSource` of a checkpoint of any format, for a load with these `SourceOptions`."""
     return function_named("vescale_fsdp.conversion.source_state:open_for_load")(url, options)

@@ -1,4 +1,4 @@
-"""Packages whose public names load on first use, so that a tool which needs no torch does not import it.
+"""Packages whose public names are imported at their first use, so that tools without torch do not import it.
 
 A lazy package lists its public names once, in the stub ``__init__.pyi`` next to its ``__init__.py``:
 
@@ -8,9 +8,9 @@ Type checkers read the stub in place of the package, and `lazily_export` reads i
 ``import vescale_fsdp`` then takes milliseconds instead of torch's seconds, and ``from vescale_fsdp.layout import
 TensorSpec`` imports `vescale_fsdp.layout.planner` alone.
 
-A function may have the name of the submodule that defines it (``fully_shard``). The import system binds every submodule
-that it loads to the package under that name. A lazy package refuses this binding for its public names, so that the name
-is the function in whatever order modules are loaded.
+A function may have the name of the submodule that defines it (``fully_shard``). After the import system has loaded a
+submodule, it sets the submodule as an attribute of the package, which would hide the function. A lazy package ignores
+this assignment for its public names, so the name always means the function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system binds submodules to the package; a submodule must not hide the public name that it defines.
+        # The import system sets each loaded submodule here; it must not hide the public name that it defines.
         if not (name in self.__exports__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -48,11 +48,11 @@ class _LazyPackage(ModuleType):
 def lazily_export(
     package: str, names: Mapping[str, str] | None = None, *, unlisted: Mapping[str, str] | None = None
 ) -> None:
-    """Let a package export names that other modules define, and set its ``__all__``; called by its ``__init__``.
+    """Let a package export names that other modules define, and set its ``__all__``. Packages call it in ``__init__``.
 
     Args:
         package: the package's full name.
-        names: full name of a module -> its public names, separated by spaces. None to read them from the package's
+        names: full name of a module -> its public names, separated by spaces. None: read them from the package's
             stub, which consists of ``from MODULE import NAME as NAME, ..`` statements.
         unlisted: in the same form, names that are not in ``__all__``: classes that pickles look up in the package.
     """
@@ -60,21 +60,27 @@ def lazily_export(
     exports = _split(names or {})
     if names is None:
         assert module.__spec__ is not None and module.__file__ is not None
-        # The loader can also read the stub in a zip file. `ast` is not used, because its import takes 5 ms per start.
+        # Read by the loader, because the package may be in a zip file. Split by hand, because importing `ast` would
+        # take 5 ms per start.
         stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
         for statement in stub.split("\nfrom ")[1:]:  # the first part is the stub's docstring
-            source, items = statement.split("\n\n")[0].split(" import ")
+            source, items = statement.split("\n\n")[0].split(" import ")  # a blank line ends the statement
             exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
+    # Set before the class, whose methods read `__exports__`.
     vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))
     module.__class__ = _LazyPackage  # see "Customizing module attribute access" in Python's reference
 
 
 def _split(names: Mapping[str, str]) -> dict[str, str]:
+    """Return public name -> module, from module -> public names separated by spaces."""
     return {name: source for source, public in names.items() for name in public.split()}
 
 
 def set_module(package: str) -> Callable[[_Named], _Named]:
-    """Set the module of a class or function to the package that exports it, so that moves do not break pickles."""
+    """Return a decorator that sets ``__module__`` to the package that exports a class or function.
+
+    Pickles then name the package, and stay readable when the class moves to another module of the package.
+    """
 
     def apply(value: _Named) -> _Named:
         value.__module__ = package
@@ -84,11 +90,11 @@ def set_module(package: str) -> Callable[[_Named], _Named]:
 
 
 def lazy_function(module: str, name: str) -> Callable[..., Any]:
-    """A function that imports a module and calls its function of this name."""
+    """Return a function that, when called, imports a module and calls the module's function of this name."""
     return lambda *args, **kwargs: getattr(import_module(module), name)(*args, **kwargs)
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; its module is imported now."""
+    """Import the module of ``module:function``, and return the function."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Paths of classes in pickles of older versions, and the packages that have the classes now.
+"""Module paths that pickles of older versions contain, and the packages that export their classes now.
 
 ``torch.save`` and ``dcp.save`` pickle a value of this package by the path of its class. That path is a public package,
 as in ``vescale_fsdp.RaggedShard``: `lazy.set_module` gives it to each class. Older pickles name modules, as in
@@ -47,12 +47,12 @@ CLASSES = {
 
 
 class _OldPaths(Loader):
-    """An import finder that creates the modules of `CLASSES`."""
+    """An import finder and loader that creates the old modules, the keys of `CLASSES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Some old modules are packages.
+        # is_package: some old modules contain other old modules, and the flag does not matter for the rest.
         return ModuleSpec(fullname, self, is_package=True) if fullname in CLASSES else None
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -63,7 +63,7 @@ class _OldPaths(Loader):
 
 
 def install() -> None:
-    """Make the old modules importable; a second call does nothing."""
+    """Make the old module paths importable; a second call does nothing."""
     if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
-        # First in the list: an old file that an upgrade left behind would define each class a second time.
+        # Before all other finders: a file that an upgrade left at an old path would define its classes a second time.
         sys.meta_path.insert(0, _OldPaths())

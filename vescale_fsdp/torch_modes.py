@@ -1,6 +1,7 @@
 """Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling); memory pools.
 
-Most of these names are private to torch. Only this file and `torch_private` use private names.
+Most of these names are private to torch. Only this file and `torch_private` use private names. A tag such as
+"torch 2.11-2.13" gives the versions in which the private name was checked.
 """
 
 from __future__ import annotations
@@ -16,39 +17,39 @@ import torch.distributed as dist
 # torch 2.11-2.15: memory that other ranks can access; it has no public name yet.
 import torch.distributed._symmetric_memory as symmetric
 
-# torch 2.11-2.13: tensors without values, which a mode for tracing or for memory estimates creates.
+# torch 2.11-2.13: tensors without values, which FakeTensorMode creates to trace a model or to estimate its memory.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 Given = ParamSpec("Given")
 T = TypeVar("T")
 
-NULL_CONTEXT = nullcontext()  # re-entrant, so one object serves the many uses of a step
+NULL_CONTEXT = nullcontext()  # re-entrant, so one object can be entered everywhere; steps enter it many times
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fake: it has a shape and a dtype, but no values (torch 2.11-2.13)."""
+    """Return whether a tensor is a FakeTensor, which has a shape and a dtype but no values (torch 2.11-2.13)."""
     return isinstance(tensor, FakeTensor)
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
-    """A context that suspends a fake mode, so that operators compute values (torch 2.11-2.15)."""
+    """Return a context that suspends FakeTensorMode, so that operators compute values (torch 2.11-2.15)."""
     return unset_fake_temporarily()
 
 
 def fake_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """The fake mode of a tensor without values, to create more fake tensors; a null context for any other tensor."""
+    """Return a context that creates fake tensors if ``tensor`` is fake; a null context otherwise."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else NULL_CONTEXT
 
 
 def in_functorch() -> bool:
-    """Whether the caller runs inside a transform of ``torch.func`` (torch 2.11-2.13)."""
+    """Return whether the caller runs inside a transform of ``torch.func`` (torch 2.11-2.13)."""
     return torch._C._are_functorch_transforms_active()
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """A context outside the transforms of ``torch.func`` (torch 2.11-2.13) and outside inference mode."""
-    # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors created in inference
-    # mode have no version counter, and no later forward could save them for its backward.
+    """Return a context that suspends the transforms of ``torch.func`` (torch 2.11-2.13) and inference mode."""
+    # The tensors that transforms wrap have no storage to resize, and refuse requires_grad_. Tensors created in
+    # inference mode have no version counter, and autograd cannot save them for a backward.
     no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NULL_CONTEXT
     if not in_functorch():
         return no_inference
@@ -59,12 +60,13 @@ def outside_modes() -> AbstractContextManager[Any]:
 
 
 def without_grad() -> AbstractContextManager[Any]:
-    """``torch.no_grad()``; a null context if autograd is not recording, since no_grad costs microseconds."""
+    """Return ``torch.no_grad()``, or a null context if gradients are off already, since no_grad costs microseconds."""
     return torch.no_grad() if torch.is_grad_enabled() else NULL_CONTEXT
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """A context without autocast, in which operators compute in the dtypes of their tensors."""
+    """Return a context without autocast, in which operators compute in the dtypes of their tensors."""
+    # Autocast is on or off per device type, so it is switched off for the host and for the accelerator.
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     stack = ExitStack()
@@ -75,9 +77,9 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
-    """Decorator: run without gradients, and outside the caller's transforms, inference mode and autocast.
+    """Decorate a function to run without gradients, and outside the caller's transforms, inference mode and autocast.
 
-    Use it for functions that create tensors for later calls or other threads, outside the caller's modes.
+    Use it for functions whose tensors are used later or by other threads, where the caller's modes do not hold.
     """
 
     @functools.wraps(function)
@@ -89,9 +91,9 @@ def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
 
 
 def profiled(label: str, name: str) -> AbstractContextManager[Any]:
-    """A profiler range named ``label + name``; a null context while no profiler runs.
+    """Return a profiler range named ``label + name``, or a null context while no profiler runs.
 
-    torch 2.11-2.13: ``record_function`` costs microseconds per use even without a profiler.
+    ``record_function`` costs microseconds per use even without a profiler (torch 2.11-2.13).
     """
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(label + name)
@@ -99,18 +101,18 @@ def profiled(label: str, name: str) -> AbstractContextManager[Any]:
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A `torch.cuda.MemPool` on the allocator of a group's backend (torch 2.11-2.15: NCCL's has one)."""
+    """Return a `torch.cuda.MemPool` that uses the allocator of a group's NCCL backend (torch 2.11-2.15)."""
     backend: Any = group._get_backend(device)
     return torch.cuda.MemPool(backend.mem_allocator)
 
 
 def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
+    """Return the `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
     symmetric.set_backend("NCCL")
     dist.barrier(group=group)  # the first collective of a group creates its communicator
     return symmetric.get_mem_pool(device)
 
 
 def meet_over(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Exchange the addresses of a symmetric buffer among the ranks of a group (torch 2.11-2.15). A collective."""
+    """Exchange a symmetric buffer's addresses between the ranks of a group (torch 2.11-2.15). A collective."""
     symmetric.rendezvous(buffer, group=group.group_name)

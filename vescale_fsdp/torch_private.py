@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, each with the torch versions that have it and the reason.
 
 A tag such as "torch 2.11-2.13" gives the first supported version that has the name, and the last version for which the
-note was checked. It does not say that later versions lack the name: tests also pass on 2.15 (docs/compatibility.md).
+comment was checked. Later versions may have the name too: the tests also pass on 2.15 (docs/compatibility.md).
 
 Only this file and `torch_modes` import or reach names of torch with a leading underscore, as
 tests/house/test_layering.py checks. Three other places depend on private names, and may have to change for a new torch:
@@ -33,18 +33,19 @@ from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KE
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
 from torch.distributed._composable.contract import RegistryItem
 
-# torch 2.11-2.15: shards full tensors in torch's set_*_state_dict; supports only torch's own placements.
+# torch 2.11-2.15: the function that shards full tensors in torch's set_*_state_dict. It supports only torch's own
+# placements, so `refuse_set_state_dict` must recognize its calls.
 from torch.distributed._state_dict_utils import _distribute_tensors
 
 # torch 2.11-2.13: DCP's names for the leaves of a nested state; its planners accept no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-# torch 2.11-2.15: names of parameters without the parts that torch's wrappers add.
+# torch 2.11-2.15: maps names of parameters to their names in state dicts, without the parts that torch's wrappers add.
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.11-2.13: the table of groups, the default group's store, and the timeout of a group, which have no public
-# names; and the function that creates a group over a store: only it can include processes outside the default group.
+# torch 2.11-2.13: the table of groups, the default group's store, and the timeout of a group have no public names. Only
+# `_new_process_group_helper` can create a group over a given store, with processes outside the default group.
 from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     _get_default_store,
@@ -53,15 +54,15 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-# torch 2.11-2.13: classes that trainers import to give one parameter its own mesh; torch exports them nowhere else.
+# torch 2.11-2.13: classes with which trainers give one parameter its own mesh; torch exports them nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, _redistribute, debug
 
-# torch 2.11-2.13: the description of a DTensor; no public constructor accepts a foreign placement.
+# torch 2.11-2.13: mesh, placements and metadata of a DTensor; no public constructor accepts a user's placement class.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# torch 2.11-2.13: the Partial of a vector norm, to combine norms of ragged and stock DTensors.
+# torch 2.11-2.13: the Partial placement of a vector norm, to combine norms of ragged DTensors and torch's DTensors.
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 
 # torch 2.11-2.13: the placement of a dim that both FSDP and tensor parallelism cut; checkpoints treat it unlike Shard.
@@ -74,10 +75,10 @@ from torch.optim._muon import EPS as MUON_EPS
 from torch.optim._muon import _adjust_lr as muon_adjust_lr
 from torch.optim._muon import _zeropower_via_newtonschulz as zeropower_via_newtonschulz
 
-# torch 2.11-2.13: the tensor types for which optimizers and foreach utilities choose their fast path.
+# torch 2.11-2.13: lists of the tensor types for which optimizers, and foreach utilities, choose their fast path.
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
 
-# torch 2.11-2.13: trees of arguments; the public torch.utils.pytree is newer.
+# torch 2.11-2.13: functions on nested containers; the public torch.utils.pytree is newer than torch 2.11.
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
@@ -86,17 +87,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 
-# torch 2.11-2.13: FSDP2's states are recorded under this function, without its decorator.
+# torch 2.11-2.13: torch stores FSDP2's state of a module under this key, the function without its decorator.
 _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
-# The slot of the local tensor; RaggedDTensor has a slower property of the same name.
+# DTensor's own slot of the local tensor; RaggedDTensor hides it by a slower property of the same name.
 local_slot: Any = vars(DTensor)["_local_tensor"]
-piece_in = local_slot.__get__  # the local tensor of a DTensor
+piece_in = local_slot.__get__  # called as piece_in(dtensor), returns the local tensor
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
 def newer_class(home: ModuleType, name: str, instead: str) -> Any:
-    """A class of newer torch versions; in older versions, a class whose constructor raises.
+    """Return a class that only newer torch versions have; in older versions, a class whose constructor raises.
 
     Args:
         home: torch's module that defines the class in newer versions.
@@ -128,23 +129,24 @@ DataParallelMeshDims: Any = newer_class(
 # FSDP2 of torch 2.15 reduces gradients in the dtype in which parameters are stored, unless a policy sets
 # ``reduce_dtype``; older versions use the compute dtype. The weight-gradient half of a pipeline's backward
 # accumulates in that dtype too.
-# By numbers, because TorchVersion takes a pre-release of 2.15 to be older than 2.15.
+# Compared as numbers, because TorchVersion orders a pre-release of 2.15 before 2.15.
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
-# torch 2.11-2.15: foreach operators, one call for many tensors, are documented under private names.
+# torch 2.11-2.15: foreach operators (one call for many tensors) have private names only.
 foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
 
-# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only the old names.
+# torch 2.13 renamed these two functions and warns about the old names; torch 2.11 and 2.12 have only the old names.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
-    """Let optimizers use their foreach and fused implementations for parameters of type ``cls`` by default."""
+    """Let optimizers use their foreach and fused implementations by default for parameters of type ``cls``."""
+    # torch compares exact types, so a subclass of Tensor must be in both lists.
     for types in (_optim_types, _util_types):
         if cls not in types:
             types.append(cls)  # type: ignore[arg-type]
@@ -158,7 +160,8 @@ def dispatch_to_subclass(cls: _Dispatching) -> None:
     """Send operators on a subclass of DTensor to the subclass's own ``__torch_dispatch__``.
 
     torch 2.11 handles subclasses of DTensor in DTensor's C++ path and never calls the subclass (pytorch issue 177716,
-    fixed in 2.12). A rule registered for (operator, class) takes precedence, so it is registered for every operator.
+    fixed in 2.12). But a rule that is registered for an operator and a class takes precedence, so for every operator a
+    rule is registered that calls the subclass.
     """
     if torch.__version__ >= "2.12":  # a TorchVersion, which compares numbers, not text
         return
@@ -180,20 +183,23 @@ def _call_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: 
 
 
 def is_asked_by(package: str) -> bool:
-    """Whether the caller's caller is a function of ``package``."""
+    """Return whether the caller's caller is a function of ``package``."""
+    # Frame 0 is this function, frame 1 its caller, frame 2 the caller's caller.
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == package
 
 
+# Modules of torch whose functions assume that a tensor with a nonzero address has storage.
 _COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn")
 
 
 def takes_address_for_memory() -> bool:
-    """Whether the caller's caller assumes that a tensor with a nonzero address has storage (torch 2.11-2.13)."""
-    # DCP's stager copies the storage of a tensor with an address. If the address is 0, the stager copies the tensor's
-    # attributes, which include the piece. RNNs on CUDA merge weights of different addresses into one storage.
+    """Return whether the caller's caller assumes that a tensor with a nonzero address has storage (torch 2.11-2.13)."""
+    # DCP's stager copies the storage of a tensor with a nonzero address. If the address is 0, it copies the tensor's
+    # attributes instead, which include the piece. RNNs on CUDA merge weights of different addresses into one storage.
     return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
 
 
+# Modules of torch's data parallelisms -> the names that users know.
 _TAKERS = {
     "torch.distributed.fsdp._fully_shard._fsdp_init": "torch.distributed.fsdp.fully_shard (FSDP2)",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "torch.distributed.fsdp.fully_shard (FSDP2)",
@@ -205,14 +211,13 @@ _TAKERS = {
 def refuse_takers(what: str) -> None:
     """Raise if one of torch's data parallelisms is wrapping a module or parameter of this package (torch 2.11-2.13).
 
-    Before they change anything, these wrappers call methods of modules and parameters, and those methods call this
-    function.
-    The wrappers' own errors, if any, would be about mesh axes or operators.
+    torch's wrappers call methods of modules and parameters before they change anything; these methods of this package
+    call this function. Without it, a wrapper would raise an unclear error about mesh axes or operators, or none.
 
     Raises:
-        MisuseError: with the wrapper, and ``what`` it would have wrapped.
+        MisuseError: names the wrapper, and ``what`` it would have wrapped.
     """
-    # The caller's caller, and its caller: FSDP1 calls through a helper.
+    # The caller's caller, and one frame more, because FSDP1 calls through a helper.
     frame = sys._getframe(2)
     names = [part.f_globals.get("__name__") for part in (frame, frame.f_back) if part is not None]
     taker = next((_TAKERS[name] for name in names if name in _TAKERS), None)
@@ -233,18 +238,18 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without the autograd node of ``to_local``; a plain tensor is returned as it is."""
+    """Return a DTensor's local tensor, without the autograd node of ``to_local``; a plain tensor is returned itself."""
     return local_slot.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
 def default_store() -> dist.Store:
-    """The store of the default group (torch 2.11-2.15)."""
+    """Return the store of the default group (torch 2.11-2.15)."""
     return _get_default_store()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group; None if its backend has none (torch 2.11-2.13)."""
-    # If there are several backends, prefer the CPU's, because the timeout is for a new gloo group.
+    """Return the timeout of a group; None if its backend has no timeout (torch 2.11-2.13)."""
+    # If there are several backends, prefer the CPU's: callers mostly create gloo groups with this timeout.
     for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
         try:
             options = group._get_backend(device).options
@@ -257,28 +262,28 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 @contextmanager
 def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
-    """A context whose collectives, all of one kind, are launched together (torch 2.11-2.15)."""
+    """Return a context whose collectives, all of one kind, are launched together at its end (torch 2.11-2.15)."""
     try:
         with _coalescing_manager(group):
             yield
     except BaseException:
-        # Otherwise later collectives would be collected and never run.
+        # torch keeps its list after an exception, and would add later collectives to it instead of running them.
         _world.pg_coalesce_state.pop(group, None)
         raise
 
 
 @contextmanager
 def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
-    """A context in which new groups get the timeout of ``base``.
+    """Return a context in which new groups get the timeout of ``base``.
 
-    torch ignores the timeout of `init_process_group` for new groups and uses the backend's default, and it has no
-    timeout argument for the groups of a mesh (torch 2.11-2.13).
+    For new groups, torch ignores the timeout of `init_process_group` and uses the backend's default. Constructors of
+    meshes have no timeout argument (torch 2.11-2.13).
     """
     before = set(_world.pg_map)
     yield
     timeout = timeout_of(base)
     for group in _world.pg_map:
-        # None: the group's backend has no timeout.
+        # A group whose backend has no timeout (None) cannot be given one.
         if timeout is not None and group not in before and timeout_of(group) is not None:
             _set_pg_timeout(timeout, group)
 
@@ -286,7 +291,7 @@ def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
 def gloo_group(
     rank: int, numbers: dict[int, int], name: str, timeout: timedelta, store: dist.Store | None = None
 ) -> dist.ProcessGroup:
-    """A gloo group with a given name (torch 2.11-2.15).
+    """Create a gloo group with a given name (torch 2.11-2.15).
 
     Args:
         rank: this process's rank in the new group.
@@ -298,8 +303,8 @@ def gloo_group(
     """
     world = dist.group.WORLD
     assert world is not None
-    # torch checks a list of members against this process's rank in the default group. With a store of its own, a group
-    # may have members outside the default group, so an empty list skips the check.
+    # torch checks that this process's rank in the default group is in the list of members. A group with its own store
+    # may have members outside the default group, so its list is left empty, which skips the check.
     members = list(numbers) if store is None else []
     where = _world.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
@@ -311,77 +316,79 @@ def gloo_group(
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of a group (torch 2.11-2.15)."""
+    """Return the store of a group (torch 2.11-2.15)."""
     return _world.pg_map[group][1]
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches (torch 2.11-2.15). Their keys are meshes, and an equal mesh may have new groups."""
+    """Clear DTensor's caches (torch 2.11-2.15): entries of a mesh would be reused for an equal mesh with new groups."""
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor by one of the same shape (torch 2.11-2.13)."""
+    """Replace the local tensor of a DTensor by a tensor of the same shape (torch 2.11-2.13)."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
-    """Mesh, placements and global metadata of a DTensor (torch 2.11-2.13)."""
+    """Return the mesh, placements and global metadata of a DTensor (torch 2.11-2.13)."""
     return tensor._spec  # type: ignore[attr-defined, no-any-return]
 
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype of a parameter's gradient: ``grad_dtype`` (torch 2.13-2.15), else the parameter's own dtype."""
-    own = vars(torch._C.TensorBase).get("grad_dtype")
+    """Return the dtype of a parameter's gradient: ``grad_dtype`` (torch 2.13-2.15), else the parameter's own dtype."""
+    own = vars(torch._C.TensorBase).get("grad_dtype")  # None in torch 2.11 and 2.12
     return param.dtype if own is None else own.__get__(param)  # type: ignore[no-any-return]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that is equal for live tensors that share memory (torch 2.11-2.13)."""
+    """Return a number that is the same for all live tensors of one storage (torch 2.11-2.13)."""
     return tensor.untyped_storage()._cdata  # not the address, which is 0 for every storage without memory
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:
-    """The full mesh, of which a parameter's mesh is a slice; None if there is no full mesh, as in torch 2.11."""
+    """Return the full mesh of which a parameter's mesh is a slice; None if the info has no full mesh."""
+    # vars: in torch 2.11 the class has no such field.
     mesh: DeviceMesh | None = vars(info).get("spmd_mesh")
     return mesh
 
 
 def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
-    """One mesh of the axes of several slices of the same mesh (torch 2.11-2.13, where FSDP2 does the same)."""
+    """Join slices of one mesh to a mesh of all their axes, as FSDP2 does (torch 2.11-2.13)."""
     return DeviceMesh._concatenate(list(slices))
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A 1-D mesh of all axes of a slice of a named mesh, in their order (torch 2.11-2.13). A collective call."""
+    """Flatten all axes of a slice of a named mesh to a 1-D mesh (torch 2.11-2.13). A collective call."""
     with groups_with_timeout_of(mesh.get_group(0)):
         return mesh._flatten(name)
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Split the only axis of a mesh into several (torch 2.11-2.13). A collective call."""
+    """Split the only axis of a 1-D mesh into several axes (torch 2.11-2.13). A collective call."""
     with groups_with_timeout_of(mesh.get_group(0)):
         return mesh._unflatten(0, sizes, names)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another one for autograd (torch 2.11-2.13)."""
+    """Return whether a tensor is, for autograd, a view of another tensor (torch 2.11-2.13)."""
     return tensor._base is not None
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether ``torch.distributed._composable.replicate`` manages a module (torch 2.11-2.13)."""
+    """Return whether ``torch.distributed._composable.replicate`` manages a module (torch 2.11-2.13)."""
     return "replicate" in _parallelisms_of(module)
 
 
 def note_sharded(module: torch.nn.Module, state: object) -> None:
-    """Record "fully_shard" where torch records which parallelism manages a module (torch 2.11-2.13).
+    """Record for torch that fully_shard manages a module (torch 2.11-2.13).
 
     ``replicate`` then skips the parameters of the module and refuses to wrap it. torch's own
-    ``fully_shard.state(module)``, which its pipelines call, returns ``state`` from now on.
+    ``fully_shard.state(module)``, which torch's pipelines call, then returns ``state``.
     """
+    # vars, not getattr: wrappers (of checkpointing, torch.compile, peft) forward getattr to the module inside.
     attributes = vars(module)
     attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
@@ -393,18 +400,19 @@ def apply_to_tensors(module: torch.nn.Module, change: Callable[[torch.Tensor], t
 
 
 def fqn_of(model: torch.nn.Module, name: str) -> str:
-    """The name in torch's state dicts for the entry ``name`` of ``model.state_dict()`` (torch 2.11-2.15)."""
-    return next(iter(_get_fqns(model, name)))  # a set; only FSDP1's flat parameters have several names
+    """Return the name that DCP's state dicts use for the entry ``name`` of ``model.state_dict()`` (torch 2.11-2.15)."""
+    return next(iter(_get_fqns(model, name)))  # a set of one name: only FSDP1's flat parameters have several
 
 
 def refuse_set_state_dict(what: str) -> None:
     """Raise if the caller's caller shards full tensors for torch's ``set_*_state_dict`` (torch 2.11-2.15).
 
-    torch would copy other ranges than the ragged pieces, so some ranks would raise and the other ranks would hang.
+    torch would cut the tensors at other offsets than the ragged pieces, so some ranks would raise, and the rest hang.
 
     Raises:
-        UnsupportedOpError: with the functions to call instead.
+        UnsupportedOpError: names the functions to call instead.
     """
+    # Frame 2 is the caller's caller. A frame has the code of its function, but not the function itself.
     if sys._getframe(2).f_code is _distribute_tensors.__code__:
         raise UnsupportedOpError(
             "torch's set_*_state_dict cannot shard full tensors for ragged parameters.",
@@ -417,17 +425,17 @@ def refuse_set_state_dict(what: str) -> None:
 
 
 def is_noted_sharded(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard``, this package's or torch's, was called on a module (torch 2.11-2.13)."""
+    """Return whether this package's or torch's ``fully_shard`` was called on a module (torch 2.11-2.13)."""
     return "fully_shard" in _parallelisms_of(module)
 
 
 def _parallelisms_of(module: torch.nn.Module) -> Mapping[str, RegistryItem]:
-    # vars, not getattr: wrappers (of checkpointing, torch.compile, peft) forward attributes of the wrapped module.
+    # vars, not getattr: wrappers (of checkpointing, torch.compile, peft) forward getattr to the module inside.
     return cast(Mapping[str, RegistryItem], vars(module).get(COMPOSABLE_KEY, {}))
 
 
 def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bool:
-    """Whether a module's own ``load_state_dict`` copies tensors without changing them (torch 2.11-2.13).
+    """Return whether a module's own ``load_state_dict`` copies tensors unchanged (torch 2.11-2.13).
 
     Args:
         num_own_hooks: number of the module's load pre-hooks that are known to leave tensors unchanged.
@@ -438,24 +446,25 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
 
 
 def operator_names() -> list[str]:
-    """Names of all operators of this torch (2.11-2.13), such as ``aten::add.Tensor``."""
+    """Return the names of all operators of this torch (2.11-2.13), such as ``aten::add.Tensor``."""
     return torch._C._dispatch_get_all_op_names()  # type: ignore[no-any-return]
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A tensor's version counter (torch 2.11-2.13)."""
+    """Return a tensor's version counter (torch 2.11-2.13)."""
     return tensor._version
 
 
 def restore_version(tensor: torch.Tensor, version: int) -> None:
-    """Reset a tensor's version counter (torch 2.11-2.13), after a refill with the values that autograd saved."""
+    """Reset a tensor's version counter (torch 2.11-2.13), after its memory was refilled with the same values."""
+    # Without this, a backward would raise that a saved tensor was changed in place.
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], None]]:
-    """Hooks that a user registered with ``register_post_accumulate_grad_hook`` (torch 2.11-2.13).
+    """Return the hooks that a user registered with ``register_post_accumulate_grad_hook`` (torch 2.11-2.13).
 
-    Autograd calls these hooks only if it accumulates into a parameter. This package sets sharded gradients itself, so
-    it calls the hooks itself.
+    Autograd calls these hooks only when it accumulates into a parameter. The runtime sets sharded gradients itself, so
+    it must also call the hooks itself.
     """
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]

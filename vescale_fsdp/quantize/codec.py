@@ -1,4 +1,4 @@
-"""Block codecs: tensors as 8-bit codes and one scale per block, in formats that GPUs' matrix units read.
+"""Block codecs: a tensor as 8-bit codes and one scale per block, in formats that the matrix units of GPUs read.
 
     codec               block      scale                        value
     Fp8Blocks(128,128)  128 x 128  fp32, amax / 448             code * scale      DeepSeek's weights
@@ -6,13 +6,13 @@
     Mxfp8()             1 x 32     E8M0, 2^(floor(log2 amax)-8) code * scale      OCP Microscaling 1.0
     Int8Rows()          one row    fp32, amax / 127             code * scale      int8 weights of matrix units
 
-Codes are e4m3 (``float8_e4m3fn``) or int8, stored as uint8 so that every collective supports them. Kernels take
-codes as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. The 8-bit floats
-were compared with torchao's reference functions. Blocks at the edges may be short. A block with a NaN or an infinity
-decodes to NaN, so that a broken weight stays visible.
+Codes are e4m3 (``float8_e4m3fn``) or int8, stored as uint8 so that every collective supports them. Kernels take codes
+as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. The results of Fp8Blocks
+and Mxfp8 were compared with torchao's reference functions. Blocks at the edges of a tensor may be smaller. A block with
+a NaN or an infinity decodes to NaN, so that a broken weight stays visible.
 
-A tensor is divided into lines. A *band* is one row of blocks: it covers one or more whole lines, so it is one run of
-consecutive elements (`BlockGrid`)::
+A tensor is divided into *lines*, such as its rows. A *band* is one row of blocks. A band covers whole lines, so its
+elements are consecutive (`BlockGrid`)::
 
     Flat(4), 10 elements            Tiles(2, 3), shape (3, 5)
     lines of 4, one block each      lines are rows, bands of 2 rows, blocks of 2 x 3
@@ -20,9 +20,9 @@ consecutive elements (`BlockGrid`)::
       bbbb                            a a a b b
       cc      last block short        c c c d d     last band short, b and d narrow
 
-A piece that begins and ends between bands can be quantized alone, without communication: its codes and scales have the
-same bits as those of the full tensor. Sharding with a `Granularity` of the same block gives such pieces. Ranks can then
-gather codes (one byte per element, one scale per block) instead of values. Stacks (E, m, k) are treated as E * m rows.
+A rank can quantize a piece that consists of whole bands without communication: codes and scales have the same bits as
+those of the full tensor. Sharding with a `Granularity` of the same block gives such pieces. Ranks can then gather codes
+(one byte per element, one scale per block) instead of values. A tensor of shape (E, m, k) is treated as E * m rows.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from vescale_fsdp.lazy import set_module
 @set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class BlockGrid:
-    """Blocks of ``rows`` x ``cols`` elements over lines of ``line_numel``.
+    """The division of a tensor into blocks of ``rows`` lines and ``cols`` elements of a line.
 
     Args:
         shape: global shape of the tensor.
         line_numel: elements per line, at least 1.
-        rows, cols: size of a block; the last blocks of a line and of the tensor may be smaller.
+        rows, cols: size of a block; the last block of a line and the last band of the tensor may be smaller.
         scales_shape: shape of the tensor of scales.
 
     Examples:
@@ -67,12 +67,12 @@ class BlockGrid:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor."""
+        """Number of elements in the tensor."""
         return numel_of(self.shape)
 
     @property
     def band_numel(self) -> int:
-        """Elements per band; a band must be whole on one rank."""
+        """Elements per band. No rank boundary may cut a band."""
         return self.rows * self.line_numel
 
     @property
@@ -81,16 +81,20 @@ class BlockGrid:
         return -(-self.line_numel // self.cols)
 
     def bands_of(self, numel: int) -> int:
-        """Number of bands in ``numel`` elements from the beginning of a band."""
+        """Return the number of bands in ``numel`` elements that start with a band; the last band may be short."""
         return -(-numel // self.band_numel)
 
     def scales_of(self, piece: FlatRange, where: str) -> int:
-        """The number of scales of a piece.
+        """Return the number of scales of a piece.
+
+        Args:
+            piece: range of elements of the flattened tensor.
+            where: name of the tensor, for the error.
 
         Raises:
             LayoutError: if the piece begins or ends inside a band.
         """
-        # The last band may be short, so a piece may end at the tensor's end.
+        # The end of the tensor is a valid end of a piece, though the last band may be short.
         inner_stop = 0 if piece.stop == self.numel else piece.stop % self.band_numel
         if piece.numel and (piece.start % self.band_numel or inner_stop):
             raise LayoutError(
@@ -104,14 +108,14 @@ class BlockGrid:
         return self.bands_of(piece.numel) * self.scales_per_band
 
     def tiled(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Whole bands, reshaped to [bands, rows, blocks per line, cols].
+        """Return a piece as whole bands, reshaped to [bands, rows, blocks per line, cols].
 
         Args:
-            flat: 1-D, from the beginning of a band.
-            fill: value of elements that complete short blocks.
+            flat: 1-D, starts with a band.
+            fill: value of the elements that are added to short blocks.
 
         Returns:
-            A view if no block is short, else a new tensor.
+            A view of ``flat`` if no block is short, else a new tensor.
         """
         bands = self.bands_of(flat.numel())
         missing = bands * self.band_numel - flat.numel()
@@ -122,13 +126,13 @@ class BlockGrid:
         return lines.view(bands, self.rows, self.scales_per_band, self.cols)
 
     def untiled(self, tiles: torch.Tensor, numel: int) -> torch.Tensor:
-        """Inverse of `tiled`: 1-D, ``numel`` elements."""
+        """Undo `tiled`: return the first ``numel`` elements, 1-D, without the elements that were added."""
         lines = tiles.reshape(-1, self.scales_per_band * self.cols)[:, : self.line_numel]
         return lines.reshape(-1)[:numel]
 
 
 def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
-    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; below 2-D, `Tiles` are runs of ``cols`` elements.
+    """Return a tensor's grid for `Flat` or `Tiles` blocks. Below 2-D, `Tiles` blocks are runs of ``cols`` elements.
 
     Raises:
         LayoutError: for any other granularity.
@@ -140,7 +144,7 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
     """
     numel = numel_of(shape)
     if isinstance(block, Tiles) and len(shape) >= 2:
-        line = max(1, shape[-1])  # an empty last dim
+        line = max(1, shape[-1])  # at least 1, to avoid a division by zero for an empty last dim
         scales_shape = (-(-(numel // line) // block.rows), -(-line // block.cols))
         return BlockGrid(shape, line, block.rows, block.cols, scales_shape)
     if isinstance(block, (Flat, Tiles)):
@@ -156,17 +160,17 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
 
 _E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 _E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
-_INT8_MAX = 127.0  # not 128, so that codes are symmetric
-_LEAST_AMAX = 1e-12  # blocks of zeros get this magnitude, as in torchao, to avoid a division by zero
-_WHOLE_ROW = 1 << 40  # columns: more than any row has
-_E8M0_BIAS = 127  # fp32's exponent has the same bias
-_E8M0_NAN = 255  # the one code that is not a power of two
-_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127, a subnormal number: E8M0's code 0
+_INT8_MAX = 127.0  # -128 is not used, so that codes are symmetric
+_LEAST_AMAX = 1e-12  # lower bound of a block's magnitude, as in torchao: zeros would cause a division by zero
+_WHOLE_ROW = 1 << 40  # number of columns: more than any row has, so a block is a whole row
+_E8M0_BIAS = 127  # the same bias as of fp32's exponent
+_E8M0_NAN = 255  # the only E8M0 code that is not a power of two
+_HALF_LEAST_NORMAL_BITS = 0x00400000  # fp32 bits of 2^-127 (subnormal), the value of E8M0's code 0
 
 
 @dataclass(frozen=True)
 class BlockCodec(ABC):
-    """The conversion of a tensor into codes and scales. Subclasses are final, frozen values.
+    """Converts tensors into codes and scales, and back. Instances are frozen values, which can be hashed and compared.
 
     Args:
         rows, cols: size of a block.
@@ -180,13 +184,13 @@ class BlockCodec(ABC):
     cols: int
 
     code_dtype: ClassVar[torch.dtype]
-    """dtype of codes, which are stored as uint8."""
+    """dtype of codes. Tensors of codes have dtype uint8, and are viewed in this dtype to compute."""
 
     scale_dtype: ClassVar[torch.dtype] = torch.float32
     """dtype in which scales are stored and sent."""
 
     largest: ClassVar[float]
-    """The largest code, to which the largest magnitude of a block is scaled."""
+    """The largest value of a code. Each block is scaled so that its largest magnitude has this value."""
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols) < 1:
@@ -199,36 +203,36 @@ class BlockCodec(ABC):
 
     @property
     def granularity(self) -> Tiles:
-        """The granularity of whole blocks: ``fully_shard(model, granularity=codec.granularity)``."""
+        """The granularity to pass to `fully_shard`, so that no rank boundary cuts a block."""
         return Tiles(self.rows, self.cols)
 
     def grid(self, shape: tuple[int, ...]) -> BlockGrid:
-        """The blocks of a tensor of this shape."""
+        """Return the grid of blocks of a tensor of this shape."""
         line_numel = shape[-1] if shape else 1
-        # A block is at most one row wide.
+        # Not wider than a row, because `tiled` pads lines to a multiple of the block's width.
         return grid_of(shape, Tiles(self.rows, min(self.cols, max(line_numel, 1))))
 
     @abstractmethod
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """uint8 codes of fp32 values, given the factors of their blocks. Element-wise, so blocks may be incomplete."""
+        """Return uint8 codes of fp32 values. ``factors`` are the factors of their blocks, broadcast to ``values``."""
 
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors (fp32) by which values are multiplied, and the scales to store.
+        """Return the factors (fp32) by which values are multiplied, and the scales to store.
 
         Args:
             amax: the largest magnitude of each block, fp32.
         """
-        # As in torchao's kernels: the quotient in fp64, rounded to fp32; its reciprocal is stored.
+        # As in torchao's kernels: the quotient is computed in fp64 and rounded to fp32, and its reciprocal is stored.
         factors = (self.largest / amax.clamp(min=_LEAST_AMAX).double()).float()
         return factors, factors.reciprocal()
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
-        """Factors (fp32) by which codes are multiplied, from stored scales."""
+        """Return the factors (fp32) by which codes are multiplied, from stored scales."""
         return scales
 
     @torch.no_grad()
     def quantize(self, tensor: torch.Tensor) -> Quantized:
-        """Codes and scales of a tensor; each rank encodes its own piece, without communication.
+        """Return the codes and scales of a tensor. Each rank encodes its own piece, without communication.
 
         Args:
             tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
@@ -251,10 +255,10 @@ class BlockCodec(ABC):
         return Quantized(self, codes, scales)
 
     def encode(self, flat: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of a run of whole bands.
+        """Return the codes and scales of a piece of whole bands.
 
         Args:
-            flat: 1-D, any floating-point dtype.
+            flat: the piece, 1-D, of any floating-point dtype.
             grid: grid of the whole tensor.
 
         Returns:
@@ -268,7 +272,7 @@ class BlockCodec(ABC):
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, grid: BlockGrid, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Inverse of `encode`, up to rounding: 1-D, of ``dtype``."""
+        """Return the values of a piece (1-D, ``dtype``) from its codes and scales: undoes `encode`, up to rounding."""
         factors = self.factors_of(scales.view(-1, grid.scales_per_band))
         tiles = grid.tiled(codes.view(self.code_dtype).float())
         return grid.untiled(tiles * factors[:, None, :, None], codes.numel()).to(dtype)
@@ -281,7 +285,7 @@ class _E4m3Codec(BlockCodec):
     largest: ClassVar[float] = _E4M3_MAX
 
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        # e4m3fn has no infinity: a value that rounding puts above the maximum would become NaN
+        # e4m3fn has no infinity: a product that rounding puts above the maximum would become NaN.
         scaled = (values * factors).clamp(-_E4M3_MAX, _E4M3_MAX)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -304,7 +308,7 @@ class Fp8Blocks(_E4m3Codec):
 @set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Mxfp8(_E4m3Codec):
-    """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down).
+    """e4m3 codes, and a power-of-two scale for every 32 elements of a row, rounded down (OCP Microscaling, MXFP8).
 
     Examples:
         >>> Mxfp8().grid((4, 64)).scales_shape
@@ -317,11 +321,11 @@ class Mxfp8(_E4m3Codec):
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The exponent bits of an fp32 number are its floor(log2) plus a bias; E8M0 has the same bias.
+        # The exponent bits of an fp32 number are its floor(log2) plus the bias 127, which is E8M0's bias too.
         exponent = (amax.view(torch.int32) >> 23) & 0xFF
-        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)  # E8M0 has no smaller scale
+        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)  # code 0 is E8M0's smallest scale
         scales = torch.where(amax.isfinite(), biased, _E8M0_NAN).to(torch.uint8)
-        # The factor is computed from bits: as a reciprocal it could be 2^-127, which some devices flush to 0.
+        # The factor is made from bits, because a computed reciprocal may be 2^-127, which some devices flush to 0.
         return _power_of_two(torch.where(scales == _E8M0_NAN, scales, 2 * _E8M0_BIAS - scales)), scales
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
@@ -345,26 +349,26 @@ class Int8Rows(BlockCodec):
     largest: ClassVar[float] = _INT8_MAX
 
     def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        # An integer cannot be NaN; the scale of a block with a NaN is NaN, so the block decodes to NaN.
+        # Integers have no NaN. A block with a NaN has the scale NaN, so it decodes to NaN whatever its codes are.
         scaled = (values * factors).nan_to_num(0.0).round().clamp(-_INT8_MAX, _INT8_MAX)
         return scaled.to(torch.int8).view(torch.uint8)
 
 
 def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """2^(biased - 127) in fp32; NaN for the E8M0 code of NaN. Made from bits, because `exp2` may round."""
+    """Return 2^(biased - 127) in fp32; NaN for the E8M0 code of NaN. Made from bits, because `exp2` may round."""
     bits = torch.where(biased == 0, _HALF_LEAST_NORMAL_BITS, biased.int() << 23)
     return torch.where(biased == _E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
 @set_module("vescale_fsdp.quantize")
-@dataclass(frozen=True, eq=False)  # tensors compare element by element
+@dataclass(frozen=True, eq=False)  # no __eq__, because tensors compare element by element
 class Quantized:
     """Codes and scales of one tensor.
 
     Args:
         codec: the format.
-        codes: uint8, of the tensor's shape; a DTensor with the same pieces, if the tensor was a DTensor.
-        scales: one per block, in the codec's ``scale_dtype``; rank boundaries cut them between the same blocks.
+        codes: uint8, of the tensor's shape; a DTensor with the tensor's pieces if the tensor was a DTensor.
+        scales: one per block, in the codec's ``scale_dtype``; each rank has the scales of the blocks it has codes of.
 
     Examples:
         >>> codes = Int8Rows().quantize(torch.ones(4, 64))
@@ -377,12 +381,12 @@ class Quantized:
     scales: torch.Tensor
 
     def full(self) -> Quantized:
-        """The full tensor's codes and scales on every rank. Collective; it sends codes, not values."""
+        """Return the full tensor's codes and scales, on every rank. Collective; it sends codes, not values."""
         whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (self.codes, self.scales)]
         return Quantized(self.codec, *whole)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The decoded values, with the placements of the codes. No communication."""
+        """Return the decoded values, with the placements of the codes, without communication."""
         values = torch.zeros_like(self.codes, dtype=dtype)
         codes = local_tensor(self.codes, "tensor of codes")
         scales = local_tensor(self.scales, "tensor of scales")

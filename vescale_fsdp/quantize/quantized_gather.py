@@ -1,16 +1,16 @@
 """QuantizedGather: a mixed precision policy that gathers weights as 8-bit codes, half the bytes of bf16.
 
-It is passed to `fully_shard` in place of a `MixedPrecisionPolicy`::
+Pass it to `fully_shard` in place of a `MixedPrecisionPolicy`::
 
     codec = Fp8Blocks()
     policy = QuantizedGather(param_dtype=torch.bfloat16, codecs={"*weight": codec})
     fully_shard(model, mp_policy=policy, granularity=codec.granularity)
 
-Each rank encodes its shard of the master weights, without communication because blocks are whole. Two all-gathers send
-the buffers below, and every rank decodes into the full buffer, in the compute dtype:
+Each rank encodes its shard of the master weights, without communication because no rank boundary cuts a block. Two
+all-gathers send the buffers below, and every rank decodes them into the full buffer, in the compute dtype:
 
     codes   1-D [S], uint8          one byte per element, at the element's offset in the shard
-    rest    1-D [R], uint8          scales of the rank's blocks, and its pieces of parameters without a codec
+    rest    1-D [R], uint8          scales of this rank's blocks, and this rank's pieces of parameters without a codec
 
 So the forward and the backward compute with ``decode(encode(full weight))``, bit for bit, at every world size.
 Gradients are applied to the master weights without rounding (a straight-through estimator).
@@ -33,19 +33,21 @@ from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-# Parts of ``rest`` start at multiples of this: they are viewed in other dtypes, and kernels load up to 16 bytes.
+# Parts of ``rest`` start at multiples of this number, because they are viewed in wider dtypes, and kernels load up to
+# 16 bytes at once.
 _ALIGN_BYTES = 16
 
 
 @set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class QuantizedGather(GatherPolicy):
-    """Mixed precision with 8-bit gathers.
+    """A `MixedPrecisionPolicy` with 8-bit gathers.
 
     Args:
-        codecs: one codec for all parameters of two or more dims; a mapping from name patterns (fnmatch, names relative
-            to the sharded module) to codecs, also for parameters of two or more dims; or a function
-            ``(fqn, shape) -> codec or None``. Parameters without a codec are sent in the compute dtype.
+        codecs: one of the following. A codec: for all parameters of two or more dims. A mapping from name patterns
+            (fnmatch, names relative to the sharded module) to codecs: for matching parameters of two or more dims. A
+            function ``(fqn, shape) -> codec or None``: for parameters of any shape. Parameters without a codec are
+            sent in the compute dtype.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -57,10 +59,10 @@ class QuantizedGather(GatherPolicy):
         torch.bfloat16
     """
 
-    codecs: CodecRule = field(default_factory=dict, hash=False)  # a mapping has no hash
+    codecs: CodecRule = field(default_factory=dict, hash=False)  # not hashed, because a mapping has no hash
 
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> _CodedGather | None:
-        """The gather of one group, or None if none of its parameters has a codec.
+        """Return the gather of one group; None if no parameter of the group has a codec.
 
         Raises:
             LayoutError: if a rank boundary cuts a block.
@@ -69,6 +71,7 @@ class QuantizedGather(GatherPolicy):
         return _CodedGather(layout, comm, codecs, dtype) if codecs else None
 
     def _codec_of(self, slot: TensorSlot) -> BlockCodec | None:
+        """Return the codec of a parameter, or None."""
         if not getattr(torch, slot.dtype).is_floating_point:  # codecs encode floats only
             return None
         if isinstance(self.codecs, (BlockCodec, Mapping)):
@@ -76,20 +79,20 @@ class QuantizedGather(GatherPolicy):
                 return None
             if isinstance(self.codecs, BlockCodec):
                 return self.codecs
-            # fnmatchcase, because plain fnmatch ignores case on some systems; the first match wins.
+            # fnmatchcase, because fnmatch ignores case on some operating systems. The first matching pattern decides.
             matches = (c for pattern, c in self.codecs.items() if fnmatch.fnmatchcase(slot.fqn, pattern))
             return next(matches, None)
         return self.codecs(slot.fqn, torch.Size(slot.shape))
 
 
 class _CodedGather:
-    """The gather of one group: encodes a shard, sends codes and the rest, decodes into the full buffer.
+    """The gather of one group: encodes a shard, sends the buffers ``codes`` and ``rest``, decodes into the full buffer.
 
     Args:
         layout: the group's layout.
         comm: the group's collectives.
-        codecs: codec of each parameter, by name; parameters without one are sent as values.
-        dtype: the compute dtype, in which such values are sent.
+        codecs: codecs by parameter name. Parameters that are not listed are sent without encoding, in ``rest``.
+        dtype: the compute dtype, in which parameters without a codec are sent.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class _CodedGather:
         self.dtype = dtype
         self.pieces: dict[str, list[tuple[int, Piece]]] = {slot.fqn: [] for slot in layout.slots}
         self.rest_starts: dict[tuple[int, str], int] = {}  # byte offset in ``rest`` of each (rank, name)
-        self.rest_bytes = 0  # bytes of ``rest`` on each rank; equal on all, because an all-gather requires it
+        # Bytes of ``rest`` on each rank: the largest number of any rank, because all-gathers require equal sizes.
+        self.rest_bytes = 0
         for rank in range(layout.num_shards):
             end = 0
             for slot, piece in layout.pieces_of(rank):
@@ -111,6 +115,7 @@ class _CodedGather:
             self.rest_bytes = max(self.rest_bytes, end)
 
     def _rest_bytes_of(self, slot: TensorSlot, piece: Piece) -> int:
+        """Return the bytes of a piece in ``rest``: of its scales, or of its values if it has no codec."""
         codec = self.codecs.get(slot.fqn)
         if codec is None:
             return piece.numel * self.dtype.itemsize
@@ -121,7 +126,7 @@ class _CodedGather:
         ranks = self.layout.num_shards
         codes = torch.empty(ranks * self.layout.shard_numel, dtype=torch.uint8, device=full.device)
         rest = torch.empty(ranks * self.rest_bytes, dtype=torch.uint8, device=full.device)
-        # This rank encodes into its part of the outputs, so the all-gathers need no copy of its input.
+        # This rank encodes into its own part of the outputs, so that the all-gathers need not copy it there.
         own_codes = codes.view(ranks, -1)[self.comm.rank]
         own_rest = rest.view(ranks, -1)[self.comm.rank]
         self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)
@@ -129,6 +134,7 @@ class _CodedGather:
         return _Coded(self, full, codes, rest, works)
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
+        """Write this rank's codes, and its scales and values without a codec, into its parts of the two buffers."""
         for slot, piece in self.layout.pieces_of(self.comm.rank):
             span = slice(piece.local_offset, piece.local_offset + piece.numel)
             values, codec = shard[span], self.codecs.get(slot.fqn)
@@ -141,12 +147,12 @@ class _CodedGather:
             piece_rest.copy_(scales.view(torch.uint8))
 
     def _piece_rest(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece in a rank's ``rest``."""
+        """Return the view of a piece's bytes in a rank's ``rest``."""
         start = self.rest_starts[rank, slot.fqn]
         return rest[start : start + self._rest_bytes_of(slot, piece)]
 
     def decode(self, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
-        """Fill the full buffer from gathered codes and ``rest``."""
+        """Fill the full buffer from the gathered buffers ``codes`` and ``rest``."""
         by_rank = rest.view(self.layout.num_shards, -1)
         for slot in self.layout.slots:
             codec = self.codecs.get(slot.fqn)
@@ -163,7 +169,7 @@ class _CodedGather:
 
 @dataclass
 class _Coded:
-    """A coded gather in flight, with the buffers of its collectives."""
+    """A coded gather in flight. It keeps the buffers of its collectives alive."""
 
     gather: _CodedGather
     full: torch.Tensor
@@ -173,6 +179,6 @@ class _Coded:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the collectives, and decode on the current stream, which owns the buffers."""
+        """Wait for the collectives, and decode into the full buffer on the current stream, which owns the buffers."""
         wait_for(*self.works)
         self.gather.decode(self.full, self.codes, self.rest)

@@ -1,17 +1,18 @@
 """All-gather hooks of tensor subclasses: detection, checks, and the scales of float8 weights.
 
-A parameter whose class has these hooks is gathered by them. They are called on this rank's rows of the parameter::
+If a parameter's class has these hooks, they gather the parameter. Each is called on this rank's rows of the parameter::
 
     fsdp_pre_all_gather(mesh)                                                  -> (inputs, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)     -> (inputs, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype)                       -> (tensor, tensors to free)
     fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)           in place, from the second time on
 
-(torch 2.13, ``FS/_fsdp_param.py:603-657,837-909``; the best-known example is torchao's float8 weights.)
+The signatures are those of torch 2.13 (fsdp/_fully_shard/_fsdp_param.py:603-657, 837-909). torchao's float8 weights are
+the best-known example.
 
-The class must be a wrapper whose ``__tensor_flatten__`` names one inner tensor, of the wrapper's shape and dtype. The
-runtime makes that inner tensor a view of the shard, so the optimizer and checkpoints work on plain memory, and the
-hooks read the values that the optimizer wrote.
+The class must be a wrapper subclass whose ``__tensor_flatten__`` names one inner tensor, of the wrapper's shape and
+dtype. The runtime makes this inner tensor a view of the shard. So the optimizer and checkpoints work on plain memory,
+and the hooks read the values that the optimizer has written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vescale_fsdp.torch_private import foreach_norm_of, is_wrapper
 @runtime_checkable
 class _Before(Protocol):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The tensors that this rank sends, and metadata for ``fsdp_post_all_gather``."""
+        """Return the tensors that this rank sends, and metadata for ``fsdp_post_all_gather``."""
 
 
 @runtime_checkable
@@ -46,21 +47,21 @@ class _After(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The full parameter, made from the tensors of all ranks."""
+        """Return the full parameter, made from the tensors of all ranks, and tensors to free; or write into ``out``."""
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class has an all-gather hook (either one; `check_hooks` requires both)."""
+    """Return whether a tensor's class has at least one of the two all-gather hooks; `check_hooks` requires both."""
     return isinstance(tensor, (_Before, _After))
 
 
 def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor can be gathered by its hooks.
+    """Check that a tensor can be gathered by the hooks of its class.
 
     Raises:
-        MisuseError: if its class has only one of the hooks, or ``fsdp_pre_all_gather`` does not take
-            1 or 5 parameters.
-        UnsupportedOpError: unless it wraps exactly one tensor of its own shape and dtype.
+        MisuseError: if the class has only one of the hooks, or ``fsdp_pre_all_gather`` does not take 1 or 5
+            parameters.
+        UnsupportedOpError: if the tensor does not wrap exactly one tensor of its own shape and dtype.
     """
     cls = type(tensor).__name__
     if not (isinstance(tensor, _Before) and isinstance(tensor, _After)):
@@ -69,7 +70,7 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
             expected="both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
             got=cls,
             where=fqn,
-            todo="define the other one",
+            todo="define the missing hook",
         )
     arguments = list(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
     if len(arguments) not in (1, 5):  # the two signatures that FSDP2 calls
@@ -92,12 +93,13 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
 
 
 def inner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with the values of a checked subclass."""
+    """Return the plain tensor inside a tensor that `check_hooks` has accepted."""
     (inner,) = _inner_tensors(tensor)
     return inner
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the inner tensors of a wrapper subclass; none for other tensors."""
     if not is_wrapper(tensor):
         return []
     names, _ = cast(Any, tensor).__tensor_flatten__()
@@ -105,74 +107,74 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def takes_mesh_only(tensor: Any) -> bool:
-    """Whether ``fsdp_pre_all_gather`` has the older signature, ``(mesh)``."""
+    """Return whether ``fsdp_pre_all_gather`` has the older signature, ``(mesh)``."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters) == 1
 
 
 def rows_of(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A tensor of the class of ``like`` that shares the memory of ``values``.
+    """Return a tensor of the class of ``like`` whose inner tensor is a view of ``values``.
 
     Args:
-        like: a checked tensor of the class.
-        values: plain, contiguous, of the wanted shape, dtype and device.
+        like: a tensor that `check_hooks` has accepted.
+        values: plain and contiguous, with the shape, dtype and device of the result.
     """
-    # FSDP2 also creates shards with new_zeros, so classes with these hooks implement it.
+    # By new_zeros, which every class with these hooks implements, because FSDP2 creates shards with it.
     rows = like.new_zeros(values.shape, dtype=values.dtype, device=values.device)
     inner_of(rows).data = values
     return rows
 
 
-_LEAST = 1e-12  # lower bound of a largest magnitude, against division by zero; the same as in torchao
+_LEAST = 1e-12  # lower bound of the largest magnitude, to avoid a division by zero; the same as in torchao
 
 
 @runtime_checkable
 class TakesScale(Protocol):
-    """A float8 weight whose hook reads a precomputed scale before it computes one, as torchao's does."""
+    """A float8 weight whose hook uses a precomputed scale if there is one, as the hook of torchao's weights does."""
 
     _precomputed_scale: torch.Tensor | None
     _dtype: torch.dtype
 
 
 def takes_scale(tensor: object) -> TypeGuard[TakesScale]:
-    """Whether a tensor is a `TakesScale` of an 8-bit float dtype. Slow, as reading attributes of subclasses is."""
+    """Return whether a tensor is a `TakesScale` of an 8-bit float dtype. Slow: it reads attributes of a subclass."""
     return isinstance(tensor, TakesScale) and tensor._dtype.is_floating_point and tensor._dtype.itemsize == 1
 
 
 @contextmanager
 def scaled_together(weights: Sequence[TakesScale], ranks: dist.ProcessGroup) -> Iterator[None]:
-    """Set the missing scales of a unit's weights inside the context, with one all-reduce per dtype.
+    """Return a context in which all of a unit's weights have scales; it computes missing scales together.
 
     All ranks encode a weight in float8 with the same scale: the largest value of the dtype, divided by the largest
-    magnitude in the whole weight. Without this context, the hook of each weight would all-reduce that magnitude in a
-    small collective of its own at each gather. Weights that have a scale (torchao's
+    magnitude in the whole weight. Here one all-reduce per dtype finds the magnitudes of all weights; without it, the
+    hook of each weight would start a small all-reduce of its own at each gather. Weights that have a scale (torchao's
     ``precompute_float8_dynamic_scale_for_fsdp``) keep it.
 
     Args:
-        weights: this rank's rows of a unit's weights. The same weights lack a scale on every rank.
+        weights: this rank's rows of a unit's weights. On every rank, the same weights must lack a scale.
         ranks: the process group that shards the weights.
     """
     without = [weight for weight in weights if weight._precomputed_scale is None]
-    # A dict, not a set: all ranks must reduce in the same order.
-    for dtype in {weight._dtype: None for weight in without}:  # usually one per model
+    # A dict, because it keeps the order, which all ranks need to reduce in. A model usually has one dtype.
+    for dtype in {weight._dtype: None for weight in without}:
         alike = [weight for weight in without if weight._dtype is dtype]
         for weight, scale in zip(alike, _scales(alike, dtype, ranks), strict=True):
             weight._precomputed_scale = scale
     try:
         yield
     finally:
-        for weight in without:  # an optimizer may step before the next gather, and make the scales stale
+        for weight in without:  # an optimizer may step before the next gather: scales would be stale
             weight._precomputed_scale = None
 
 
 def _scales(weights: Sequence[Any], dtype: torch.dtype, ranks: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-    """The scales, 0-d each, bitwise equal to torchao's."""
+    """Return the scale of each weight, 0-d, with the same bits as torchao's."""
     rows = [inner_of(weight) for weight in weights]
     filled = [each for each in rows if each.numel()]  # torch raises for the infinity norm of an empty tensor
     norms = iter(foreach_norm_of(filled, math.inf) if filled else ())
-    zero = rows[0].new_zeros(())
+    zero = rows[0].new_zeros(())  # the magnitude of a weight of which this rank has no rows
     largest = torch.stack([next(norms) if each.numel() else zero for each in rows])
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     wait_for(all_reduce_in_place(largest, dist.ReduceOp.MAX, ranks))
-    # The quotient is computed in fp64 and rounded to fp32, as in torchao.
+    # As in torchao, the quotient is computed in fp64 and then rounded to fp32.
     scales = torch.finfo(dtype).max / largest.double().clamp(min=_LEAST)
     return scales.float().unbind()

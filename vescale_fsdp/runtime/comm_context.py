@@ -1,4 +1,4 @@
-"""CommContext: the streams of a tree of units, the reductions in flight, and which stream owns which memory.
+"""CommContext: the streams and the reductions in flight of all units under a root, and which stream owns which memory.
 
 Memory is freed deterministically, without ``record_stream``: the host frees a buffer at a fixed point of the schedule,
 and the stream that owns the memory waits for the last use by other streams before it allocates again. On the CPU there
@@ -33,7 +33,7 @@ from vescale_fsdp.torch_modes import NULL_CONTEXT, outside_modes
 
 
 class _Reduction(NamedTuple):
-    """A reduction in flight."""
+    """A reduction in flight, with its stream and event."""
 
     group: ParamGroup
     reduced: ReducedShard
@@ -42,7 +42,7 @@ class _Reduction(NamedTuple):
 
 
 class _InUse(NamedTuple):
-    """Memory that one stream owns and another stream reads: kept until the owner has waited for the event."""
+    """Tensors that one stream owns and another stream reads: kept alive until the owner has waited for the event."""
 
     tensors: Sequence[torch.Tensor]
     event: Event
@@ -51,29 +51,31 @@ class _InUse(NamedTuple):
 class CommContext:
     """Streams and reductions in flight. Several roots may share one context (`share_comm_ctx`).
 
-    Each block of memory is owned by the stream it was allocated on. The caching allocator reuses a freed block at once
-    for its owner, so the owner must first wait for every other stream that used the block. The owners, where c is the
-    compute stream, g gathers, r reduces, a all-reduces over replicas, and h copies from the host:
+    A block of memory belongs to the stream on which it was allocated. When the host frees the block, the caching
+    allocator may give it to this stream's next allocation at once, so before that the stream must wait for every other
+    stream that used the block. In the table, c is the compute stream, g gathers, r reduces, a all-reduces over
+    replicas, and h copies from the host:
 
         full buffers, and the scratch memory of gathers           g; it waits for c whenever a buffer is freed
         full buffers that last until the backward (the root's)    c; g waits for c before it writes them
-        gradients from autograd                                   the stream that made them; it waits for c, the reader
+        gradients from autograd                                   the stream that computed them; it waits for c
         gradient buffers                                          c; freed once c waits for their reduction
         reduced shards, which become the sharded gradients        r; r waits for c at the start of a reduction
         reduced shards during the all-reduce over replicas        r; kept until a is done, and r waits for it
         copies of shards from the host, for a gather              h; kept until gathered, and h waits for the gather
 
     Args:
-        streams: source of streams; None on the CPU, where the host itself waits.
+        streams: creates the streams; None on the CPU, where the host itself waits.
     """
 
     def __init__(self, streams: Streams | None) -> None:
         self.streams = streams
         self.max_reductions = 1  # reductions in flight: the largest limit of all units
-        self._limits: dict[object, int] = {}  # limit of each unit
+        self._limits: dict[object, int] = {}  # unit -> reductions in flight that it allows
         self.in_flight: list[_Reduction] = []
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
-        self._kept: DBuffer | None = None  # on the CPU: the one spare buffer whose memory is not freed
+        # On the CPU: the one spare buffer whose memory is not freed, since new memory would cost page faults.
+        self._kept: DBuffer | None = None
         self._host_copies: dict[Stream, Event] = {}  # event of each stream's last copy from or to the host
         self._ahead: set[ParamGroup] = set()  # prefetched groups, for which no unit has waited yet
         # Resharded groups whose full buffers are still allocated, and the event after the last read of these buffers.
@@ -86,7 +88,7 @@ class CommContext:
         self.watches: dict[DeviceMesh, OrderWatch] = {}
 
     def set_limit(self, unit: object, limit: int | None) -> None:
-        """Set how many reductions in flight a unit allows; None: the unit leaves this context."""
+        """Set how many reductions in flight a unit allows; None: the unit no longer belongs to this context."""
         self._limits.pop(unit, None)
         if limit is not None:
             self._limits[unit] = limit
@@ -95,13 +97,15 @@ class CommContext:
     def _new_stream(self) -> Stream | None:
         return self.streams.new() if self.streams is not None else None
 
-    # Created at the first use: every unit begins with its own context, which `lazy_init` replaces by the root's.
+    # Streams are created at their first use: each unit begins with a context of its own, whose streams are never used
+    # because `lazy_init` replaces the context by the root's.
     gather_stream = cached_property(_new_stream)  # gathers, casts before them, decoding after them
     reduce_stream = cached_property(_new_stream)  # reductions, and the work on reduced shards
     replica_stream = cached_property(_new_stream)  # all-reduces of replicas, during the next unit's reduction
     copy_stream = cached_property(_new_stream)  # shards from the host, during the last unit's all-gather
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
+        """Return a context that runs work on a stream; on the CPU a null context."""
         return self.streams.on(stream) if self.streams is not None and stream is not None else NULL_CONTEXT
 
     def wait_for_compute(self) -> None:
@@ -129,8 +133,9 @@ class CommContext:
     # -- order ----------------------------------------------------------------------------------------
 
     def watch(self, comm: GroupComm) -> None:
-        """Compare the order of a group's collectives with other ranks."""
-        # Groups of torch's test backends share no store: "fake" has no other ranks, and "threaded" ranks are threads.
+        """Begin to compare the order of a group's collectives with other ranks (`OrderWatch`)."""
+        # Groups of torch's test backends cannot compare through a store: "fake" has no other ranks, and the ranks of
+        # "threaded" are threads of one process.
         has_store = dist.get_backend(comm.shard_group) not in ("fake", "threaded")
         if comm.mesh.size() > 1 and has_store:
             if comm.mesh not in self.watches:
@@ -139,10 +144,10 @@ class CommContext:
             comm.watch.over.add(comm)
 
     def explain(self, failure: RuntimeError) -> None:
-        """Check whether a collective failed because ranks have started different collectives.
+        """Raise a clearer error than ``failure`` if a collective failed because ranks started different collectives.
 
         Raises:
-            LifecycleError: if so, with the names of the collectives.
+            LifecycleError: with the names of the collectives.
         """
         for watch in self.watches.values():
             watch.explain(failure)
@@ -150,23 +155,22 @@ class CommContext:
     # -- gather ---------------------------------------------------------------------------------------
 
     def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
-        """Start all-gathers.
-
+        """Start the all-gathers of those groups that are sharded; a no-op for the rest.
         Args:
             groups: the groups of a unit.
             lasting: whether the groups stay gathered from the forward to the backward, like the root's. Then the
-                compute stream owns their memory, and can reuse it for gradients; the gather stream could not reuse so
-                large a block. The gather then waits for the compute stream, which so far has only the work of
-                earlier units.
+                compute stream allocates their memory, and can later reuse it for gradients; the gather stream has no
+                other use for so large a block. The gather then waits for the compute stream, which so far has only
+                the work of earlier units.
         """
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
-            # Outside torch.func and inference mode, here and below, because the buffers outlive this forward.
+            # Here and below, outside of torch.func and inference mode, because the buffers outlive this forward.
             with outside_modes():
                 for group in groups:
                     group.allocate_full()
-            self._gathers_wait_for_frees()
+            self._gathers_wait_for_frees()  # the compute stream may still use what was in this memory before
         if any(group in self._lingering for group in groups):
-            self.free_lingering()  # before the gather: a later free would drop what it gathers
+            self.free_lingering()  # before the gather: a later free would drop the gathered parameters
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
@@ -180,13 +184,13 @@ class CommContext:
                     # Decoding and copies after the collective use memory of the gather stream, so they must run on it.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
-        if brought and self.gather_stream is not None:
+        if brought and self.gather_stream is not None:  # keep the copies until the gather has read them
             self._brought.append(_InUse(brought, self.gather_stream.record_event()))
-        self.free_lingering()  # last, so that this gather need not wait for the units that read the memory
+        self.free_lingering()  # last, so that this gather need not wait for the freed buffer's readers
 
     def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
         """Start the all-gathers of a unit; on an accelerator, in one launch for all groups over the same ranks."""
-        if self.streams is None:
+        if self.streams is None:  # gloo has no common launch of several collectives
             for group in groups:
                 group.unshard()
             return
@@ -203,17 +207,17 @@ class CommContext:
                     wait_for(all_gather_each(pairs, ranks))
 
     def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
-        """Copy shards from the host while earlier gathers run; the gather stream waits for the copies.
+        """Copy offloaded shards from the host while earlier gathers run; the gather stream waits for the copies.
 
         Returns:
-            The copies, which the caller keeps until they are gathered.
+            The copies, which the caller must keep until the gather has read them.
         """
         offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
         if not offloaded or self.copy_stream is None or self.gather_stream is None:
             return []
         while len(self._brought) > 1:  # keep copies of at most two units in memory
             self.copy_stream.wait_event(self._brought.popleft().event)
-        if self._shards_ready is not None:
+        if self._shards_ready is not None:  # the optimizer may still be writing the shards
             self.copy_stream.wait_event(self._shards_ready)
         with self._on(self.copy_stream), outside_modes():
             brought = [shard for group in offloaded for shard in group.bring_shard()]
@@ -222,7 +226,7 @@ class CommContext:
         return brought
 
     def free_lingering(self) -> None:
-        """Free full buffers that `reshard` has left allocated; later gathers wait for the stream that read them."""
+        """Free full buffers that `reshard` has left allocated; later gathers wait until the buffers were read."""
         if self._lingering:
             lingering, self._lingering = self._lingering, []
             with outside_modes():
@@ -253,13 +257,14 @@ class CommContext:
     def reshard(
         self, groups: Sequence[ParamGroup], *, keep_part: bool = False, lingers: bool = False
     ) -> None:
-        """Free full parameters; the next gather waits until the compute stream is done with them.
+        """Free full parameters; the next gather waits until the compute stream no longer reads them.
 
         Args:
             groups: the groups of a unit.
             keep_part: see `ParamGroup.reshard`.
-            lingers: if no unit is prefetched, free the memory only after the start of the next gather, which then need
-                not wait for this unit's compute. This takes as much memory as a prefetch.
+            lingers: whether to free the memory only after the next gather has started, unless a unit is prefetched
+                already. That gather then need not wait for this unit's compute. At the peak there are two full
+                buffers, as with a prefetch.
         """
         self.wait(groups)  # a gather in flight must not write into freed memory
         self.free_lingering()
@@ -273,34 +278,34 @@ class CommContext:
             assert self.streams is not None
             self._lingering, self._lingering_read = list(groups), self.streams.current().record_event()
             return
-        # Wait here, not at the next gather: the current stream may be another one then.
+        # Wait here, not at the next gather, when another stream may be the current stream.
         self._gathers_wait_for_frees()
 
     # -- gradient buffers -------------------------------------------------------------------------------
 
     def adopt(self, group: ParamGroup) -> None:
-        """Let a group share gradient buffers with groups of equal layout, such as the layers of a model."""
+        """Let a group use this context's watch and streams, and share gradient buffers with groups of equal layout."""
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
-        # Buffers from a user's reduce-scatter or a memory pool are not shared: other groups use another allocator.
+        # Buffers that a user's reduce-scatter or a memory pool allocates are not shared with groups that do not use it.
         if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
-        """Take one of these buffers, or None if there is none. On the CPU, first wait for the reductions in flight.
+        """Take one of these buffers; None if there is none. On the CPU, first finish the reductions in flight.
 
-        On the CPU the wait costs little, because the reduction uses the cores that would compute meanwhile. After it
-        there is a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On
-        an accelerator the reduction and its buffer overlap with the next unit's backward.
+        On the CPU this wait costs little, because the reduction uses the cores that would otherwise compute. It yields
+        a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On an
+        accelerator there is no wait: the reduction overlaps with the next unit's backward.
         """
         if self.streams is None:
             while self.in_flight:
                 self.finish_reduction()
         spare = spares.pop() if spares else None
         if spare is self._kept:
-            self._kept = None  # in use again
-        else:
+            self._kept = None  # in use again, so it must not be freed
+        else:  # the kept buffer has another layout or dtype: free it before other memory is allocated
             self._free_kept()
         return spare
 
@@ -317,14 +322,14 @@ class CommContext:
             self.finish_reduction()
 
     def reduce(self, group: ParamGroup) -> None:
-        """Start a reduction."""
+        """Start the reduction of a group's gradients; `finish_reduction` delivers the result."""
         self.wait_for_slot()  # first, because it frees a gradient buffer before this group allocates one
         if group.comm.watch is not None:
             group.comm.watch.wait_until_compared()  # ranks whose forwards differed must not reduce together
         group.note_start("reduction")
         source = group.complete_grads()
-        # If this group's buffer was allocated earlier, like the root's at the loss, `_take_spare` has not been called
-        # since and has not freed the kept buffer.
+        # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
+        # group got its buffer before that, as the root does at the loss.
         self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
@@ -344,7 +349,7 @@ class CommContext:
         group, reduced = reduction.group, reduction.reduced
         try:
             stream = self._wait_until_reduced(reduction)
-            # The next unit reuses the buffer's tensors, and on the CPU its memory as well.
+            # The next unit of equal layout reuses the buffer's tensors, and on the CPU its memory as well.
             buffer = reduced.source
             group.grads.spare.setdefault(buffer.flat.dtype, []).append(buffer)
             self._free_kept()
@@ -352,25 +357,26 @@ class CommContext:
                 self._kept = buffer
             else:
                 buffer.free()
-            # Listed before `finish_reduce`, which forgets the sums.
+            # Listed before `finish_reduce`, which drops the sums while another stream may still read them.
             kept = [reduced.shard, *group.unreplicated_sums()]
             with self._on(stream):
                 group.finish_reduce(reduced)
-        except RuntimeError as error:  # torch's errors of failed collectives
+        except RuntimeError as error:  # torch raises it if a collective fails
             self.explain(error)
             raise
+        # The replicas' stream has read memory of the reduce stream, which must be kept until then.
         if stream is not None and stream is not self.reduce_stream:
             self._all_reducing.append(_InUse(kept, stream.record_event()))
         self._note_host_copy(stream, [group])
 
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
-        """Let the stream of the next steps, and the owner of the gradient buffer, wait for a reduction over shards.
+        """Let two streams wait for a reduction over shards: the stream that continues, and the gradient buffer's owner.
 
-        After this the owner may reuse the buffer's memory. The owner does not wait for the next steps (the all-reduce
-        over replicas, casts), which do not read the buffer.
+        The continuing stream runs the all-reduce over replicas and the casts. The owner waits only for the reduction
+        over shards, and may then reuse the buffer's memory: the later steps do not read the buffer.
 
         Returns:
-            The stream of the next steps.
+            The stream that continues.
         """
         group, reduced, owner, started = reduction
         stream = self.reduce_stream if group.comm.replicate_group is None else self.replica_stream
@@ -379,12 +385,13 @@ class CommContext:
                 stream.wait_event(started)
             reduced.wait()
         if owner is not None and stream is not None and started is not None:
-            # A collective with a work object runs on its own stream, for which `reduced.wait` let ``stream`` wait.
+            # A collective with a work object ran on a stream of the library, and `reduced.wait` let ``stream`` wait for
+            # it. So the event must be recorded on ``stream``. Otherwise the collective ran on the reduce stream.
             owner.wait_event(started if reduced.work is None else stream.record_event())
         return stream
 
     def finish_reductions(self) -> None:
-        """Finish all reductions. The compute stream may read the sharded gradients after this."""
+        """Finish all reductions in flight. Work on the compute stream after this may read the sharded gradients."""
         while self.in_flight:
             self.finish_reduction()
         self._free_kept()
@@ -399,8 +406,8 @@ class CommContext:
 
     def _join_streams(self) -> None:
         """Let the compute stream wait for reductions, and release memory that was kept for other streams."""
-        # This memory was allocated on the reduce or the copy stream. It is freed only after that stream waits for the
-        # readers of the memory.
+        # The deques hold memory of the reduce stream and of the copy stream. Each of these streams must wait for the
+        # readers of its memory before the memory is freed.
         while self._all_reducing and self.reduce_stream is not None:
             self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         while self._brought and self.copy_stream is not None:
@@ -409,9 +416,9 @@ class CommContext:
             self.streams.current().wait_stream(self.reduce_stream)
 
     def run_on(self, stream: Stream | None, work: Callable[[], None]) -> None:
-        """Run a user's function on the user's stream, after the current stream's work so far and before its later work.
+        """Run a user's function on the user's stream; ``stream`` None: on the current stream.
 
-        None: run it on the current stream.
+        It runs after the work that is on the current stream now, and before later work of the current stream.
         """
         if self.streams is None or stream is None:
             work()
@@ -425,11 +432,12 @@ class CommContext:
     # -- host -----------------------------------------------------------------------------------------
 
     def _note_host_copy(self, stream: Stream | None, groups: Sequence[ParamGroup]) -> None:
+        """Record an event after a copy from or to the host, for `wait_for_host_copies`."""
         if stream is not None and any(group.is_offloaded for group in groups):
             self._host_copies[stream] = stream.record_event()
 
     def wait_for_host_copies(self) -> None:
-        """Block until copies from and to the host are done. The host may write shards and read gradients after this."""
+        """Block the host until copies from and to it are done; then it may write shards and read gradients."""
         for event in self._host_copies.values():
             event.synchronize()
         self._host_copies.clear()
@@ -458,7 +466,7 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class GradientReductionHandle:
-    """Waits for the reductions in flight, and sets the gradients of parameters that only other ranks have used.
+    """Waits for the reductions in flight, and sets gradients of parameters that other ranks, but not this rank, used.
 
     Args:
         comm: the context of the reductions.
@@ -470,7 +478,7 @@ class GradientReductionHandle:
         self._messages = list(messages)
 
     def wait(self) -> None:
-        """Wait until the sharded gradients may be read."""
+        """Wait for the reductions and messages; the sharded gradients may be read after this."""
         try:
             self._comm.finish_reductions()
             while self._messages:
@@ -482,6 +490,6 @@ class GradientReductionHandle:
                     for group in groups:
                         group.apply_deferred_grads(list(islice(used, len(group.params))))
             self._comm.wait_for_host_copies()
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch raises it if a collective fails
             self._comm.explain(error)
             raise

@@ -1,16 +1,16 @@
 """Consensus: ranks check once, at a model's first use, that they have sharded it in the same way.
 
-If ranks differ in a granularity, a policy or the model, they gather pieces to wrong offsets: wrong values without an
-error, or a collective that aborts. So before the first gather every rank describes its layouts and settings in lines of
+If ranks differ in a granularity, a policy or the model, a gather puts pieces at wrong offsets: values are wrong without
+an error, or a collective aborts. So before the first gather every rank describes its layouts and settings in lines of
 text, and the ranks of a mesh compare a digest of the lines: one all-reduce per mesh axis.
 
     digests are equal   no other communication, now or later
-    digests differ      the same all-reduce shows it to each rank; then ranks exchange hashes of their lines, and the
-                        text of the first line that differs, and all of them raise an error with this text
+    digests differ      every rank knows this from the all-reduce; then ranks exchange hashes of their lines, and the
+                        text of the first line that differs, and all ranks raise an error with this text
 
 Units are compared within their own mesh: pipeline stages and experts on other meshes may differ. The lines contain
-every setting that decides which collectives a rank issues, in which order and on which data. `require_uncompared` is
-for switches that cannot change after the comparison.
+every setting that decides which collectives a rank issues, in which order and on which data. Methods that set what
+cannot change after the comparison call `require_uncompared`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ if TYPE_CHECKING:
     from vescale_fsdp.runtime.fsdp_state import FSDPState
 
 ValueT = TypeVar("ValueT")
-_NOTHING = "nothing: its model ends here"  # shown for a rank that has fewer lines
+_NOTHING = "no more units: the model ends before"  # shown for a rank that has fewer lines than other ranks
 
 
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
-    """Compare these units and their names with those of other ranks; a no-op if all units were compared before.
+    """Compare these units with the units of other ranks; a no-op if all units were compared before.
 
-    Collective over the meshes of the units. Parameters that have replaced sharded parameters on modules are adopted
-    first (`adopt_replaced_params`). If that fails on one rank, the ranks differ, so all of them raise.
+    Collective over the meshes of the units. Parameters that users have set in place of sharded parameters are adopted
+    first (`adopt_replaced_params`). If this fails on one rank, all ranks raise.
+
+    Args:
+        units: unit -> its name, which is compared as well.
 
     Raises:
-        LifecycleError: if ranks disagree, with the first difference and the ranks on each side; if a parameter
-            cannot be adopted.
+        LifecycleError: if ranks differ, with the first difference and the ranks on each side; or if a parameter cannot
+            be adopted.
     """
     if all(unit.agreed for unit in units):
         return
@@ -63,13 +66,13 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, units)
             by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
     differing = False
-    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce. The other
-    # keys give meshes of one size the same order on all ranks.
+    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce. The last two
+    # sort keys give meshes of the same size the same order on all ranks.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
         with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
-            # Lines are sorted by kind: models and policies come before the layouts that follow from them, so that the
-            # first difference is the cause.
+            # Lines are sorted by kind, over all groups: parameters and policies come before the layouts that follow
+            # from them, so that the first difference is the cause.
             differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
     if failure is not None:
         raise failure
@@ -78,10 +81,13 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
 
 
 def require_uncompared(units: Iterable[FSDPState], switch: str) -> None:
-    """Refuse to change a setting that ranks have compared.
+    """Raise if ranks have compared these units already, so that a setting can no longer change.
+
+    Args:
+        switch: name of the method that sets it, for the message.
 
     Raises:
-        LifecycleError: if a unit was compared; all ranks raise, or none does.
+        LifecycleError: if a unit was compared. Either all ranks raise or no rank does.
     """
     for unit in units:
         if unit.agreed:
@@ -95,7 +101,7 @@ def require_uncompared(units: Iterable[FSDPState], switch: str) -> None:
 
 
 def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPState, str]) -> tuple[str, ...]:
-    """The lines of one group: its parameters, its policies, the user's settings, and its layout."""
+    """Return the lines of one group: its parameters, its policies, the user's settings, and its layout."""
     policy = group.mp_policy
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
     members = [(p.slot.fqn, p.slot.shape, f"requires_grad {p.sharded.requires_grad}") for p in group.params]
@@ -125,12 +131,20 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
 
 
 def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
-    """Compare over every axis of a mesh; each axis also sends the result of earlier axes, so that all ranks raise."""
+    """Compare lines over every axis of a mesh; return False if they are equal on all ranks.
+
+    Args:
+        differing: whether a difference was found before. Each all-reduce also sends this flag, so that a rank raises
+            even if its lines are equal along all its axes.
+
+    Raises:
+        LifecycleError: if lines differ, on all ranks of the mesh.
+    """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
     for group in groups:
         digest = _hash("\n".join(lines))
-        # The MAX of (digest, -digest) yields the largest and the smallest digest, which are equal if all digests are.
+        # One MAX of (digest, -digest) yields the largest and the smallest digest. If both are equal, all digests are.
         extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=device)
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent
@@ -143,24 +157,24 @@ def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
 
 
 def _hash(text: str) -> int:
-    # 7 bytes: the number and its negative must fit into an int64.
+    # 7 bytes, because the number and its negative must fit into an int64. Not `hash`, which differs between processes.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None:
-    """Find the first line that differs, and raise an error with it on all ranks."""
+    """Find the first line in which ranks differ, and raise an error with this line on all ranks."""
     hashes = _collect([_hash(line) for line in lines], groups)
     first = hashes[min(hashes)]  # the lowest rank is the reference
     index = min(_first_difference(first, other) for other in hashes.values())
     texts = _collect(lines[index] if index < len(lines) else _NOTHING, groups)
     sides: dict[str, list[int]] = {}
-    for rank in sorted(texts):
+    for rank in sorted(texts):  # the lowest rank first: its line is shown as expected
         sides.setdefault(texts[rank], []).append(rank)
     (expected, here), *others = sides.items()
-    # At most 16 ranks are shown per variant, and 5 variants: a mesh may have thousands of ranks.
+    # At most 5 variants of the line are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
     raise LifecycleError(
         "The ranks have sharded different models, or have sharded one model differently.",
-        expected=f"on all ranks what ranks {here[:16]} have: {expected}",
+        expected=f"the same on all ranks as on ranks {here[:16]}: {expected}",
         got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
         todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
         "on all of them",
@@ -168,8 +182,9 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
 
 
 def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
-    """The value of every rank of a mesh, by global rank."""
+    """Return the values of all ranks of a mesh, by global rank. Collective over all these process groups."""
     values = {dist.get_rank(): own}
+    # Each gather over an axis sends all values that the gathers over earlier axes have collected.
     for group in groups:
         everyone: list[dict[int, ValueT]] = [{} for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(everyone, values, group=group)
@@ -178,9 +193,10 @@ def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
 
 
 def _first_difference(one: list[int], other: list[int]) -> int:
-    # Lengths may differ, because models may.
+    """Return the first index at which two lists differ; for equal lists, an index past their end."""
+    # The ranks' models may differ, so the lengths may differ.
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
-    # Equal lists: an index past the end, which is above every real difference.
+    # For equal lists, the index past the end is above every real difference, so the caller's `min` ignores it.
     return min(len(one), len(other)) if len(one) != len(other) else max(len(one), len(other))

@@ -1,4 +1,4 @@
-"""DataMesh: the mesh axes that shard or replicate parameters, and parameters already sharded by other parallelisms.
+"""DataMesh: the mesh axes that shard or replicate parameters. PriorSharding: how other parallelisms cut a parameter.
 
     the user's argument                       the mesh of a group's collectives
     mesh of one axis                          (shard,)
@@ -14,17 +14,17 @@ Tensor or expert parallelism shards a parameter first; `fully_shard` cuts the pa
     sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0))  local 1-D piece
     unsharded parameter      DTensor on the tp mesh again, over a view of the full buffer
 
-So a layout is planned for the local shape, and the module's own parallel code gets the DTensor it expects. Its gradient
-is a DTensor, often Partial over tp, and is first redistributed to the parameter's own placements.
+So a layout is planned for the local shape, and the module's tensor-parallel code gets the DTensor that it expects. The
+gradient of this DTensor, often Partial over tp, is first redistributed to the parameter's own placements.
 
-With ``dp_mesh_dims`` the module's parameter is a DTensor on the full mesh, dp included (torch 2.13,
-``FS/_fsdp_param.py:345-430`` and ``FS/_fsdp_init.py:108-149``); `SpmdAxes` names its axes:
+With ``dp_mesh_dims`` the module's parameter is a DTensor on the full mesh, dp included, as in torch 2.13
+(fsdp/_fully_shard/_fsdp_param.py:345-430, _fsdp_init.py:108-149). `SpmdAxes` has the data-parallel axes of this mesh:
 
     the module's parameter   DTensor on (dp, tp), (Replicate, Shard(0))
     sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0)); several dp axes count as one
     unsharded parameter      DTensor on (dp, tp), (Replicate, Shard(0)) again
 
-Its gradient is Partial over dp as well; the reduction of the group computes these sums.
+The gradient of this parameter is Partial over dp as well; the reduction of the group sums over dp.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from vescale_fsdp.torch_private import (
 
 @dataclass(frozen=True)
 class SpmdAxes:
-    """The data-parallel axes of a full mesh on which parameters are DTensors.
+    """The data-parallel axes of a full mesh (``dp_mesh_dims``), on which all parameters are DTensors.
 
     Args:
         mesh: the full mesh.
-        shard: indices of the axes that shard; empty if all replicate.
+        shard: indices of the axes that shard; empty for replication only.
         replicate: indices of the axes that replicate.
     """
 
@@ -85,7 +85,7 @@ class DataMesh:
 
     Args:
         mesh: 1-D (shard,) or 2-D (replicate, shard).
-        spmd: the axes of ``mesh`` in the full mesh, if parameters are DTensors on a full mesh (``dp_mesh_dims``).
+        spmd: with ``dp_mesh_dims``: the full mesh, and the axes of ``mesh`` in it.
 
     Raises:
         PlacementError: if replicas would get different shards.
@@ -109,7 +109,8 @@ class DataMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks, on the accelerator if there is one. Initializes the process group if necessary."""
+    """Create a 1-D mesh over all ranks, on the accelerator if there is one, and the process group if there is none."""
+    # current_accelerator returns what torch was built for, also on a machine without such a device.
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     if not dist.is_initialized():
@@ -126,33 +127,33 @@ def default_mesh() -> DeviceMesh:
                 "mesh=init_device_mesh(..)",
             ) from unset
     assert dist.group.WORLD is not None
-    # Without these contexts torch would give the mesh's groups its default timeout, and a mesh under FakeTensorMode
-    # would have no rank numbers.
+    # Without the first context, torch would give the mesh's groups its default timeout. Without the second, a mesh
+    # created under FakeTensorMode would have no rank numbers.
     with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes for a mesh."""
+    """Return the device on which this rank computes for a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """The data-parallel axes of a mesh.
+    """Return the data-parallel axes of a mesh. With ``dims`` this may create process groups: a collective call.
 
     Args:
-        mesh: 1-D or 2-D; with ``dims`` any mesh with names.
-        dims: torch's `DataParallelMeshDims`, or None.
+        mesh: 1-D or 2-D; with ``dims``, a mesh of any number of named axes.
+        dims: a `DataParallelMeshDims` of torch, or None.
 
     Raises:
         PlacementError: if ``mesh`` is not a mesh, does not contain this rank, or lacks axes that ``dims`` names.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlacementError(
-            "mesh= takes a device mesh.",
-            expected="a torch.distributed.device_mesh.DeviceMesh, or None for one over all ranks",
+            "mesh= must be a device mesh.",
+            expected="a torch.distributed.device_mesh.DeviceMesh, or None for a mesh over all ranks",
             got=repr(mesh),
             todo='make one: init_device_mesh("cuda", (dist.get_world_size(),)), with "cpu" on gloo',
         )
@@ -176,7 +177,7 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
     if not dims.shard_names:
         replicated = _one_axis(mesh, dims.replicate_names)
         name = replicated.mesh_dim_names[0] if replicated.mesh_dim_names else "replicate"
-        # With a sharding axis of one rank, replication is a case of HSDP and needs no other code.
+        # Replication only is handled as HSDP, with a sharding axis of one rank.
         return DataMesh(unflatten_mesh(replicated, (replicated.size(), 1), (name, f"{name}_shard")), axes)
     sharded = _one_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
@@ -185,6 +186,7 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
 
 def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
+    """Return the axes of a full mesh that ``dims`` names; raise PlacementError if they do not match the mesh."""
     if not isinstance(dims, DataParallelMeshDims):
         raise PlacementError(
             "dp_mesh_dims must name axes of the mesh.",
@@ -208,18 +210,18 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """A 1-D mesh of the named axes, in this order."""
-    # One axis is sliced, because a slice has its process group already; flattening makes a new group.
+    """Return a 1-D mesh of the named axes."""
+    # A single axis is sliced, because its process group exists already. Flattening creates a new group.
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
 def mesh_of_info(info: Any) -> DataMesh:
-    """The data-parallel axes of a parameter's own ``mesh_info`` (torch's FSDPMeshInfo, HSDPMeshInfo).
+    """Return the data-parallel axes of a parameter's own ``mesh_info`` (torch's FSDPMeshInfo, HSDPMeshInfo).
 
     Raises:
-        PlacementError: for another class, or axes in another order than (replicate, shard).
+        PlacementError: for any other class, or if the axes are not in the order (replicate, shard).
     """
-    # (replicate, shard) axes that a mesh of this size must have
+    # The indices that (replicate, shard) must have: groups expect the sharding axis last.
     axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
     if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
         raise PlacementError(
@@ -234,11 +236,11 @@ def mesh_of_info(info: Any) -> DataMesh:
 
 @dataclass(frozen=True)
 class PriorSharding:
-    """How other parallelisms have sharded a parameter, which determines the specs of its shards and gradients.
+    """How tensor or expert parallelism has sharded a parameter before `fully_shard`.
 
     Args:
-        data: the mesh over which the parameter is sharded in addition.
-        spec: spec of the parameter that the module's code gets; None for a plain tensor, which is not sharded yet.
+        data: the mesh over which `fully_shard` shards the parameter's local part.
+        spec: DTensor spec of the parameter that the module's code gets; None if it is a plain tensor.
     """
 
     data: DataMesh
@@ -246,11 +248,11 @@ class PriorSharding:
 
     @staticmethod
     def of(fqn: str, param: nn.Parameter, data: DataMesh) -> PriorSharding:
-        """The prior sharding of a parameter, after a check that its mesh axes are compatible with ``data``.
+        """Return the prior sharding of a parameter, after a check that its mesh axes are compatible with ``data``.
 
         Raises:
-            PlacementError: if it is sharded by `fully_shard` already, has Partial placements, or its axes are not
-                compatible.
+            PlacementError: if the parameter is sharded by `fully_shard` already, has placements other than Shard and
+                Replicate, or is on incompatible mesh axes.
         """
         problem = _problem(param, data)
         if problem is None:
@@ -279,7 +281,7 @@ class PriorSharding:
         )
 
     def sharded_spec(self, ragged: RaggedShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of the sharded parameter, on the data-parallel axes and the parameter's own axes.
+        """Return the DTensor spec of the sharded parameter, on the data-parallel axes and the parameter's own axes.
 
         Args:
             ragged: placement of the pieces of the local part.
@@ -287,7 +289,7 @@ class PriorSharding:
             dtype: dtype of the shard.
         """
         mesh = self.data.mesh
-        own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)
+        own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)  # the last axis shards
         if self.spec is None:
             return make_spec(mesh, own, shape, dtype)
         if self.data.spmd is None:
@@ -297,17 +299,17 @@ class PriorSharding:
         return make_spec(joint, placements, shape, dtype)
 
     def full_parameter(self, view: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The unsharded parameter over a view of the full buffer: a DTensor if the original one was a DTensor."""
+        """Return the unsharded parameter over a view of the full buffer: a DTensor if the original was a DTensor."""
         if self.spec is None:
             return nn.Parameter(view, requires_grad)
         tensor = DTensor(view, spec_with(self.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
         return nn.Parameter(tensor, requires_grad)
 
     def own_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
+        """Return this rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
         if self.spec is None or not isinstance(grad, DTensor):
             return grad
-        # Keep Partial on data-parallel axes: the reduction sums over these axes.
+        # Data-parallel axes keep their placement, often Partial, because the reduction sums over them.
         data_axes = self.data.spmd.data if self.data.spmd is not None else ()
         wanted = [
             now if axis in data_axes else own
@@ -317,12 +319,12 @@ class PriorSharding:
 
 
 def local_part(param: nn.Parameter) -> torch.Tensor:
-    """The part of a parameter that other parallelisms have left on this rank, ND, detached."""
+    """Return the part of a parameter that other parallelisms have left on this rank: n-d, detached."""
     return local_of(param).detach()
 
 
 def _problem(param: nn.Parameter, data: DataMesh) -> str | None:
-    """The reason why a parameter cannot be sharded over ``data``, or None."""
+    """Return the reason why a parameter cannot be sharded over ``data``, or None if it can."""
     spmd, names = data.spmd, data.mesh.mesh_dim_names
     if not isinstance(param, DTensor):
         return None if spmd is None else "with dp_mesh_dims all parameters must be DTensors"
@@ -336,7 +338,7 @@ def _problem(param: nn.Parameter, data: DataMesh) -> str | None:
             return (
                 f"it is not Replicate on {', '.join((spmd.mesh.mesh_dim_names or ())[axis] for axis in axes)}"
             )
-    # Exactly Shard: its subclasses cut in other ways.
+    # Exactly the class Shard: its subclasses cut a dim in other ways.
     if not all(placement.is_replicate() or type(placement) is Shard for placement in param.placements):
         return "only Shard and Replicate can be combined with a ragged placement"
     if spmd is None:
@@ -351,10 +353,16 @@ def _problem(param: nn.Parameter, data: DataMesh) -> str | None:
 def _on_full_mesh(
     mesh: DeviceMesh, spmd: SpmdAxes, own: Sequence[Placement], given: Sequence[Placement]
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """The full mesh and its placements, with the ragged placement on its sharding axis.
+    """Return the mesh and the placements of a sharded parameter whose original parameter is on a full mesh.
 
-    Unless exactly one axis of the full mesh shards, all its data-parallel axes are replaced by the axes of ``mesh``, at
-    the position of the first data-parallel axis.
+    If exactly one axis of the full mesh shards, this is the full mesh, with the ragged placement on this axis.
+    Otherwise the axes of ``mesh`` replace all data-parallel axes, at the position of the first of them.
+
+    Args:
+        mesh: the mesh of the group's collectives, (shard,) or (replicate, shard).
+        spmd: the data-parallel axes of the full mesh.
+        own: placements on ``mesh``, the last is ragged.
+        given: placements of the original parameter on the full mesh.
     """
     if len(spmd.shard) == 1:
         return spmd.mesh, [own[-1] if axis in spmd.shard else p for axis, p in enumerate(given)]

@@ -1,4 +1,4 @@
-"""FSDPModule: the methods that `fully_shard` adds to a module's class, with the names of torch's ``FSDPModule``."""
+"""FSDPModule: the methods that `fully_shard` adds to a module. Names and arguments are those of torch's FSDPModule."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 if TYPE_CHECKING:
-    # `fully_shard` makes a subclass of this class and of the module's own class, so every instance is a module. Type
-    # checkers then accept both `sharded(x)` and `sharded.unshard()`. A real base would initialize nn.Module twice.
+    # For type checkers, nn.Module is a base, so that both `sharded(x)` and `sharded.unshard()` are accepted: every
+    # instance is a module, because `fully_shard` makes a subclass of this class and of the module's own class. At run
+    # time this base would initialize nn.Module twice.
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
@@ -41,13 +42,13 @@ MEMORY_POOLS = "memory_pools"  # the feature's name in VESCALE_FSDP_UNTRIED
 
 
 class UnpicklableModuleError(MisuseError, pickle.PicklingError):
-    """A sharded module cannot be pickled. Also a ``PicklingError``, for code that catches only that class."""
+    """A sharded module cannot be pickled. Also a ``PicklingError``, for callers that catch only that class."""
 
 
 class FSDPModule(_Base):
-    """The class of a sharded module: a subclass of torch's ``FSDPModule`` with all its methods.
+    """The class of a sharded module: a subclass of torch's ``FSDPModule`` that replaces all methods of torch's class.
 
-    A method that exists only in a newer torch raises an error with the method's name.
+    A method that only a newer torch has raises UnsupportedOpError.
 
     Examples:
         >>> import torch
@@ -57,11 +58,11 @@ class FSDPModule(_Base):
         (True, ['<root>'])
     """
 
-    # torch reads the index of the module's own class in the MRO: [sharded, FSDPModule, torch's FSDPModule, own, ..].
+    # torch reads this index of the original class in the MRO: [sharded, FSDPModule, torch's FSDPModule, original, ..].
     _orig_cls_mro_index: int = 3
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an unsharded module of the original class. Slicing a container, such as nn.Sequential, calls this."""
+        """Return an unsharded module of the original class: nn.Sequential and others call their class when sliced."""
         original = cls.__mro__[cls._orig_cls_mro_index]
         return original(*args, **kwargs)
 
@@ -90,13 +91,16 @@ class FSDPModule(_Base):
         return state
 
     def _get_fsdp_state(self) -> Any:
-        return self._state().fsdp2
+        return self._state().fsdp2  # torch's register_fsdp_forward_method calls this name
 
     def _states(self, recurse: bool = True) -> Iterator[FSDPState]:
         return iter(states_of(self) if recurse else (self._state(),))
 
     def model_layout(self) -> ModelLayout:
-        """The layouts of all groups under this module, named by module path and, if a unit has several, by number."""
+        """Return the layouts of all groups under this module, each with a name.
+
+        The name is the unit's path in this module, with ``#0``, ``#1``, .. appended if the unit has several groups.
+        """
         named: list[tuple[str, Any]] = []
         for state, name in states_of(self).items():
             for index, group in enumerate(state.groups):
@@ -105,21 +109,21 @@ class FSDPModule(_Base):
         return ModelLayout.of(named)
 
     def reshard(self) -> None:
-        """Free this module's full parameters and set its sharded parameters on the modules."""
+        """Free the full parameters of this module's unit, and put the sharded parameters back on its modules."""
         state = self._state()
         state.comm.reshard(state.groups)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters.
+        """Gather the parameters of this module's unit (not of units below), and set them on its modules.
 
         Args:
-            async_op: return a handle to wait on instead of waiting.
+            async_op: return an `UnshardHandle` at once; the parameters are set when its ``wait`` is called.
         """
         state = self._state()
-        # Before the first gather, which would hang or mix up values if ranks differ.
+        # Ranks are compared before the first gather: if they differ, it would hang or mix up values.
         if not state.agreed:
             reach_consensus(states_of(*state.modules))
-        state.comm.wait_for_compute()
+        state.comm.wait_for_compute()  # the optimizer may have written the shards just now
         state.schedule.gather(state)
         handle = UnshardHandle(state.comm, state.groups)
         if async_op:
@@ -128,26 +132,29 @@ class FSDPModule(_Base):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether the next backwards reduce gradients; if not, they sum them without communication (``no_sync``).
+        """Set whether backwards reduce gradients from now on. False: each rank sums its own gradients (``no_sync``).
 
-        As in FSDP2 this also sets `set_requires_all_reduce`.
+        As in FSDP2, this also calls `set_requires_all_reduce` with the same value.
         """
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
                 group.comm.change(requires_all_reduce=requires_gradient_sync)
-                # From now on, micro-batches are summed in the reduction's dtype, as in FSDP2.
+                # Once set it stays set: from the first False on, micro-batches are summed in the reduce dtype, as in
+                # FSDP2.
                 group.sums_grads |= not requires_gradient_sync
-                # Such torch sums the halves of a backward in the reduce dtype; pipelines call this before each half.
+                # Pipelines split a backward in two halves, and call this method before each half. FSDP2 of torch 2.15
+                # sums the halves in the reduce dtype, so gradients of the first half must move to that buffer now.
                 if SUMS_HALVES_AS_REDUCED:
                     group.collect_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside the context sum gradients without communication; the next one outside reduces the sums."""
+        """Return a context in which backwards sum gradients locally; the next backward outside reduces the sums."""
         states = list(self._states())
-        # Units may have different values.
+        # Each unit's own value is restored, because units may have different ones.
         before = [(state, state.requires_gradient_sync) for state in states]
+        # `set_requires_gradient_sync` changes this setting too, so it is restored as well.
         reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -159,16 +166,17 @@ class FSDPModule(_Base):
                 group.comm.change(requires_all_reduce=value)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last one of this forward.
+        """Set whether the next backward is the last one of this forward; True by default.
 
-        False keeps the forward's order for the backwards that follow. The last backward also reduces units that no
-        backward has reached, and gradients that arise without a unit's own forward. The setting applies to the whole
-        tree, whichever module the method is called on.
+        Before a backward that is not the last one, set False: the forward's order of units is then kept for later
+        backwards. Only the last backward reduces units that no backward has reached, and gradients that arise without
+        a unit's own forward. The setting applies to all units under the root, whichever module the method is called
+        on.
         """
         self._state().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether backwards leave their last reductions to `finalize_backward` (new in torch 2.15).
+        """Set whether the work at the end of each backward is left to `finalize_backward` (new in torch 2.15).
 
         Call it on the root.
 
@@ -176,18 +184,18 @@ class FSDPModule(_Base):
             LifecycleError: below the root, or between a backward and its finalization.
         """
         state = self._state()
-        if state.has_root:  # before the first forward, the root is not known
+        if state.has_root:  # before the first forward, no unit knows which unit is the root
             self._check_root("set_manual_backward_finalization")
         state.schedule.set_finalizes_by_hand(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce all gradients that backwards have left unreduced; sharded gradients may be read after this.
+        """Reduce all gradients that backwards have left unreduced. After this, sharded gradients may be read.
 
-        Call it on the root; before the first forward it is a no-op. If several backwards precede this call, switch
-        gradient synchronization off for them, and on again before the call.
+        Call it on the root; before the first forward it is a no-op. If several backwards precede one call, switch
+        gradient synchronization off (`set_requires_gradient_sync`) for the backwards, and on again before the call.
 
         Args:
-            async_op: return a handle to wait on instead of waiting.
+            async_op: return a handle at once; sharded gradients may be read after the handle's ``wait``.
 
         Raises:
             LifecycleError: below the root, or without `set_manual_backward_finalization`.
@@ -198,7 +206,7 @@ class FSDPModule(_Base):
         self._check_root("finalize_backward")
         if not state.schedule.finalizes_by_hand:
             raise LifecycleError(
-                "Without manual finalization, backwards finalize themselves.",
+                "finalize_backward requires manual finalization.",
                 expected="set_manual_backward_finalization(True) before the forward",
                 got="finalize_backward",
                 where=type(self).__name__,
@@ -210,14 +218,18 @@ class FSDPModule(_Base):
         return None
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """Iterate as in torch. Raises if another data parallelism of torch calls this to shard the module again."""
-        if not recurse:  # the wrappers' calls pass recurse=False
+        """Iterate as in nn.Module.
+
+        Raises:
+            MisuseError: if another data parallelism of torch calls this method to wrap the module.
+        """
+        if not recurse:  # the calls by torch's wrappers pass recurse=False
             refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as Module.zero_grad; also clears sharded gradients while the modules have full parameters."""
-        super().zero_grad(set_to_none)
+        """Clear gradients as Module.zero_grad does, also while the modules have full parameters."""
+        super().zero_grad(set_to_none)  # reaches only the parameters that are on the modules now
         for group in self._groups(True):
             for param in group.params:
                 grad = param.sharded.grad
@@ -227,14 +239,14 @@ class FSDPModule(_Base):
                     grad.zero_()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether full parameters are freed after the forward. Also overrides the root's default.
+        """Set whether full parameters are freed after the forward. The value also applies to the root.
 
         Raises:
-            ValueError: unless a bool is given.
+            ValueError: for any value but True and False.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentError(
-                "reshard_after_forward can be switched on or off, but not set to another number of ranks.",
+                "set_reshard_after_forward takes True or False, not a number of ranks.",
                 expected="True or False",
                 got=repr(reshard_after_forward),
             )
@@ -255,11 +267,11 @@ class FSDPModule(_Base):
         self._state().backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether this unit's backward needs its parameters (an embedding's does not)."""
+        """Set whether this unit's parameters are gathered for its backward, which an embedding does not need."""
         self._state().unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the gathers of the next forward wait for this event, not for the compute stream. Call it on the root."""
+        """Let the next forward's gathers wait for this event instead of the compute stream. Call it on the root."""
         self._state().post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -276,13 +288,13 @@ class FSDPModule(_Base):
         _change(self._groups(False), force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
-        """Set whether gradients are stored and sent in the dtype they were computed in, and summed in a wider one.
+        """Set whether gradients are stored and sent in the compute dtype (bf16), and summed in the reduce dtype (fp32).
 
-        True, the default, halves bytes and memory: each rank sends every other rank its slice and sums the slices it
-        receives in the wider dtype. False: gradients are widened before they are sent, as in FSDP2, and NCCL's
-        reduce-scatter sums them; on very many ranks that may be faster.
+        True, the default, halves bytes and memory: each rank sends every other rank its slice, and sums the slices it
+        receives in the reduce dtype. False: gradients are converted to the reduce dtype before they are sent, as in
+        FSDP2, and NCCL's reduce-scatter sums them; on very many ranks that may be faster.
 
-        Call it before the model's first use, with the same value on all ranks.
+        Call it before the model's first forward or unshard, with the same value on all ranks.
 
         Raises:
             LifecycleError: after the first use.
@@ -291,9 +303,9 @@ class FSDPModule(_Base):
         _change(self._groups(recurse), narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may be in flight, each with its own gradient buffer.
+        """Set how many reductions may be in flight, each with its own gradient buffer. May be called at any time.
 
-        The largest value of all units under a root applies to the whole tree. It may change at any time.
+        The largest value of all units under a root applies to all of them.
 
         Raises:
             TypeError: unless an int is given.
@@ -303,7 +315,7 @@ class FSDPModule(_Base):
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         if not is_int or max_input_buffers < 1:
             raise ArgumentError(
-                "max_input_buffers is a number of reductions.",
+                "max_input_buffers must be a positive number of reductions.",
                 expected="at least 1" if is_int else "an int",
                 got=repr(max_input_buffers),
             )
@@ -312,16 +324,16 @@ class FSDPModule(_Base):
             state.comm.set_limit(state, max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether the next backwards all-reduce over replicas (HSDP); if not, each replica keeps its own sums."""
+        """Set whether backwards all-reduce over replicas (HSDP). False: each replica keeps its own sums."""
         _change(self._groups(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
         self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
     ) -> None:
-        """Call ``hook(shard)`` on every reduced shard of this module (1-D, reduce dtype).
+        """Register a hook that is called as ``hook(shard)`` with every reduced shard of this module's unit.
 
         Args:
-            hook: changes the shard in place. With replicas, it is called after their all-reduce.
+            hook: changes the shard (1-D, reduce dtype) in place. With replicas, it is called after their all-reduce.
             stream: the stream of the hook; None: the stream of reductions. Later work on the shard waits for the hook.
 
         Raises:
@@ -330,13 +342,14 @@ class FSDPModule(_Base):
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
             raise ArgumentError(
-                "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                "set_all_reduce_hook accepts no stream if replicas are all-reduced.",
                 expected="stream=None, or a mesh without a replicating axis",
                 got=stream,
                 where=type(self).__name__,
             )
 
         def run(shard: torch.Tensor) -> None:
+            # `state.comm` is read at each call, because the first forward replaces it by the root's.
             state.comm.run_on(stream, lambda: hook(shard))
 
         for group in groups:
@@ -350,7 +363,7 @@ class FSDPModule(_Base):
         """
         for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.comm.change(custom_all_gather=comm)
-            group.forget_full()  # the next buffer comes from the user's object
+            group.forget_full()  # the present buffer was not allocated by the user's object; the next one is
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use this object for the reductions of this module, and for their buffers.
@@ -363,7 +376,10 @@ class FSDPModule(_Base):
             group.grads.spare = {}  # drop buffers that the user's object did not allocate
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether reductions use a communicator of their own. Collective: all ranks call it, in the same order."""
+        """Set whether reductions use a communicator of their own, so that they do not queue behind gathers.
+
+        Collective: all ranks call it, in the same order.
+        """
         comms = [group.comm for group in self._groups(recurse)]
         if enable:
             separate_reductions(comms)
@@ -375,10 +391,10 @@ class FSDPModule(_Base):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters that no rank has used get gradients of zeros; if not, their gradient stays None.
+        """Set whether parameters that no rank has used get gradients of zeros. False: their ``.grad`` is not changed.
 
-        All parameters are reduced in both cases, so no rank waits for another one. Parameters that only some ranks have
-        used get the sum of those ranks' gradients.
+        All parameters are reduced in both cases, so that all ranks issue the same collectives. Parameters that only
+        some ranks have used get the reduced gradients of these ranks.
         """
         _change(self._groups(recurse), zeros_unused=reduce_scatter_unused_params)
 
@@ -405,7 +421,7 @@ class FSDPModule(_Base):
 
         Raises:
             UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
-            ValueError: with custom collectives, for groups over several meshes, or for another backend than NCCL.
+            ValueError: with custom collectives, for groups over several meshes, or for a backend other than NCCL.
         """
         if backend != "NCCL":
             raise ArgumentError(
@@ -417,7 +433,7 @@ class FSDPModule(_Base):
         self._use_pool("set_symm_mem_for_comm", SymmetricMemory)
 
     def _use_pool(self, method: str, kind: MemoryKind | None) -> None:
-        """Put the buffers of this module into memory of this kind; None: into the caching allocator's."""
+        """Put the buffers of this module's unit into memory of this kind; None: memory of the caching allocator."""
         groups = self._groups_of_one_mesh(method)
         if kind is not None and not allows_untried(MEMORY_POOLS):
             raise UnsupportedOpError(
@@ -438,13 +454,14 @@ class FSDPModule(_Base):
         use_memory(groups, kind)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility: gathers are always asynchronous."""
+        """Do nothing: gathers are always asynchronous. torch's FSDPModule has this method, so trainers may call it."""
 
     def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
         for state in self._states(recurse):
             yield from state.groups
 
     def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
+        """Return the unit's groups, or raise an error about ``method`` if the groups are over several meshes."""
         groups = self._state().groups
         meshes = list(dict.fromkeys(group.data.mesh for group in groups))
         if len(meshes) > 1:
@@ -464,7 +481,7 @@ class FSDPModule(_Base):
             LifecycleError: if this is not the root.
         """
         state = self._state()
-        if not state.has_root:
+        if not state.has_root:  # no forward has begun, so nothing is in flight
             return
         self._check_root("reset_iter_state")
         for unit in self._states():
@@ -481,10 +498,13 @@ class FSDPModule(_Base):
             )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply Module.to, .cuda, to_empty etc. to the sharded parameters: reshard first, adopt new ones afterwards."""
+        """Apply Module.to, .cuda, to_empty etc. to the sharded parameters.
+
+        Full parameters are freed first. Afterwards, each unit adopts the parameters that torch has replaced.
+        """
         for state in self._states():
             state._reshard_hook()
-        # Skip the method of torch's FSDPModule, which reads FSDP2's state.
+        # super(TorchFSDPModule, ..) skips `_apply` of torch's FSDPModule, which reads FSDP2's state.
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states():
             state.rebind()
@@ -492,11 +512,13 @@ class FSDPModule(_Base):
 
 
 def _change(groups: Iterable[ParamGroup], **settings: Any) -> None:
+    """Change fields of `GroupSettings` in all these groups."""
     for group in groups:
         group.comm.change(**settings)
 
 
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
+    """Return the states of these modules; raise if one is not sharded."""
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
@@ -525,13 +547,13 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 
 def refuse_unknown(ours: type, torchs: type) -> None:
-    """Override methods that exist only in torch's class, so that they raise: torch's would read FSDP2's state."""
+    """Add to ``ours`` a raising method for each method that only ``torchs`` has, which would read FSDP2's state."""
 
     def refusing(name: str) -> Callable[..., NoReturn]:
         def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
             raise UnsupportedOpError(
                 f"{name} is not supported.",
-                expected="methods that vescale_fsdp's FSDPModule defines",
+                expected="one of the methods that vescale_fsdp's FSDPModule defines",
                 got=name,
                 todo="do not call it",
             )
@@ -540,6 +562,7 @@ def refuse_unknown(ours: type, torchs: type) -> None:
         refuse.__doc__ = "A method of a newer torch, which is not supported."
         return refuse
 
+    # Special methods, which Python itself calls, stay inherited.
     for name, member in vars(torchs).items():
         if callable(member) and not name.startswith("__") and name not in vars(ours):
             setattr(ours, name, refusing(name))

@@ -1,16 +1,17 @@
-"""FSDPState: the hooks that turn module calls into steps of the schedule.
+"""FSDPState: the hooks that gather, reshard and reduce a unit around the forward and backward of its modules.
 
     pre-forward     gather the unit's parameters, cast its inputs
-    post-forward    reshard (if asked), put hooks on the outputs that see their gradients, cast the outputs
+    post-forward    reshard (if reshard_after_forward), put gradient hooks on the outputs, cast the outputs
     pre-backward    gather the unit again, and the next unit
     post-backward   reshard, reduce the gradients; called by an autograd node on the inputs
     end of backward reduce units that no node reached (a root whose inputs need no gradient), wait for all reductions
 
-A unit reduces once the backward has passed all its calls, so several forwards before one backward cost one reduction.
-Every unit that took part in a forward with gradients is gathered and reduced, in the same order on all ranks
-(`vescale_fsdp.runtime.schedule`). Parameters that a rank has not used reduce zeros, so no rank waits for another one.
+A unit reduces once the backward has passed all calls of the unit's forward, so several forwards before one backward
+cost one reduction. Every unit that took part in a forward with gradients is gathered and reduced, in the same order on
+all ranks (`vescale_fsdp.runtime.schedule`). A rank reduces zeros for parameters it has not used, so that no other rank
+waits for it.
 
-A unit made of a list of modules gathers before the first of them runs and reshards after the last one. If a forward
+A unit made of a list of modules gathers before the first module runs and reshards after the last one. If a forward
 runs only some of the modules, the unit reshards when the root's forward ends. A unit that runs outside a root's forward
 (the head of a chunked loss, called once per chunk) stays gathered until the backward, and each backward reduces it.
 """
@@ -57,12 +58,12 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def _eager(function: FunctionT) -> FunctionT:
-    """Keep a hook out of torch.compile's graphs. The hook is a graph break: compile the blocks inside a unit."""
+    """Return a hook that torch.compile does not trace. The hook breaks the graph: compile the blocks inside a unit."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class FSDPState:
-    """The state of one `fully_shard` call: its modules, its groups, and its place in the schedule.
+    """The state of one `fully_shard` call, a unit: its modules, parameter groups, settings and progress in a step.
 
     The constructor stores the state on the modules and registers their hooks.
 
@@ -70,7 +71,8 @@ class FSDPState:
         modules: the modules of the call: one, or several that share the groups.
         groups: the unit's parameter groups.
         mp_policy: dtypes of inputs and outputs.
-        reshard_after_forward: None: reshard, except for a root whose forward computes gradients.
+        reshard_after_forward: whether to free full parameters after the forward. None: all units but the root do, and
+            the root after forwards without gradients.
         device: where the unit computes.
     """
 
@@ -92,21 +94,23 @@ class FSDPState:
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
-        self.max_reductions = 1  # reductions in flight that this unit allows
+        self.max_reductions = 1  # limit of reductions in flight; each has a gradient buffer of its own
         self.comm = CommContext(streams_of(device))
         self.schedule = Schedule(self.comm)  # replaced by the root's schedule in `lazy_init`
         self.fsdp2 = Fsdp2State(self)
         self.set_name(type(modules[0]).__name__)  # replaced by the unit's name in the model in `lazy_init`
         self.has_root = self.is_root = False
-        self.agreed = False  # whether ranks have compared this unit
+        self.agreed = False  # whether ranks have compared their layouts and settings of this unit
         self.post_optim_event: Event | None = None
-        self._outstanding = 0  # calls of the forward that the backward has not passed
+        self._outstanding = 0  # number of forward calls that the backward has not passed yet
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
-        # Whether a running load_state_dict loads the unit's own, partly overwritten tensors.
+        # Whether the state that load_state_dict is loading contains the unit's own tensors, which an earlier, failed
+        # load has partly overwritten.
         self._loads_own = False
-        # Number of running registered methods. Such a method may call the forward, and read parameters after it.
+        # Number of running methods of `register_fsdp_forward_method`. Such a method may call the forward, and read
+        # parameters after the call, so the forward must not reshard.
         self._methods_running = 0
         for module in modules:
             module.__dict__[_STATE] = self
@@ -115,6 +119,7 @@ class FSDPState:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             # This hook runs after the users' hooks registered so far, so that those hooks see full parameters.
             module.register_forward_hook(self._post_forward, prepend=False)
+            # state_dict returns the parameters that are on the modules, which must be the sharded ones.
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._loaded_hook)
@@ -122,10 +127,11 @@ class FSDPState:
     # -- root -----------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
-        """Make this unit the root, and let all units below it join its schedule. Called at the first forward.
+        """Make this unit the root of all units below it, which then share its schedule. Called at the first forward.
 
         Raises:
-            LifecycleError: for a list of modules, if a unit below has run before, or if ranks differ.
+            LifecycleError: if this unit is a list of modules, a unit below has run before, or ranks have sharded
+                differently.
         """
         if self.has_root:
             return
@@ -158,7 +164,10 @@ class FSDPState:
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def renew(self, groups: list[ParamGroup]) -> None:
-        """Replace the groups by groups over other ranks, and reset to before the first forward, like new ranks."""
+        """Replace the groups by groups over other ranks, and return to the state before the first forward.
+
+        Ranks that join are in this state too, so all ranks compare their settings again at the next forward.
+        """
         before, self.groups = self.schedule, groups
         self._use(CommContext(streams_of(self.device)))
         self.schedule = Schedule(self.comm)
@@ -176,14 +185,14 @@ class FSDPState:
             group.label = self.shown
 
     def join(self, comm: CommContext) -> None:
-        """Use the streams of ``comm``."""
+        """Share the streams, limits and spare buffers of ``comm``."""
         self._use(comm)
         self.schedule.comm = comm
         for group in self.groups:
             comm.adopt(group)
 
     def _use(self, comm: CommContext) -> None:
-        self.comm.set_limit(self, None)  # leave the context used so far
+        self.comm.set_limit(self, None)  # the previous context must not count this unit any more
         self.comm = comm
         comm.set_limit(self, self.max_reductions)
 
@@ -191,6 +200,7 @@ class FSDPState:
 
     @_eager
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Gather the unit; returns the module's inputs, moved, cast, and with the post-backward node."""
         if not self.has_root:
             self.lazy_init()
         schedule = self.schedule
@@ -203,10 +213,10 @@ class FSDPState:
                 else:
                     self.comm.wait_for_event(self.post_optim_event)
                     self.post_optim_event = None
-                if self.device.type != "cpu":
+                if self.device.type != "cpu":  # as FSDP2 does: users may pass inputs on the host
                     with profiled("FSDP::inputs_to_device", ""):
                         args, kwargs = map_tensors(
-                            # Inputs may be in pinned memory.
+                            # From pinned memory, the copy does not block the host.
                             lambda tensor: tensor.to(self.device, non_blocking=True),
                             (args, kwargs),
                         )
@@ -220,33 +230,35 @@ class FSDPState:
         return self._watch_inputs(args, kwargs)
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """Put the post-backward node between the inputs and the module."""
+        """Return the inputs, with the autograd node between them and the module that runs `_post_backward`."""
         if not torch.is_grad_enabled():
             return args, kwargs
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
         trains = any(group.trainable for group in self.groups)
         self._took_part = self._took_part or trains
-        # A recomputed forward must not add a second node: its first run left one in the graph.
+        # A forward that activation checkpointing recomputes must not add a second node: the first run added one.
         if self.schedule.in_backward and self._outstanding:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
-        if not watched and not trains:
+        if not watched and not trains:  # the backward does not need this unit
             return args, kwargs
         self._outstanding += 1
         begin = self.schedule.note(self._leave_backward)
         if not watched:  # without an autograd node, the schedule calls `_leave_backward`
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
+        # One node for all inputs: it runs once the gradients of all of them are computed.
         passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
     @_eager
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Reshard after the unit's last module; returns the output, cast, and with gradient hooks."""
         schedule = self.schedule
         with profiled("FSDP::post_forward ", self.shown):
-            if len(self._entered) == len(self.modules):
+            if len(self._entered) == len(self.modules):  # a unit of several modules ends with the last one
                 self.finish_forward()
-            if self.is_root and not schedule.in_backward:
+            if self.is_root and not schedule.in_backward:  # in a backward, the forward is recomputed
                 schedule.end_forward()
             output = self._watch_outputs(output)
             if self.mp_policy.output_dtype is not None:
@@ -255,19 +267,19 @@ class FSDPState:
         return output
 
     def begin_method(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """Gather before a registered method; forwards that the method calls do not reshard the unit."""
+        """Gather before a method of `register_fsdp_forward_method`; forwards inside the method do not reshard."""
         args, kwargs = self._pre_forward(module, args, kwargs)
         self._methods_running += 1
         return args, kwargs
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Reshard after a registered method."""
+        """Reshard after a method of `register_fsdp_forward_method`."""
         # Not below 0: a state_dict call inside the method has set the number to 0.
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
     def finish_forward(self) -> None:
-        """Reshard; called once all modules of the unit that run in this forward have run. No-op if none has run."""
+        """Reshard, once all modules of the unit have run or the root's forward ends. No-op if no module has run."""
         if self._methods_running or not self._entered:
             return
         self._entered.clear()
@@ -275,7 +287,7 @@ class FSDPState:
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether full parameters stay gathered from a forward to its backward."""
+        """Whether full parameters stay gathered from a forward to the next backward."""
         if self.reshard_after_forward is not None:
             return not self.reshard_after_forward
         # The backward begins with the root's parameters, so the root keeps them. A forward without gradients must not:
@@ -284,6 +296,7 @@ class FSDPState:
         return self.is_root and torch.is_grad_enabled()
 
     def _watch_outputs(self, output: Any) -> Any:
+        """Return the output, with hooks on its tensors that call `_pre_backward` once a gradient arrives."""
         if not torch.is_grad_enabled():
             return output
         watched = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
@@ -299,7 +312,7 @@ class FSDPState:
             return output
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            # Inside torch.func, requires_grad of an output may be False though an outer transform needs its gradient.
+            # Inside torch.func, an output may need a gradient for an outer transform though its requires_grad is False.
             if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
                 return tensor
             return PreBackward.apply(before, tensor)  # type: ignore[no-any-return]
@@ -310,7 +323,7 @@ class FSDPState:
 
     @_eager
     def _pre_backward(self, end: Moment, grad: torch.Tensor) -> torch.Tensor:
-        self.schedule.pass_by(end)
+        self.schedule.pass_by(end)  # first do the work of later units that autograd has skipped on this rank
         self._enter_backward()
         return grad
 
@@ -324,28 +337,30 @@ class FSDPState:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        """The backward has passed one call of the unit; after the last one, reshard and reduce."""
+        """Count one forward call as passed by the backward; after the last one, reshard and reduce the unit."""
         self._outstanding = max(0, self._outstanding - 1)  # it is 0 if `forget_iteration` ran in between
         if self._outstanding == 0:
-            self._reshard_in_backward()  # before the reduction, so that the full buffer's memory is free for it
+            self._reshard_in_backward()  # first, so that the full buffer's memory is free for the reduction
             self.schedule.leave_backward(self)
             self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
-        """Reduce a unit that no post-backward node has reduced; called when the backward has ended.
+        """Reduce gradients that no post-backward node has reduced; called for every unit when a backward has ended.
 
         Args:
-            is_last: no backward of this forward follows, so units that the backward skipped are reduced, too.
+            is_last: whether no other backward of this forward follows. Then units that backwards skipped reduce too.
         """
+        # After an exception in a forward, these two were not reset.
         self._entered.clear()
-        self._methods_running = 0  # after an exception, `end_method` was not called
+        self._methods_running = 0
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
         # may have such gradients, which therefore wait for the last backward, in which all ranks reduce.
         has_late_grads = any(group.grads for group in self.groups)
-        # Earlier backwards may have left sums that are not yet reduced over replicas. And a unit that was used before
-        # may get gradients of zeros, as in FSDP2 (`set_reduce_scatter_unused_params`).
+        # Two reasons to reduce a unit that this forward did not run: earlier backwards have left sums that are not yet
+        # reduced over replicas; or unused parameters get gradients of zeros (`set_reduce_scatter_unused_params`), which
+        # as in FSDP2 holds only for units that were gathered before.
         must_reduce_unused = not self._was_reduced and any(
             group.owes_replicas or (group.comm.settings.zeros_unused and group.was_gathered)
             for group in self.groups
@@ -365,9 +380,9 @@ class FSDPState:
 
     def _reduce(self) -> None:
         trained = [group for group in self.groups if group.trainable]
-        if not trained:  # a frozen unit does not wait for other units' reductions
+        if not trained:  # a frozen unit has nothing to reduce, and need not wait for a slot
             return
-        if not self.requires_gradient_sync:
+        if not self.requires_gradient_sync:  # sum in the gradient buffer, which frees the kept gradients
             for group in self.groups:
                 group.write_grads()
             return
@@ -379,12 +394,12 @@ class FSDPState:
             with profiled("FSDP::post_backward_reduce ", self.shown):
                 for group in trained:
                     self.comm.reduce(group)
-        except RuntimeError as error:  # torch's errors of failed collectives
+        except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise
 
     def forget_iteration(self) -> None:
-        """Reset the counters of a forward and backward that an exception has ended."""
+        """Reset the counters, after an exception has ended a forward or a backward."""
         self._outstanding = self._methods_running = 0
         self._took_part = self._was_reduced = False
         self._entered.clear()
@@ -392,7 +407,7 @@ class FSDPState:
     # -- state dict -----------------------------------------------------------------------------------
 
     def _reshard_hook(self, *unused: Any) -> None:
-        self._methods_running = 0  # a running method loses its full parameters
+        self._methods_running = 0  # a running method loses its full parameters: forwards may reshard again
         self.comm.reshard(self.groups)
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
 
@@ -400,11 +415,12 @@ class FSDPState:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *unused: Any
     ) -> None:
         self._reshard_hook()
-        # Loading a group's own, partly overwritten tensors does not repair the group, so the group stays marked.
+        # If the state to load is the group's own memory, a failed load stays unrepaired: the group keeps its marks.
         self._loads_own = any(
             half_loaded_in(group.shard) and is_own_state(group, state) for group in self.groups
         )
-        # assign=True replaces parameters: `rebind` adopts or refuses them
+        # With assign=True full tensors replace parameters, and `rebind` adopts or refuses them. Otherwise they are
+        # refused here, before torch copies the first one.
         if not metadata.get("assign_to_params_buffers", False):
             refuse_full_tensors(module, state, prefix)
 
@@ -412,7 +428,7 @@ class FSDPState:
         self.rebind(is_whole=not keys.missing_keys and not self._loads_own)
 
     def rebind(self, *, is_whole: bool = False) -> None:
-        """See `vescale_fsdp.runtime.takeover.rebind`."""
+        """Adopt parameters that were replaced on the modules (`takeover.rebind`), in all groups."""
         for group in self.groups:
             rebind(group, is_whole=is_whole)
 
@@ -422,9 +438,9 @@ class _AbsentError(UnsupportedOpError, AttributeError):
 
 
 class Fsdp2State:
-    """The attributes of FSDP2's private state (torch 2.11-2.15) that torch and trainers read, for one unit.
+    """Stands in for FSDP2's private state of one unit: the attributes that torch (2.11-2.15) and trainers read.
 
-    Readers of these attributes, which FSDPModule's public methods do not replace:
+    No public method of FSDPModule replaces these attributes. Their readers:
 
         attribute                                               reader
         module._get_fsdp_state()._pre_forward, ._post_forward   torch's register_fsdp_forward_method
@@ -466,7 +482,7 @@ class Fsdp2State:
 
     @property
     def _fsdp_param_group(self) -> NoReturn:
-        """Not supported: ``hasattr`` returns False, and reading it raises an error that names the alternative."""
+        """Raise an error that names the alternative. It is an AttributeError, so that ``hasattr`` returns False."""
         raise _AbsentError(
             "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
             expected="public methods of FSDPModule",
@@ -475,17 +491,17 @@ class Fsdp2State:
         )
 
     def _root_post_backward_final_callback(self) -> None:
-        if self._unit.has_root:
+        if self._unit.has_root:  # otherwise no forward has run
             self._unit.schedule.finalize_backward()
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state of a module that `fully_shard` was called on, or None."""
+    """Return the state of a module that `fully_shard` was called on; None for any other module."""
     return module.__dict__.get(_STATE)
 
 
 def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
-    """The units of these modules and of the modules below, each with its first name, in the order of modules."""
+    """Return the units of these modules and of all modules below, each with the name of its first module, in order."""
     states: dict[FSDPState, str] = {}
     for root in modules:
         for name, module in root.named_modules():
@@ -496,7 +512,7 @@ def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather before and reshard after another method of a sharded module, as around ``forward``.
+    """Let a method of a sharded module gather the parameters before it runs and reshard after, as ``forward`` does.
 
     A no-op for modules that are not sharded.
 
@@ -540,7 +556,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that casts floating-point tensors and returns other tensors unchanged."""
+    """Return a function that casts floating-point tensors, and returns other tensors unchanged."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -558,11 +574,11 @@ def _log_sharding(model: str, units: Sequence[FSDPState]) -> None:
 
 
 def _described(groups: Sequence[ParamGroup]) -> str:
-    """Total sizes of these groups. Under tensor parallelism, sizes of this rank's part."""
+    """Return a text with the total sizes of these groups; under tensor parallelism, of this rank's part."""
     sizes = [(group.layout, group.shard.dtype.itemsize) for group in groups]
     payload = sum(layout.payload_numel * itemsize for layout, itemsize in sizes)
     padding = sum((layout.numel - layout.payload_numel) * itemsize for layout, itemsize in sizes)
-    ranks: dict[str, None] = {}  # a text per mesh size, each once, in order
+    ranks: dict[str, None] = {}  # texts such as "8 ranks in 2 replicas"; a dict, to keep each once, in order
     for group in groups:
         replicas = group.data.mesh.size() // group.data.num_shards
         ranks[f"{group.data.num_shards} ranks" + (f" in {replicas} replicas" if replicas > 1 else "")] = None

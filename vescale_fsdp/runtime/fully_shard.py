@@ -1,8 +1,8 @@
-"""fully_shard: the entry point. It has the arguments of torch's fully_shard, ``granularity`` and ``padding_policy``.
+"""The entry point `fully_shard`: the arguments of torch's ``fully_shard``, plus ``granularity`` and ``padding_policy``.
 
 A call collects the modules that no earlier call has sharded, plans groups and layouts of their parameters
-(`plan_groups`: one group per dtype and trainability, so that a unit may mix dtypes), builds a `ParamGroup` from each
-plan, and only then changes the model. If a call raises, the model is as before.
+(`plan_groups`: one group per dtype, trainability and mesh, so that a unit may mix dtypes), builds a `ParamGroup` from
+each plan, and only then changes the model. If a call raises, the model is unchanged.
 """
 
 from __future__ import annotations
@@ -85,18 +85,20 @@ def fully_shard(
         reshard_after_forward: whether to free full parameters after the forward. None: free them, but keep the root's
             in a forward with gradients, because the backward begins with the root. A number n: between forward and
             backward, each group of n ranks together keeps one copy of the full parameters.
-        shard_placement_fn: as in torch, called for each parameter. ``None`` and ``Shard(dim)`` change nothing; the
-            units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of its own.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: ``mesh`` is then the full mesh, on which all parameters are
-            DTensors that are Replicate on the axes named here.
-        mp_policy: torch's class: dtypes of compute, reduction, inputs and outputs.
-        offload_policy: torch's class; with `CPUOffloadPolicy`, shards, gradients and optimizer state are on the host.
+        shard_placement_fn: as in torch, called for each parameter. The results ``None`` and ``Shard(dim)`` change
+            nothing; the units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of
+            its own.
+        dp_mesh_dims: a `DataParallelMeshDims` of torch. ``mesh`` is then the full mesh, and all parameters must be
+            DTensors on this mesh that are Replicate on the data-parallel axes.
+        mp_policy: a `MixedPrecisionPolicy` of torch: dtypes of compute, reduction, inputs and outputs.
+        offload_policy: an `OffloadPolicy` of torch. With `CPUOffloadPolicy`, shards, gradients and optimizer state are
+            on the host.
         ignored_params: parameters that are not sharded, not moved and not reduced.
         granularity: the blocks that must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
             granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``; every
-            pattern must match a parameter, which may belong to a unit below. A text such as ``"rows:32"`` means
-            `Rows(32)`. None: cuts may fall between any two elements.
-        padding_policy: whether tensors may be scattered, and how much padding warns or raises.
+            pattern must match at least one parameter, which may belong to a unit below. A text such as ``"rows:32"``
+            means `Rows(32)`. None: cuts may fall between any two elements.
+        padding_policy: whether tensors may be scattered, and from which amount of padding to warn or raise.
 
     Returns:
         ``module``; its class is now an `FSDPModule` too, and its parameters are `RaggedDTensor`.
@@ -106,7 +108,8 @@ def fully_shard(
             argument of the wrong type.
         NotImplementedError: for arguments or parameters that the runtime does not support.
         MisuseError: if a module is sharded twice, or another data parallelism of torch manages a part of it.
-        LayoutError: if there is no layout, a pattern matches no parameter, or padding is above the policy's limit.
+        LayoutError: if no layout satisfies the granularity, a pattern matches no parameter, or padding is above the
+            policy's limit.
 
     Examples:
         >>> import torch
@@ -126,7 +129,7 @@ def fully_shard(
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
     device = device_of(data.mesh)
-    check_patterns(granularity, _names(modules))
+    check_patterns(granularity, _names(modules))  # a pattern without a match would silently do nothing
     _check_unmixed(modules)
     managed = _managed_modules(modules)
     rules = PlanRules(
@@ -142,7 +145,7 @@ def fully_shard(
         groups = []
         for plan in plans:
             kind = SelfGatheringGroup if plan.is_hooked else ParamGroup
-            # Parameters that are FakeTensors get a shard that is a FakeTensor.
+            # The shard of FakeTensor parameters must be a FakeTensor of the same mode.
             with fake_mode_of(next(iter(plan.params.values())).param):
                 groups.append(kind(plan, mp_policy, offload_policy, device))
         buffers = _moved_buffers(managed, device)
@@ -152,23 +155,24 @@ def fully_shard(
         owner._buffers[name] = buffer
     for plan, group in zip(plans, groups, strict=True):
         for fqn, original in plan.params.items():
+            # The step of an optimizer that was built from the original parameters must raise.
             note_replaced(original.param, fqn)
         group.install()
     for _, owner in managed:
-        # torch.compile reads these attributes of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283).
+        # torch.compile reads these attributes, which FSDP2 sets too (torch 2.13, `_fully_shard.py`, line 289).
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
-    FSDPState(modules, groups, mp_policy, reshard, device)  # stored on the modules
+    FSDPState(modules, groups, mp_policy, reshard, device)  # its constructor stores it on the modules
     for each, sharded_class in zip(modules, classes, strict=True):
-        each.__class__ = sharded_class  # in place: the caller refers to this object
+        each.__class__ = sharded_class  # in place, because the caller and parent modules refer to this object
     return module
 
 
-# torch's fully_shard has this attribute, which trainers call: the state of a module, None if it is not sharded.
+# torch's fully_shard has this attribute too, and trainers call it: it returns a module's state, or None if not sharded.
 vars(fully_shard)["state"] = state_of
 
 
 def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: object) -> None:
-    """Refuse a class in place of an instance, and values of other types: they would silently have no effect."""
+    """Raise for a policy that is a class or has another type: it would silently have no effect."""
     for name, given, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -184,7 +188,7 @@ def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: obje
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
-    """The ignored parameters; other values, such as names, would silently have no effect and are refused."""
+    """Return the ignored parameters; raise for other values, such as names, which would silently have no effect."""
     given = () if params is None else tuple(params)
     for each in given:
         if not isinstance(each, nn.Parameter):
@@ -198,12 +202,12 @@ def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
 
 
 def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
-    """Refuse modules that another data parallelism of torch manages, in whole or in part."""
+    """Raise for modules that another data parallelism of torch manages, in whole or in part."""
     for module in modules:
         for name, below in module.named_modules():
             manager = None
-            # Both torch's fully_shard and this library set this mark on the modules of a unit. But only torch's leaves
-            # DTensors that are no RaggedDTensors.
+            # This package and torch's fully_shard both set this attribute on modules. Parameters that are DTensors but
+            # not RaggedDTensors show that it was torch's.
             is_fsdp2s = vars(below).get("_is_fsdp_managed_module", False) and any(
                 isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
                 for param in below._parameters.values()
@@ -226,7 +230,10 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
 
 
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
-    """Whether to reshard after the forward; None: all units but the root. `plan_groups` checks a number of ranks."""
+    """Return whether to reshard after the forward; None means all units except the root.
+
+    `plan_groups` checks that a number of ranks divides the number of shards.
+    """
     if wanted is not None and not isinstance(wanted, int):
         raise ArgumentError(
             "reshard_after_forward must be a bool, a number of ranks or None.",
@@ -235,7 +242,7 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
         )
     if data.is_replicated_only:
         return False  # every rank's shard is the full parameters: there is nothing to free
-    if wanted is None or isinstance(wanted, bool):
+    if wanted is None or isinstance(wanted, bool):  # before the tests of numbers, because True is an int
         return wanted
     if data.spmd is not None:
         raise UnsupportedOpError(
@@ -245,17 +252,18 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
             todo="pass the data-parallel axes alone as mesh=",
         )
     if wanted == 1:
+        # stacklevel 3: the warning shows the line that calls `fully_shard`.
         warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
-    return wanted != 1
+    return wanted != 1  # with 1, each rank alone keeps a full copy, as with False
 
 
 def _root_modules(module: object) -> tuple[nn.Module, ...]:
-    """The modules of a call, without modules that are inside another one of them, as in torch."""
+    """Return the modules of a call, without those that another of these modules contains, as in torch."""
     given: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
             raise ArgumentError(
-                "fully_shard takes modules.", expected="nn.Module or a list of them", got=type(each)
+                "fully_shard takes modules only.", expected="nn.Module or a list of them", got=type(each)
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ArgumentError(
@@ -267,11 +275,11 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
         if state_of(each) is not None:
             raise MisuseError(
                 "The module is sharded already.",
-                expected="a module fully_shard was not called on",
+                expected="a module that is not sharded yet",
                 got=type(each).__name__,
                 todo="call fully_shard bottom-up, once per module",
             )
-    # A set of ids, and each module once: a list may contain a module and its parent, or a module twice.
+    # A list may contain a module and its parent (only the parent is kept), or a module twice.
     inside = {id(below) for each in given for below in each.modules() if below is not each}
     roots = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
     if not roots:
@@ -280,11 +288,15 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with their names: all that neither an earlier call nor torch's ``replicate`` manages."""
+    """Return (prefix of parameter names, module) for all modules of this unit.
+
+    Modules that an earlier call or torch's ``replicate`` manages are left out, with the modules below them.
+    """
     managed: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module) -> None:
+        # `seen`, because a module may be a child of several modules.
         if module in seen or state_of(module) is not None or is_replicated(module):
             return
         seen.add(module)
@@ -293,6 +305,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
             visit(f"{prefix}{name}.", child)
 
     for index, module in enumerate(modules):
+        # The modules of a list may have equal names of parameters, so each name begins with the module's index.
         visit(f"{index}." if len(modules) > 1 else "", module)
     return managed
 
@@ -300,7 +313,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
 def _moved_buffers(
     managed: list[tuple[str, nn.Module]], device: torch.device
 ) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Copies on ``device`` of buffers on other devices: (module, name, copy). Shared buffers stay shared."""
+    """Copy buffers on other devices to ``device``; returns (module, name, copy). Shared buffers stay shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     copies = []
     for _, module in managed:
@@ -314,7 +327,7 @@ def _moved_buffers(
 
 
 def _sharded_class(cls: type) -> type:
-    """The sharded class of ``cls``: one for all modules of ``cls``, because torch.compile recompiles per class."""
+    """Return the sharded class of ``cls``: the same for all its modules, because torch.compile recompiles per class."""
     known: type
     for known in cls.__subclasses__():
         if known.__bases__ == (FSDPModule, cls):
@@ -323,11 +336,11 @@ def _sharded_class(cls: type) -> type:
 
 
 def _names(modules: tuple[nn.Module, ...]) -> list[str]:
-    """Names of all parameters, including the parameters of units below."""
+    """Return the names of all parameters, including the parameters of units below."""
     prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
     return [
         prefix + name
         for prefix, module in zip(prefixes, modules, strict=True)
-        # A pattern may match any name of a shared parameter.
+        # A shared parameter has several names, and a pattern may match any of them.
         for name, _ in module.named_parameters(remove_duplicate=False)
     ]

@@ -1,23 +1,23 @@
-"""GroupPlan: the parameters that form a group, their ranks, and their layout.
+"""GroupPlan: which parameters of a unit form a group, the ranks that share them, and their layout.
 
 Planning changes no module, so the model is unchanged if `fully_shard` raises.
 
-The result of ``shard_placement_fn`` for a parameter:
+What each result of ``shard_placement_fn`` for a parameter means:
 
     None, Shard(dim)                        no effect: users choose the dim to avoid padding or copies, which a planned
                                             layout avoids for every dim
     RaggedShard(dims, units)                a unit stays whole; the planner chooses how many units each rank gets, as
                                             with ``granularity=``
     ShardPlacementResult(placement, info)   one of the above, over the parameter's own mesh: one group per set of
-                                            ranks (torch 2.13, ``FS/_fsdp_init.py:478-533``)
+                                            ranks (as in torch 2.13, fsdp/_fully_shard/_fsdp_init.py:478-533)
 
 torch's policies are read field by field. A newer torch may add fields and classes; an unknown field raises unless it
 has its default value. ``param_dtype_override_fn`` (torch 2.15) is supported: parameters that compute in different
 dtypes form different groups, each with a policy of its own.
 
-An optimizer built before `fully_shard` keeps the original parameters. They never get a gradient, so torch's optimizers
-silently skip them. Here the optimizer's first step raises: torch calls a global hook before every step, which is
-registered only while such parameters are alive.
+An optimizer built before `fully_shard` keeps the original parameters. These never get a gradient, so torch's optimizers
+would silently skip them. Instead, the optimizer's first step raises: while original parameters are alive, a global hook
+is registered that torch calls before every step of any optimizer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from vescale_fsdp.torch_private import ShardPlacementResult, grad_dtype_of
 
 @dataclass(frozen=True)
 class PlanRules:
-    """The arguments of `fully_shard` that decide layouts, under the same names."""
+    """The arguments of `fully_shard` that decide groups and layouts, under the same names."""
 
     ignored_params: frozenset[nn.Parameter]
     reshard_after_forward: bool | int | None
@@ -70,7 +70,7 @@ class PlanRules:
 
 
 class OriginalParam(NamedTuple):
-    """A parameter before it is sharded."""
+    """A parameter before it is sharded, with its owners and its block size."""
 
     param: nn.Parameter
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
@@ -86,13 +86,13 @@ class GroupPlan:
         params: the original parameters by name, in the order of ``layout.slots``.
         layout: the layout of these parameters.
         data: the ranks that share the parameters.
-        part_size: number of ranks that together keep one copy of the full parameters between forward and backward;
-            None: they are not kept.
+        part_size: number of ranks that together keep one copy of the full parameters between forward and backward
+            (``reshard_after_forward`` as a number); None: no copy is kept in parts.
         is_hooked: whether the parameters' class has all-gather hooks.
         param_dtype: dtype of compute; None: the dtype of the parameters.
-        scatter, wanted_part_size: the user's arguments, for a new plan when the number of ranks changes.
-        together: names of all parameters of the same dtype and mesh, in definition order. If their blocks do not fit
-            together in one buffer, ``params`` has only a part of them, and another group has the rest.
+        scatter, wanted_part_size: the user's arguments, from which a new plan is made when the number of ranks changes.
+        together: names of all parameters that were planned together, in definition order. If they share one buffer,
+            the names of ``params``; otherwise ``params`` has some of them, and a second group has the rest.
     """
 
     params: dict[str, OriginalParam]
@@ -107,10 +107,10 @@ class GroupPlan:
 
 
 class _GroupKey(NamedTuple):
-    """The properties that the parameters of a group share."""
+    """The properties that all parameters of a group have in common; parameters are grouped by this key."""
 
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool  # a group of frozen parameters is not reduced
     data: DataMesh
     is_hooked: bool
     param_dtype: torch.dtype | None
@@ -121,11 +121,11 @@ def plan_groups(
 ) -> list[GroupPlan]:
     """Plan the groups of one unit: one per stored dtype, compute dtype, trainability and mesh.
 
-    If the blocks of these parameters do not fit together in one buffer, they form two groups.
+    Parameters of one such group are split into two groups if their blocks would need much padding in one buffer.
 
     Args:
-        managed: the modules of the unit, with the prefix of their parameters' names.
-        data: the default mesh; ``shard_placement_fn`` may give a parameter another one.
+        managed: the modules of the unit, each after the prefix of its parameters' names.
+        data: the default mesh; ``shard_placement_fn`` may give a parameter another mesh.
         rules: the arguments of `fully_shard`.
 
     Raises:
@@ -156,11 +156,12 @@ def plan_groups(
 
 
 def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -> Iterator[GroupPlan]:
+    """Yield the one or two plans of the parameters of one key."""
     specs = [
         TensorSpec(
             fqn,
             tuple(local_part(original.param).shape),
-            str(key.dtype).removeprefix("torch."),  # layouts do not import torch
+            str(key.dtype).removeprefix("torch."),  # layouts use names, to not import torch
             original.block_numel,
         )
         for fqn, original in params.items()
@@ -170,11 +171,11 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
     layouts: Iterable[GroupLayout]
     if key.is_hooked:
         _check_hooked(key.data, params, part_size)
-        layouts = (plan_by_rows(specs, num_shards),)
+        layouts = (plan_by_rows(specs, num_shards),)  # hooks are written for whole rows
     else:
         layouts = plan_buffers(specs, num_shards, scatter=rules.padding_policy.scatter)
         for layout in layouts:
-            # All ranks raise, but only one warns.
+            # All ranks raise if padding is above the limit, but only rank 0 warns.
             check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
     wanted = rules.reshard_after_forward
     for layout in layouts:
@@ -192,7 +193,10 @@ def _plans(key: _GroupKey, params: dict[str, OriginalParam], rules: PlanRules) -
 
 
 def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rules: PlanRules) -> int:
-    """Elements of a block, in the part of the parameter that other parallelisms have left on this rank."""
+    """Return the number of elements of a parameter's block.
+
+    It is a block of the local tensor, the part that other parallelisms have left on this rank.
+    """
     shape = tuple(local_part(param).shape)
     granularity = resolve_granularity(rules.granularity, fqn, param)
     if ragged is None:
@@ -209,11 +213,11 @@ def _block_numel(fqn: str, param: nn.Parameter, ragged: RaggedShard | None, rule
 
 
 class _PlacementWishes:
-    """The results of a ``shard_placement_fn`` for one unit.
+    """Calls a ``shard_placement_fn`` for the parameters of one unit, and checks its results.
 
     Args:
         function: the user's function, or None.
-        default: the default mesh; the function may give a parameter another one.
+        default: the mesh of parameters to which the function gives no mesh of their own.
 
     Raises:
         PlacementError: if ``default`` only replicates, so that no axis shards.
@@ -229,12 +233,12 @@ class _PlacementWishes:
             )
         self._function = function
         self._default = default
-        # For each set of process groups, the first mesh info that the user returned, and its mesh. A parameter group
-        # has one mesh, so the user must return the same mesh info for all parameters of the same ranks.
+        # Process groups of a mesh -> the first mesh info that the user returned for these ranks, and its mesh. A
+        # parameter group has one mesh, so a second mesh over the same ranks is refused.
         self._first: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
 
     def of(self, fqn: str, param: nn.Parameter) -> tuple[DataMesh, RaggedShard | None]:
-        """The mesh of a parameter, and the placement whose units stay whole; None: ``granularity`` decides.
+        """Return a parameter's mesh, and the placement whose units stay whole (None: ``granularity`` decides blocks).
 
         Raises:
             MisuseError: if the function returns another type of value.
@@ -270,7 +274,7 @@ class _PlacementWishes:
 
 
 def _check_hooked(data: DataMesh, names: Iterable[str], part_size: int | None) -> None:
-    """Refuse settings that parameters whose class has all-gather hooks do not support."""
+    """Raise for settings that parameters with all-gather hooks do not support."""
     problem = None
     if part_size is not None:
         problem = f"reshard_after_forward={part_size}: hooks gather all rows or none"
@@ -286,12 +290,12 @@ def _check_hooked(data: DataMesh, names: Iterable[str], part_size: int | None) -
 
 
 def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
-    """``reshard_after_forward`` if it is a number of ranks between 1 and ``num_shards``, else None."""
+    """Return ``reshard_after_forward`` if it is a number of ranks above 1 and below ``num_shards``, else None."""
     if wanted is None or isinstance(wanted, bool):
         return None
     if wanted < 1 or num_shards % wanted:
         raise ArgumentError(
-            "reshard_after_forward as a number is the size of smaller groups of ranks.",
+            "reshard_after_forward as a number of ranks must divide the number of ranks that shard.",
             expected=f"a divisor of {num_shards}, the number of ranks that shard",
             got=wanted,
             todo="give the number of accelerators per node",
@@ -300,6 +304,7 @@ def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
+    """Raise if a parameter cannot be sharded."""
     taken_by = _replaced.name_of(param)
     if taken_by is not None:
         raise LayoutError(
@@ -313,6 +318,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     if has_hooks(local):
         check_hooks(fqn, local)
     elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor) and not is_fake(local):
+        # FakeTensors are sharded like plain tensors; `PriorSharding.of` raises for RaggedDTensors.
         raise UnsupportedOpError(
             "A parameter of a tensor subclass cannot be sharded: its pieces would be plain tensors.",
             expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
@@ -340,7 +346,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
 
 
 _OVERRIDE = "param_dtype_override_fn"
-_FOLLOWED: dict[type, set[str]] = {  # the fields of torch's policies that this library implements
+_FOLLOWED: dict[type, set[str]] = {  # class of torch's policies -> the fields that this package implements
     MixedPrecisionPolicy: {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE},
     CPUOffloadPolicy: {"pin_memory"},
     OffloadPolicy: set(),
@@ -348,13 +354,14 @@ _FOLLOWED: dict[type, set[str]] = {  # the fields of torch's policies that this 
 
 
 def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
-    """Refuse policies that this library does not implement.
+    """Raise for policies that this package does not implement.
 
     Raises:
-        UnsupportedOpError: for another class of policy, an unknown field with another value than its default, or
-            policies that exclude each other.
+        UnsupportedOpError: for an unknown class of offload policy, a field that is not implemented and does not have
+            its default value, or two policies that exclude each other.
     """
     offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
+    # Only the class OffloadPolicy itself means no offload; an unknown subclass may mean any kind of offload.
     if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedOpError(
             "The class of this offload_policy is not supported.",
@@ -363,7 +370,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
         )
     if offload is CPUOffloadPolicy and isinstance(mp_policy, GatherPolicy):
         raise UnsupportedOpError(
-            "A gather policy reads shards on the device that computes with them.",
+            "A gather policy does not support CPU offload: it reads shards on the device that computes.",
             expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
             got=f"{offload_policy} and {mp_policy}",
             todo="use only one of the two",
@@ -373,7 +380,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
         ("offload_policy", offload_policy, offload),
     )
     for argument, policy, kind in policies:
-        for each in dataclasses.fields(kind):  # not the fields that a user's subclass adds
+        for each in dataclasses.fields(kind):  # torch's fields; a user's subclass may add fields of its own
             value = vars(policy).get(each.name, each.default)
             if each.name not in _FOLLOWED[kind] and value != each.default:
                 raise UnsupportedOpError(
@@ -386,12 +393,12 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
 
 
 def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) -> torch.dtype | None:
-    """The dtype in which a parameter's unit computes with it; None: the parameter's own dtype.
+    """Return the compute dtype of a parameter; None: the dtype in which the parameter is stored.
 
     Raises:
-        ValueError: if ``param_dtype_override_fn`` returns another dtype than ``param_dtype`` or the parameter's own.
+        ValueError: if ``param_dtype_override_fn`` returns a dtype other than ``param_dtype`` and the parameter's own.
     """
-    override = vars(policy).get(_OVERRIDE)  # torch before 2.15 has no such field
+    override = vars(policy).get(_OVERRIDE)  # vars, because torch before 2.15 has no such field
     wanted = override(param) if override is not None else None
     if wanted is None:
         return policy.param_dtype
@@ -402,30 +409,30 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
             got=repr(wanted),
             where=fqn,
         )
-    # Return the policy's own value, even if it is None, so that the parameter can join the group of parameters without
-    # an override.
+    # If the override changes nothing, return the policy's own value, even None: the result is part of a group's key,
+    # and the parameter must join the group of parameters without an override.
     return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
 
 
 def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """The policy of a group whose parameters all compute in ``param_dtype``."""
-    if vars(policy).get(_OVERRIDE) is None:
+    """Return the policy of a group whose parameters all compute in ``param_dtype``."""
+    if vars(policy).get(_OVERRIDE) is None:  # vars, because torch before 2.15 has no such field
         return policy
     changes: dict[str, Any] = {"param_dtype": param_dtype, _OVERRIDE: None}
     return dataclasses.replace(policy, **changes)
 
 
 class _Replaced:
-    """Original parameters that are still alive after `fully_shard`, each with its name in its unit."""
+    """The parameters that sharded parameters have replaced and that are still alive, each with its name in its unit."""
 
     def __init__(self) -> None:
-        # By id of the parameter, because tensors compare element by element. The weak reference removes the entry when
-        # the parameter is freed.
+        # The keys are ids, because tensors compare element by element. The weak reference keeps no parameter alive, and
+        # removes the entry when the parameter is freed.
         self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._hook: RemovableHandle | None = None
 
     def add(self, param: torch.Tensor, fqn: str) -> None:
-        """Record that a sharded parameter has replaced this one."""
+        """Record that a sharded parameter has replaced ``param``, whose name in its unit is ``fqn``."""
         key = id(param)
         self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn)
         if self._hook is None:
@@ -438,9 +445,9 @@ class _Replaced:
             self._hook = None
 
     def name_of(self, param: torch.Tensor) -> str | None:
-        """The name that a replaced parameter has in its unit; None for other parameters."""
+        """Return the name that a replaced parameter has in its unit; None for a parameter that was not replaced."""
         entry = self._alive.get(id(param))
-        # Python may have given the id of a freed parameter to this one.
+        # Compare the objects too: Python may have given the id of a freed parameter to this one.
         return entry[1] if entry is not None and entry[0]() is param else None
 
 
@@ -449,7 +456,7 @@ note_replaced = _replaced.add
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Called by torch before every optimizer's step."""
+    """Raise if an optimizer has replaced parameters; torch calls this before every step of every optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stale = [name for param in params if (name := _replaced.name_of(param)) is not None]
     if stale:

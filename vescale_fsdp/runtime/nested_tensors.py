@@ -1,8 +1,8 @@
-"""Tensors inside a module's inputs and outputs, and the autograd nodes that call back when a backward reaches them.
+"""Tensors inside a module's inputs and outputs, and autograd nodes that call a function when a backward reaches them.
 
-Inputs and outputs are nested containers that torch's tree functions know, and dataclasses. Those functions treat a
-dataclass as a leaf unless it was registered; but models return dataclasses, and the hooks that gather parameters for
-the backward must be on the tensors inside (torch 2.13's FSDP2 searches dataclasses, too).
+Inputs and outputs are nested containers of the kinds that torch's tree functions know, and dataclasses. The tree
+functions treat a dataclass as a leaf unless it was registered. But models return dataclasses, and the hooks that gather
+parameters for the backward must be on the tensors inside (torch 2.13's FSDP2 searches dataclasses, too).
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import torch
 from vescale_fsdp.torch_private import pytree
 
 TreeT = TypeVar("TreeT")
-_SEQUENCES = (tuple, list)  # exact types: constructors of named tuples take other arguments
+_SEQUENCES = (tuple, list)  # not subclasses: the constructor of a named tuple takes its fields, not one list
 _ATOMS = (type(None), bool, int, float, str, torch.Size)  # types without tensors inside
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors of a tree, in a fixed order."""
+    """Return all tensors of a tree, in a fixed order."""
     tensors: list[torch.Tensor] = []
     _collect(tree, tensors)
     return tensors
 
 
 def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
-    # Nearly all trees are tuples, lists and dicts of tensors, and each unit walks several per step. torch's tree
-    # functions also build a description of the containers, which takes several times as long.
+    """Append all tensors of a tree to ``tensors``."""
+    # Tuples, lists and dicts have a fast path, because nearly all trees consist of them, and each unit goes through
+    # several trees per step. torch's tree functions also describe the containers, which takes several times as long.
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
@@ -41,16 +42,16 @@ def _collect(tree: Any, tensors: list[torch.Tensor]) -> None:
             _collect(item, tensors)
     elif kind not in _ATOMS:
         leaves = pytree.tree_leaves(tree)
-        if len(leaves) != 1 or leaves[0] is not tree:  # a container that torch knows, not a leaf
+        if len(leaves) != 1 or leaves[0] is not tree:  # a container: a leaf is its own only leaf
             _collect(leaves, tensors)
         elif _is_dataclass(tree):
             _collect(_fields_of(tree), tensors)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: TreeT) -> TreeT:
-    """The tree with ``function(tensor)`` in place of every tensor, in the order of `tensors_of`.
+    """Return the tree with ``function(tensor)`` in place of every tensor; called in the order of `tensors_of`.
 
-    A dataclass is copied only if one of its tensors is replaced; other dataclasses keep their identity.
+    A dataclass is copied only if one of its tensors is replaced; otherwise the result contains the same object.
     """
     return _convert(function, tree)  # type: ignore[no-any-return]
 
@@ -66,7 +67,7 @@ def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     if kind in _ATOMS:
         return tree
     leaves, spec = pytree.tree_flatten(tree)
-    if len(leaves) != 1 or leaves[0] is not tree:  # a container that torch knows, not a leaf
+    if len(leaves) != 1 or leaves[0] is not tree:  # a container: a leaf is its own only leaf
         return pytree.tree_unflatten(_convert(function, leaves), spec)
     if not _is_dataclass(tree):
         return tree
@@ -77,17 +78,17 @@ def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
-    # `dataclasses.replace` accepts only fields of __init__
+    # Without fields that __init__ does not take, which `dataclasses.replace` refuses.
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
 def _is_dataclass(value: Any) -> bool:
-    # `is_dataclass` is also True for the class itself.
+    # `is_dataclass` is also True for a class, which has no field values.
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 class PostBackward(torch.autograd.Function):
-    """Identity on a module's inputs. Its backward runs after the backward of the module, and calls ``callback()``."""
+    """The identity on a module's inputs. Its backward runs after the module's backward, and calls ``callback()``."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,8 +106,9 @@ class PostBackward(torch.autograd.Function):
 
 
 class PostBackwardInTransform(PostBackward):
-    """`PostBackward` in a form that ``torch.func`` can transform; a call takes five times as long."""
+    """`PostBackward` in a form that ``torch.func`` can transform; a call takes five times as long as without it."""
 
+    # torch.func requires a separate `setup_context`; torch.vmap also requires this flag or a rule of its own.
     generate_vmap_rule = True
 
     @staticmethod
@@ -119,9 +121,9 @@ class PostBackwardInTransform(PostBackward):
 
 
 class PreBackward(torch.autograd.Function):
-    """Identity on a module's output. Its backward runs before the module's, and returns ``callback(grad)``."""
+    """The identity on a module's output. Its backward runs before the module's, and returns ``callback(grad)``."""
 
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # torch.vmap requires this flag or a rule of its own
 
     @staticmethod
     def forward(callback: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""ParamGroup: the parameters of a unit that share dtype and mesh, from shard to full tensors and back.
+"""ParamGroup: the parameters of a unit that share dtype and mesh. It gathers them, frees them, and reduces gradients.
 
 The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
 
@@ -15,11 +15,11 @@ Life cycle (`GroupState`):
     SHARDED --unshard()--> GATHERING --finish_gather()--> GATHERED --hand_over()--> UNSHARDED --reshard()--> SHARDED
     UNSHARDED --reshard(keep_part=True)--> PARTLY_SHARDED --unshard()--> GATHERING
 
-PARTLY_SHARDED is for `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the full
-buffer over a smaller group, so that the second gather stays inside a node.
+PARTLY_SHARDED is for `reshard_after_forward=<int>`. Between forward and backward, that many ranks (usually a node's)
+together keep the full buffer, each rank a part, so that the second gather stays inside the node.
 
-The modules have the unsharded parameters in UNSHARDED, and the sharded parameters otherwise. Both are created once: a
-new unsharded Parameter between forward and backward would lose its gradient.
+In UNSHARDED the modules have the unsharded parameters, in all other states the sharded parameters. Parameters of both
+kinds are created once: a new unsharded Parameter between forward and backward would lose its gradient.
 """
 
 from __future__ import annotations
@@ -65,46 +65,46 @@ class GroupState(Enum):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether an all-gather must run before modules can read parameters."""
+        """Whether an all-gather must start before modules can read full parameters."""
         return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
 
 
 @dataclass
 class ManagedParam:
-    """One parameter: its slot, the modules that own it, and its two Parameter objects."""
+    """One parameter: its slot, the modules that own it, and its sharded and unsharded Parameter objects."""
 
     slot: TensorSlot
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
     local: slice  # this rank's piece, as a slice of the shard
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
-    piece: torch.Tensor  # the view of the shard that ``sharded`` was given
+    piece: torch.Tensor  # the view of the shard that ``sharded`` was given, to notice a replacement
     prior: PriorSharding  # sharding by tensor or expert parallelism
     unsharded: nn.Parameter | None = None
-    watched: bool = False  # whether the unsharded parameter has a `GradHook`
+    watched: bool = False  # whether ``unsharded`` has a `GradHook`
 
     def __post_init__(self) -> None:
         self.take(self.sharded)
 
     def take(self, sharded: nn.Parameter) -> None:
-        """Make this the sharded parameter."""
+        """Make ``sharded`` the sharded parameter, also for `managed_param_of`."""
         self.sharded = sharded
-        _by_sharded[id(sharded)] = self
+        _by_sharded[id(sharded)] = self  # by id, so that the dictionary keeps no Parameter alive
 
     def replacements(self) -> list[nn.Parameter | None]:
-        """Parameters that owners have in place of this one; None for an owner whose parameter was deleted."""
+        """Return parameters that users have set on owners in place of this one; None for an owner that has none."""
         replacements: list[nn.Parameter | None] = []
         for module, name in self.owners:
             current = module._parameters.get(name)
-            # Before the first gather `unsharded` is None, too, which must not hide a deleted parameter.
+            # A deleted parameter is None. Before the first gather `unsharded` is None too, so None is tested first.
             if current is not self.sharded and (current is None or current is not self.unsharded):
                 replacements.append(current)
         return replacements
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
-        """Set ``parameter`` on every owner."""
+        """Set ``parameter`` on every owner, under the owner's name for it."""
         for module, name in self.owners:
-            # nn.Module.__setattr__ would register the parameter again, and takes ten times as long.
+            # Not setattr: nn.Module.__setattr__ would register the parameter again, and takes ten times as long.
             module._parameters[name] = parameter
 
 
@@ -113,16 +113,17 @@ _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueD
 
 
 def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
-    """The managed parameter whose sharded Parameter this is, or None."""
+    """Return the managed parameter whose sharded Parameter this is, or None."""
     managed = _by_sharded.get(id(parameter))
-    # Python may have given the id of a freed Parameter to another one.
+    # Compare the objects too: Python may have given the id of a freed Parameter to this one.
     return managed if managed is not None and managed.sharded is parameter else None
 
 
 class GradHook:
-    """Called by autograd when an unsharded parameter has its gradient.
+    """The hook that autograd calls once it has accumulated an unsharded parameter's gradient.
 
-    The hook's references are weak, because autograd keeps the hook alive: strong ones would form a cycle.
+    The hook's references to the group and the parameter are weak: autograd keeps the hook alive, so strong references
+    would form a cycle.
 
     Args:
         take: a bound method, called as ``take(param, grad)``.
@@ -133,9 +134,9 @@ class GradHook:
         self._param = weakref.ref(param)
 
     def __call__(self, unsharded: torch.Tensor) -> None:
-        # The group stores the gradient; a second reference would keep it in memory.
+        # The group takes the gradient. A second reference in ``.grad`` would keep it in memory.
         grad, unsharded.grad = unsharded.grad, None
-        take, param = self._take(), self._param()
+        take, param = self._take(), self._param()  # None once the group is freed
         if grad is not None and take is not None and param is not None:
             take(param, grad)
 
@@ -146,7 +147,7 @@ class ParamGroup:
     Args:
         plan: the original parameters, their owners, and their layout. The model is not changed until `install`.
         mp_policy: dtypes of compute and reduction.
-        offload_policy: whether shards and gradients, and so the optimizer state, are on the host.
+        offload_policy: whether shards, gradients, and so the optimizer state, are on the host.
         device: where the unit computes. Shards of meta parameters stay meta until materialized.
     """
 
@@ -171,7 +172,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # created at the first unshard
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
-        self.was_gathered = False
+        self.was_gathered = False  # whether a gather has ever started
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
         self.sums_grads = False
         self.adopted: list[str] = []  # names of parameters that were replaced before the first gather
@@ -180,13 +181,15 @@ class ParamGroup:
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not yet over replicas
         # Names of used parameters that were not yet sent to other ranks.
         self._unreported_used: frozenset[str] | None = None
-        # Reduced pieces of parameters that this rank has not used, by name.
+        # Reduced pieces of parameters that this rank has not used, by name. They are delivered once it is known that
+        # another rank has used the parameter.
         self._deferred_grads: dict[str, torch.Tensor] = {}
-        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # log entry of each kind of collective
+        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
+        # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
-        # A function, because settings may change the dtype between buffers.
+        # The dtype is given as a function, because settings may change it from one buffer to the next.
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
         # The policy's own gather, which replaces the all-gather.
         self.policy_gather: Gather | None = None
@@ -196,9 +199,9 @@ class ParamGroup:
     # -- construction ---------------------------------------------------------------------------------
 
     def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the shard with a new one of zeros; under CPU offload it is on the host, unless ``device`` is meta."""
+        """Replace the shard with zeros of a dtype and device. Under CPU offload it is on the host, unless on meta."""
         on_host = device.type != "meta" and self.offload is not None
-        # Zeros, because padding is sent and stepped, too.
+        # Zeros, not empty: the padding is sent in collectives and stepped by flat optimizers, too.
         self.shard = torch.zeros(
             self.layout.shard_numel,
             dtype=dtype,
@@ -207,7 +210,7 @@ class ParamGroup:
         )
 
     def _shard_param(self, slot: TensorSlot, original: OriginalParam) -> ManagedParam:
-        """Copy this rank's piece of a parameter into the shard, and make the sharded parameter over it."""
+        """Copy this rank's piece of an original parameter into the shard; returns the parameter over that piece."""
         param, owners, prior, _ = original
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_lengths(slot))
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
@@ -216,14 +219,14 @@ class ParamGroup:
         local = self.shard[local_slice]
         if not param.is_meta and not local.is_meta:  # meta parameters get their values later
             local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
-        # A layout describes a whole tensor. If tensor parallelism cuts the parameter as well, there is no such layout.
+        # The layout describes the whole tensor only if no other parallelism cuts the parameter.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
         return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), prior)
 
     def _values_of(self, param: nn.Parameter) -> torch.Tensor:
-        """The values of an original parameter, from which this rank's piece is cut."""
+        """Return the values of an original parameter, from which this rank's piece is cut."""
         return local_part(param)
 
     def install(self) -> None:
@@ -232,7 +235,7 @@ class ParamGroup:
             param.set_on_modules(param.sharded)
 
     def is_intact(self) -> bool:
-        """Whether no parameter was replaced, and every sharded parameter is still a view of the shard."""
+        """Return whether no parameter was replaced, and every sharded parameter is still a view of the shard."""
         for param in self.params:  # a loop is faster than all(..); this runs before every gather
             if local_of(param.sharded) is not param.piece or param.replacements():
                 return False
@@ -253,9 +256,9 @@ class ParamGroup:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """dtype of the gradient buffer: the compute dtype if the reduction sums in a wider one, else the reduce dtype.
+        """dtype of the gradient buffer: the reduce dtype, or a narrower compute dtype that the reduction can widen.
 
-        Gradients of several backwards are summed in the reduce dtype, as in FSDP2.
+        If gradients of several backwards are summed, it is the reduce dtype, as in FSDP2.
         """
         narrow, wide = self.compute_dtype, self.reduce_dtype
         if self.sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.sums_in_wider(self.device):
@@ -274,7 +277,7 @@ class ParamGroup:
 
     @property
     def _is_pinned(self) -> bool:
-        """Whether memory on the host is pinned, so that copies run while the host continues."""
+        """Whether memory on the host is pinned, so that copies to and from the device do not block the host."""
         return self.is_offloaded and self.offload is not None and self.offload.pin_memory
 
     @property
@@ -285,19 +288,23 @@ class ParamGroup:
     # -- gather ---------------------------------------------------------------------------------------
 
     def note_start(self, kind: str) -> None:
-        """Log that a gather or a reduction is about to start, for `OrderWatch`. The text is made once per settings."""
+        """Log for `OrderWatch` that a gather or a reduction is about to start.
+
+        Args:
+            kind: "gather" or "reduction".
+        """
         watch, settings = self.comm.watch, self.comm.settings
         if watch is None:
             return
         noted = self._noted.get(kind)
-        if noted is None or noted[0] is not settings:
-            # The label without parentheses.
+        if noted is None or noted[0] is not settings:  # make the text once per settings: steps log often
+            # [1:-1] removes the parentheses of the label.
             text = f"{kind} of {self.label[1:-1]} ({self.params[0].slot.fqn}, ..){settings.changes}"
             noted = self._noted[kind] = settings, text
         watch.note(noted[1])
 
     def unshard(self) -> None:
-        """Start the all-gather on the current stream; `finish_gather` and `hand_over` must follow."""
+        """Start the all-gather on the current stream; a no-op unless sharded. `finish_gather` must follow."""
         if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
             return
         self._start_gather()
@@ -305,7 +312,10 @@ class ParamGroup:
         self.state = GroupState.GATHERING
 
     def allocate_full(self) -> None:
-        """Allocate the memory of the full buffer on the current stream; no-op if it is allocated."""
+        """Allocate the memory of the full buffer on the current stream; a no-op if it is allocated.
+
+        The first call also creates the buffer and the unsharded parameters.
+        """
         if self.full is None:
             self._check_shard()
             flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
@@ -321,11 +331,11 @@ class ParamGroup:
         """Copy an offloaded shard to the unit's device, on the current stream, for the next gather.
 
         Returns:
-            Tensors to keep until the gather has read them.
+            The copies, which the caller must keep until the gather has read them.
         """
         self._check_shard()
         self._brought = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-        self._brought.copy_(self.shard, non_blocking=True)
+        self._brought.copy_(self.shard, non_blocking=True)  # does not block the host if the shard is pinned
         return [self._brought]
 
     def _start_gather(self) -> None:
@@ -338,7 +348,8 @@ class ParamGroup:
         elif self.policy_gather is not None:
             self.full.start_gather(shard, self.policy_gather)
         else:
-            # A shard of the buffer's dtype and device is read in place, without a copy.
+            # A shard that has the buffer's dtype and device is gathered directly. Any other shard is first copied to
+            # this rank's slice of the buffer, which converts it.
             must_move = shard.dtype != self.compute_dtype or (shard is self.shard and self.is_offloaded)
             at = self.layout.shard_range(self.comm.rank) if must_move else None
             self.full.start_gather(shard, self.comm.gather, copy_to=at)
@@ -362,7 +373,7 @@ class ParamGroup:
             )
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather. On an accelerator the current stream waits; it must be the stream that gathers."""
+        """Wait for the all-gather. On an accelerator, the current stream waits; it must be the gather stream."""
         assert self.state is GroupState.GATHERING, self.state
         self._finish_gather()
         self.state = GroupState.GATHERED
@@ -372,24 +383,27 @@ class ParamGroup:
         self.full.wait_gather()
 
     def hand_over(self) -> None:
-        """Set the unsharded parameters on the modules. The caller has let the compute stream wait for the gather."""
+        """Set the unsharded parameters on the modules. The compute stream must wait for the gather before this call."""
         self._part = self.gathered = None  # not earlier, because the gather reads the part
         for param in self.params:
             assert param.unsharded is not None
-            # (un)frozen since the last gather
+            # The user may have frozen or unfrozen the parameter since the last gather.
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
-            if param.sharded.requires_grad and not param.watched:
+            if param.sharded.requires_grad and not param.watched:  # one hook serves all backwards
                 param.unsharded.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
                 param.watched = True
             param.set_on_modules(param.unsharded)
         self.state = GroupState.UNSHARDED
 
     def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
-        """Free the full buffer and set the sharded parameters on the modules. The caller orders the streams.
+        """Free the full buffer and set the sharded parameters on the modules.
+
+        The caller must let the streams wait for each other: freed memory may be reused at once.
 
         Args:
-            keep_part: keep this rank's part over the smaller group, for the gather of the backward.
+            keep_part: under `reshard_after_forward=<int>`, keep this rank's part of the full buffer for the gather of
+                the backward.
             frees: free the memory now; False: the caller calls `free_full` later.
 
         Raises:
@@ -397,15 +411,16 @@ class ParamGroup:
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "the gather was not waited for"
         if self.state is not GroupState.UNSHARDED:
-            if not keep_part:  # the optimizer may run next, and make the part stale
+            if not keep_part:  # an optimizer step may follow, after which the kept part would be stale
                 self._part, self.state = None, GroupState.SHARDED
             return
-        # Keep the names, and raise only after the group is resharded.
+        # Collected here, because resharding replaces the user's parameters; raised at the end, so that the model is
+        # left sharded.
         replaced = [param.slot.fqn for param in self.params if param.replacements()]
         for param in self.params:
             param.set_on_modules(param.sharded)
         if keep_part and self.comm.part_size is not None and self.full is not None:
-            # A copy: the buffer is freed next.
+            # A copy, because the buffer is freed next.
             self._part = self.full.flat.view(self.comm.part_size, -1)[self.comm.part_rank].clone()
         if frees:
             self.free_full()
@@ -421,18 +436,18 @@ class ParamGroup:
             )
 
     def forget_full(self) -> None:
-        """Drop the full buffer and its views; the next gather makes a new one."""
+        """Drop the full buffer and its views; the next gather creates a new buffer."""
         self.full = None
 
     def free_full(self) -> None:
-        """Free the memory of the full buffer, unless the user asked to keep it (`set_keep_unsharded_storage`)."""
+        """Free the memory of the full buffer, unless `set_keep_unsharded_storage` keeps it."""
         if self.full is not None and not self.comm.settings.keeps_full:
             self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
-        """Called by autograd, through `GradHook`, with an unsharded gradient."""
+        """Take an unsharded gradient from autograd; called by `GradHook`."""
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
@@ -442,7 +457,7 @@ class ParamGroup:
         self.grads.take(param.slot, param.prior.own_grad(grad))
 
     def collect_grads(self) -> None:
-        """Take gradients that were set on unsharded parameters directly, as pipelines set gradients of weights."""
+        """Take gradients that were set without autograd's accumulation, as pipelines set the gradients of weights."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 grad, param.unsharded.grad = param.unsharded.grad, None
@@ -454,19 +469,21 @@ class ParamGroup:
         return DBuffer(self.layout, flat, self.comm.grads_pool)
 
     def write_grads(self) -> None:
-        """Write the gradients so far into the gradient buffer, which also sums the gradients of later backwards."""
+        """Write the kept gradients into the gradient buffer, which sums the gradients of several backwards."""
         with without_grad():
             self.grads.write_kept()
 
     def complete_grads(self) -> DBuffer:
-        """Fill the buffer for `start_reduce` with all gradients, on the current stream.
+        """Return the gradient buffer, filled with all gradients on the current stream, for `start_reduce`.
 
         The padding is set to zero only where users' code may see it: in a custom reduce-scatter or an all-reduce hook.
-        A sum that is not yet reduced over replicas gets zeros, too, because a hook may be set before that reduction.
+        It is also set to zero if this reduction does not reduce over replicas, because a hook may be set before the
+        reduction that does.
         """
         with without_grad():
             buffer, settings = self.grads.complete(), self.comm.settings
             is_seen = settings.custom_reduce_scatter is not None or settings.all_reduce_hook is not None
+            # An empty list of padding is tested for, because foreach operators refuse it.
             if (is_seen or not self._delivers) and buffer.padding():
                 foreach_zero_(buffer.padding())
             return buffer
@@ -474,14 +491,15 @@ class ParamGroup:
     def start_reduce(self, source: DBuffer) -> ReducedShard:
         """Start the reduction of the buffer from `complete_grads`, on the current stream."""
         used = self.grads.hand_over()
+        # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
-        """Add the result of a reduction to the sharded gradients. The caller has waited for the reduction."""
+        """Add the result of a reduction to the sharded gradients. The caller must have waited for the reduction."""
         shard, used = reduced.shard, reduced.used
-        if self._unreplicated is not None:
+        if self._unreplicated is not None:  # the sum of earlier reductions that were not all-reduced
             shard.add_(self._unreplicated.shard)
             used |= self._unreplicated.used
             self._unreplicated = None
@@ -496,43 +514,44 @@ class ParamGroup:
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
-            if not param.sharded.requires_grad:
+            if not param.sharded.requires_grad:  # frozen after `fully_shard`: it gets no gradient
                 continue
             fqn, piece = param.slot.fqn, shard[param.local]
-            # A parameter that has a gradient already needs no flags, because adding zeros does not change it. But hooks
-            # must run only if some rank has used the parameter.
+            # A piece is delivered at once if it is known that some rank has used the parameter, or if adding the piece
+            # is right in both cases. Any other piece waits for the flags of other ranks.
             if (
                 settings.zeros_unused
                 or fqn in used
                 or (
-                    # Other ranks' part, or zeros, can be added to a gradient, unless a hook would be called.
+                    # If no rank has used the parameter, the piece is zeros, which do not change an existing gradient.
+                    # But a user's hook must not be called then.
                     param.sharded.grad is not None
                     and settings.on_delivery is None
                     and not post_accumulate_grad_hooks(param.sharded)
                 )
             ):
                 delivered[fqn] = piece
-            else:  # an earlier reduction of the same backward may have deferred a gradient, too
+            else:  # an earlier reduction of the same backward may have deferred a piece, too
                 earlier = self._deferred_grads.get(fqn)
                 self._deferred_grads[fqn] = piece if earlier is None else earlier.add_(piece)
         self._deliver(delivered)
 
     @property
     def owes_replicas(self) -> bool:
-        """Whether results of earlier reductions wait to be reduced over replicas by the next reduction."""
+        """Whether earlier results still have to be reduced over replicas, which the next reduction will do."""
         return self._unreplicated is not None and self._delivers
 
     def unreplicated_sums(self) -> list[torch.Tensor]:
-        """The results of earlier reductions to which the next reduction adds."""
+        """Return the results that are not yet reduced over replicas, which the next reduction adds to its own."""
         return [] if self._unreplicated is None else [self._unreplicated.shard]
 
     @property
     def _delivers(self) -> bool:
-        """Whether a reduction is added to sharded gradients; if not, it stays a sum not yet reduced over replicas."""
+        """Whether results are added to sharded gradients. If not, they are kept until a reduction over replicas."""
         return self.comm.settings.requires_all_reduce or self.comm.replicate_group is None
 
     def _deliver(self, pieces: dict[str, torch.Tensor]) -> None:
-        """Add pieces to the sharded gradients of their parameters, and call the users' hooks of these parameters."""
+        """Add pieces (by parameter name) to the sharded gradients, and call the users' hooks of their parameters."""
         params = [param for param in self.params if param.slot.fqn in pieces]
         for param in params:
             piece, sharded = pieces[param.slot.fqn], param.sharded
@@ -541,14 +560,17 @@ class ParamGroup:
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
             else:
                 local_of(sharded.grad).add_(piece)
-        for param in params:  # once all gradients are set: a hook may read other gradients of the group
+        for param in params:  # a second loop: a hook may read the gradients of other parameters
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
         if self.comm.settings.on_delivery is not None and params:
             self.comm.settings.on_delivery([param.sharded for param in params])
 
     def take_used(self) -> list[bool] | None:
-        """Flags of the parameters that this rank has used since the last call; None if no gradients were delivered."""
+        """Return for each parameter whether this rank has used it since the last call.
+
+        None if no gradients were delivered since then.
+        """
         if self._unreported_used is None or not self._delivers:
             return None
         used, self._unreported_used = self._unreported_used, None
@@ -556,25 +578,26 @@ class ParamGroup:
 
     @property
     def has_deferred_grads(self) -> bool:
-        """Whether a gradient waits for the other ranks' flags of used parameters."""
+        """Whether a reduced piece waits for other ranks' flags of used parameters."""
         return bool(self._deferred_grads)
 
     def apply_deferred_grads(self, used: Sequence[bool]) -> None:
-        """Deliver gradients of parameters that some rank has used, in the order of `take_used`.
+        """Deliver the deferred pieces of parameters that some rank has used; drop the pieces of unused parameters.
 
-        The other parameters keep the gradient they have, or None.
+        Args:
+            used: whether any rank has used each parameter, in the order of `take_used`.
         """
         deferred, self._deferred_grads = self._deferred_grads, {}
         names = {param.slot.fqn for param, flag in zip(self.params, used, strict=True) if flag}
         self._deliver({fqn: piece for fqn, piece in deferred.items() if fqn in names})
 
     def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
-        """The reduced shard, copied to the host under CPU offload."""
+        """Return the reduced shard on the device of the parameters' shard: under CPU offload, a copy on the host."""
         if not self.is_offloaded:
             return shard
         host = self._room_on_host(shard)
-        # If gradients are read at once, wait for the copy here; otherwise `wait_for_host_copies` waits for it when the
-        # backward ends.
+        # The host reads gradients at once if it adds them to existing ones, or calls a hook. Only then is the copy
+        # blocking; otherwise `wait_for_host_copies` waits when the backward ends.
         read_at_once = self.comm.settings.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
@@ -583,11 +606,11 @@ class ParamGroup:
         return host
 
     def _room_on_host(self, shard: torch.Tensor) -> torch.Tensor:
-        # New for each reduction: sharded gradients are views of it.
+        # New memory for each reduction, because sharded gradients are views of it.
         return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
 
     def drop_grads(self) -> None:
-        """After an exception: drop unsharded gradients, and sums not yet reduced over replicas."""
+        """Drop unsharded gradients, deferred pieces, and sums not yet reduced over replicas, after an exception."""
         self.grads.drop()
         self._unreplicated = self._unreported_used = None
         self._deferred_grads = {}
@@ -597,7 +620,7 @@ class ParamGroup:
 
 
 def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:
-    """Put the buffers of groups over the same ranks into one pool of this kind; None: the caching allocator."""
+    """Put the buffers of groups over the same ranks into one memory pool; None: memory of the caching allocator."""
     memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
     for group in groups:
         group.comm.change(memory=kind)

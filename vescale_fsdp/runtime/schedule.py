@@ -1,4 +1,4 @@
-"""Schedule: when units gather, reshard and reduce. All units of a tree of sharded modules share one `Schedule`.
+"""Schedule: when units gather, reshard and reduce. All units under one root share one `Schedule`.
 
 Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce stream)::
 
@@ -10,15 +10,15 @@ Overlap on an accelerator (c = compute stream, g = gather stream, r = reduce str
 
 All-reduces of replicas and copies of offloaded shards run on two more streams. `CommContext` orders the streams.
 
-The next unit is gathered while the current one computes. In the forward, the next unit is the one that followed the
-current unit in an earlier forward, or the user's list. In the backward, the next unit is the one whose forward
-ended just before the current unit's forward ended. The forward of an inner unit ends before that of the unit around it,
-so the inner unit's backward comes later.
+The next unit is gathered while the current unit computes. In the forward, the next unit is the unit that followed the
+current unit in an earlier forward, or the units of the user's list. In the backward, the next unit is the unit whose
+forward ended just before the current unit's forward. The forward of an inner unit ends before the forward of the unit
+around it, so the inner unit's backward comes later.
 
 Ranks may use different outputs in their losses, and must still issue the same collectives in the same order. So each
 forward records a `Trace` of the moments at which units begin and end. Autograd reaches these moments in reverse order.
-If autograd skips a moment on this rank, the rank does the moment's work once autograd reaches an earlier moment, or
-ends: it gathers the unit and reduces zeros at the point where other ranks gather it and reduce their gradients::
+A rank on which autograd skips a moment does the moment's work late: once autograd reaches an earlier moment, or ends.
+It gathers the unit and reduces zeros, while other ranks gather the unit and reduce their gradients::
 
     forward                           begin A  end A  begin B  end B  begin C  end C
     backward where B is used          C: gather, reduce | B: gather, reduce | A: gather, reduce
@@ -51,7 +51,7 @@ class Moment:
     Args:
         trace: trace of the root's forward that contains the call.
         index: index of this moment in the trace.
-        make_up: does the backward's work for this moment; called if autograd skips the moment.
+        make_up: does the work of the backward at this moment; called if autograd skips the moment.
     """
 
     __slots__ = ("index", "is_passed", "make_up", "trace")
@@ -62,10 +62,10 @@ class Moment:
 
 
 class Trace:
-    """The moments of one forward of the root, and of later calls outside a root's forward.
+    """The moments of one forward of the root, and of calls of units between this forward and the next.
 
     Args:
-        number: counts forwards, so that later traces have larger numbers.
+        number: number of the forward; later traces have larger numbers.
     """
 
     __slots__ = ("_moments", "_num_noted", "number")
@@ -73,10 +73,10 @@ class Trace:
     def __init__(self, number: int) -> None:
         self.number = number
         self._moments: list[Moment] = []  # oldest first; the backward removes moments from the end
-        self._num_noted = 0  # moments ever added: the length of the list shrinks in the backward
+        self._num_noted = 0  # moments added so far; not the length of the list, which the backward shortens
 
     def note(self, make_up: Callable[[], None]) -> Moment:
-        """Add a moment, with the work to do if a backward skips it."""
+        """Add and return a moment; ``make_up`` is the work to do if a backward skips the moment."""
         moment = Moment(self, self._num_noted, make_up)
         self._moments.append(moment)
         self._num_noted += 1
@@ -92,7 +92,7 @@ class Trace:
 
 
 class Schedule:
-    """Order of collectives and prefetch, for all units under one root.
+    """Decides the order of collectives, and which units to prefetch, for all units under one root.
 
     Args:
         comm: streams and collectives in flight.
@@ -103,28 +103,28 @@ class Schedule:
         self.units: list[FSDPState] = []
         self.in_backward = False
         self.is_last_backward = True
-        self.finalizes_by_hand = False  # the user calls `finalize_backward` after backwards
-        # A backward has ended, and the user has not called `finalize_backward` since.
+        self.finalizes_by_hand = False  # whether the user calls `finalize_backward` after backwards
+        # Whether a backward has ended since the user's last call of `finalize_backward`.
         self._unfinalized = False
-        self._order: list[FSDPState] = []  # units of this forward, in the order in which they began
-        self._ended: list[FSDPState] = []  # units of this forward, in the order in which they ended
+        self._order: list[FSDPState] = []  # units that ran in this forward, in the order in which they began
+        self._ended: list[FSDPState] = []  # units that ran in this forward, in the order in which they ended
         self._begun: set[FSDPState] = set()  # units whose backward has begun
-        # For each unit, the unit that began next in the last forward that ran it.
+        # Unit -> the unit that began next, in the last forward that ran the key.
         self._successors: dict[FSDPState, FSDPState] = {}
-        self._guessed: set[FSDPState] = set()  # units gathered ahead because they are successors
+        self._guessed: set[FSDPState] = set()  # units prefetched because they are a successor
         self._left: set[FSDPState] = set()  # units that forwards without gradients have left gathered
         self._trace = Trace(0)  # trace of the last forward
-        # Traces that this backward has reached; a dict keeps their order.
+        # Traces of which this backward has reached a moment; a dict keeps their order.
         self._reached: dict[Trace, None] = {}
 
     def gather(self, unit: FSDPState) -> bool:
-        """Start the all-gathers of a unit; returns False if they are in flight or done."""
+        """Start the all-gathers of a unit; return False if the unit is gathered or its gathers are in flight."""
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         try:
             with profiled("FSDP::all_gather ", unit.shown):
                 self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
-        except RuntimeError as error:  # torch's errors of failed collectives
+        except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise
         return True
@@ -132,26 +132,27 @@ class Schedule:
     def wait(self, unit: FSDPState) -> None:
         """Wait for the all-gathers of a unit and set the full parameters on its modules."""
         try:
-            # FSDP2's name of the range, which trace tools search for. Nothing is copied here.
+            # The range has FSDP2's name, which trace tools search for, though nothing is copied here.
             with profiled("FSDP::all_gather_copy_out ", unit.shown):
                 self.comm.wait(unit.groups)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise
 
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin the root's forward: store the last order, and free full parameters that may be stale."""
+        """Begin the root's forward: store the order of the last forward, and free full parameters that may be stale."""
         for unit in self.units:
+            # Parts kept for a backward that did not come: an optimizer may have stepped since.
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
                 self.comm.reshard(parts)
-        for unit in self._guessed:  # gathered ahead by the last forward, which then did not run these units
+        for unit in self._guessed:  # units that the last forward prefetched and then did not run
             self.comm.reshard(unit.groups)
         self._guessed.clear()
         if torch.is_grad_enabled():
-            # The forward without gradients may have run with other weights, such as averaged ones.
+            # Forwards without gradients may have run with other weights, such as averaged weights.
             for unit in self._left:
                 self.comm.reshard(unit.groups)
             self._left.clear()
@@ -159,25 +160,25 @@ class Schedule:
         self._trace = Trace(self._trace.number + 1)
 
     def _forget_order(self) -> None:
-        """Clear the order of this forward, after storing which unit followed which."""
+        """Store which unit followed which in this forward, and clear the order."""
         self._successors.update(pairwise(self._order))
         self._order, self._ended = [], []
 
     def enter_forward(self, unit: FSDPState) -> None:
-        """Begin a unit's forward: gather the unit and the next one."""
+        """Begin a unit's forward: gather the unit, and prefetch the next unit."""
         self.gather(unit)
         self.wait(unit)
         self._guessed.discard(unit)
         if self.in_backward:  # a recomputed forward; `enter_backward` prefetches
             return
-        # Free prefetched units that this forward does not run next: another full buffer would raise the peak.
+        # Free prefetched units other than this unit: the guess was wrong, and a third full buffer would raise the peak.
         for other in self._guessed:
             self.comm.reshard(other.groups)
         self._guessed.clear()
         next_units: Sequence[FSDPState] = unit.forward_prefetch or ()
         if unit.forward_prefetch is None:
             successor = self._successors.get(unit)
-            # Units that run several times in one forward have no single successor, so they are not prefetched again.
+            # A unit that runs several times in one forward has no single successor: its later calls prefetch nothing.
             if successor is not None and unit not in self._order and successor not in self._order:
                 next_units = (successor,)
         for following in next_units:
@@ -188,27 +189,27 @@ class Schedule:
             self._order.append(unit)
 
     def leave_forward(self, unit: FSDPState, *, reshards: bool) -> None:
-        """End a unit's forward; ``reshards``: free its full parameters."""
-        if self.in_backward:  # a recomputed forward: the unit's backward follows and needs the parameters
+        """End a unit's forward; free the unit's full parameters if ``reshards``."""
+        if self.in_backward:  # a recomputed forward: the unit's backward follows and needs full parameters
             return
         if unit in self._ended:
-            self._ended.remove(unit)  # of several calls, the last end counts
+            self._ended.remove(unit)  # of several calls of a unit, the backward reaches the last call first
         self._ended.append(unit)
         if reshards:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
     def end_forward(self) -> None:
-        """End the root's forward, and the forwards of units of which only some modules ran."""
+        """End the root's forward, and the forward of each unit of several modules of which only some ran."""
         for unit in self.units:
             unit.finish_forward()
         self.comm.free_lingering()
-        # The caller may change parameters from now on, so prefetches must have read their shards.
+        # The caller may change parameters from now on, so prefetches in flight must have read the shards.
         self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self._end_forward_without_grads()
             return
         if self.comm.watches:
-            # Log what decides which collectives the backward issues; it must be the same on all ranks.
+            # These facts decide which collectives the backward issues, so they must be the same on all ranks.
             run = ", ".join([unit.label for unit in self._order])
             unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
             for watch in self.comm.watches.values():
@@ -218,33 +219,35 @@ class Schedule:
                 watch.end_step(then_reduces=True)
 
     def _end_forward_without_grads(self) -> None:
-        """Free parameters that this forward leaves gathered: no backward frees them, and an optimizer may step them.
+        """Free full parameters that this forward leaves gathered, because no backward follows that would free them.
 
-        A unit that has gradients is freed at once, because an optimizer's step may follow. Other units are freed before
-        the next forward with gradients, so that with ``reshard_after_forward=False`` consecutive evaluations gather
-        once.
+        A unit with gradients is freed now, because an optimizer's step may follow and make its full parameters stale.
+        Units without gradients are freed before the next forward with gradients, so that consecutive evaluations with
+        ``reshard_after_forward=False`` gather once.
         """
         for unit in self.units:
             if any(param.sharded.grad is not None for group in unit.groups for param in group.params):
                 self.comm.reshard(unit.groups)
             elif not all(group.state.is_sharded for group in unit.groups):
                 self._left.add(unit)
-        self.comm.wait_for_host_copies()  # no end of a backward follows, which would wait for them
+        self.comm.wait_for_host_copies()  # otherwise the end of a backward does this
 
     def note(self, make_up: Callable[[], None]) -> Moment:
         """Record that a call of a unit begins or ends; ``make_up`` is called if a backward skips this moment.
 
-        A recomputed call gets a trace of its own: the forward's trace is already being removed from its end.
+        A call that activation checkpointing recomputes in the backward gets a trace of its own, because the backward is
+        already removing moments from the end of the forward's trace.
         """
         return (Trace(self._trace.number) if self.in_backward else self._trace).note(make_up)
 
     # -- backward -------------------------------------------------------------------------------------
 
     def pass_by(self, moment: Moment) -> None:
-        """Mark a moment as reached; in the last backward, do the work of later moments that were skipped."""
+        """Mark a moment as reached; in the last backward, do the work of later moments that autograd skipped."""
         moment.is_passed = True
         self._reached[moment.trace] = None
         if self.is_last_backward:
+            # Autograd reaches the newest forward first, so it has left all forwards after this moment's.
             self._make_up(trace for trace in self._reached if trace.number > moment.trace.number)
             moment.trace.make_up(after=moment.index)
 
@@ -254,7 +257,7 @@ class Schedule:
             trace.make_up()
 
     def enter_backward(self, unit: FSDPState) -> None:
-        """Begin a unit's backward, once its outputs have gradients: gather the unit and the next one."""
+        """Begin a unit's backward, once its outputs have gradients: gather the unit, and prefetch the next unit."""
         if not self.in_backward:
             self.in_backward = True
             autograd_engine_callback(self._end_backward)  # called once, after the whole backward
@@ -267,11 +270,10 @@ class Schedule:
             self._prefetch_in_backward(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
-        """End a unit's backward: its full parameters are freed, and its reduction starts next.
+        """End a unit's backward, after its full parameters are freed and before its reduction: on the CPU, prefetch.
 
-        On the CPU the next unit is gathered here, during the reduction. If it were gathered earlier, its full buffer
-        would be in memory together with this unit's full buffer and gradients, and the gather would use the cores that
-        compute.
+        On the CPU the next unit is gathered here, and not in `enter_backward`: its full buffer would be in memory
+        together with this unit's full buffer and gradients, and the gather would use the cores that compute.
         """
         if self.comm.streams is None and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
@@ -283,6 +285,7 @@ class Schedule:
                     self.gather(following)
 
     def _next_in_backward(self, unit: FSDPState) -> Sequence[FSDPState]:
+        """Return the user's list, or the unit whose forward ended just before, without units that have begun."""
         if unit.backward_prefetch is not None:
             return unit.backward_prefetch
         if unit in self._ended:
@@ -292,7 +295,7 @@ class Schedule:
         return ()
 
     def set_finalizes_by_hand(self, enabled: bool) -> None:
-        """Set whether the user calls `finalize_backward`, which replaces the work at the end of every backward.
+        """Set whether the user calls `finalize_backward`, which then replaces the work at the end of each backward.
 
         Raises:
             LifecycleError: between a backward and its finalization.
@@ -306,6 +309,7 @@ class Schedule:
         self.finalizes_by_hand = enabled
 
     def _end_backward(self) -> None:
+        """Do the work of moments that autograd has skipped, and finalize; autograd calls this when a backward ends."""
         if self.is_last_backward and not self.finalizes_by_hand:
             self._make_up(self._reached)
         self._reached.clear()
@@ -316,34 +320,36 @@ class Schedule:
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Reduce gradients that the backward has left, and wait; sharded gradients may be read after this."""
+        """Reduce the remaining gradients and wait for all reductions; sharded gradients may be read after this."""
         self.start_finalizing(is_last=self.is_last_backward).wait()
 
     def start_finalizing(self, *, is_last: bool) -> GradientReductionHandle:
         """Start the remaining reductions, and return the handle that waits for them.
 
         Args:
-            is_last: no backward of this forward follows, so units that no backward has reached are reduced, too.
+            is_last: whether no other backward of this forward follows. Then units that no backward has reached are
+                reduced too.
         """
         with profiled("FSDP::root_post_backward_callback", ""):
-            # The reverse order of the forward is the same on all ranks, whichever units autograd has reached.
+            # In the reverse order of the forward, which is the same on all ranks, whichever units autograd has reached.
+            # Units that the forward did not run come last.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
                 unit.end_backward(is_last=is_last)
-                # The optimizer writes shards next, so a prefetch that no unit has waited for must not read them then.
+                # The optimizer writes shards next, so wait for prefetches that are still reading them.
                 self.comm.wait(unit.groups)
-        if is_last:
+        if is_last:  # later backwards of the same forward need the order
             self._forget_order()
         self._unfinalized = False
         for watch in self.comm.watches.values():
             watch.end_step()
         try:
             return GradientReductionHandle(self.comm, self._send_used())
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise
 
     def _send_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
-        """Exchange flags of the reduced parameters that this rank has used: one message per mesh."""
+        """Send flags that say which reduced parameters this rank has used; return the messages, one per mesh."""
         by_mesh: dict[DeviceMesh, tuple[list[ParamGroup], list[bool]]] = {}
         for unit in self.units:
             for group in unit.groups:
@@ -357,8 +363,8 @@ class Schedule:
         ]
 
     def reset(self) -> None:
-        """After an exception: drop all collectives in flight, and gradients that are not yet reduced."""
-        self.comm.drop_reductions()
+        """Drop all collectives in flight, and gradients that are not yet reduced, after an exception."""
+        self.comm.drop_reductions()  # first, because it waits until buffers are no longer in use
         for unit in self.units:
             for group in unit.groups:
                 group.drop_grads()

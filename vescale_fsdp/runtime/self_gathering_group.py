@@ -1,19 +1,20 @@
-"""SelfGatheringGroup: a group of parameters whose class has all-gather hooks (``pre`` and ``post``).
+"""SelfGatheringGroup: a group of parameters whose class has all-gather hooks.
 
-The parameters are cut by rows, as in FSDP2 (`plan_by_rows`), because hooks are written for rows: ``pre`` is called on
-this rank's rows, and the outputs given to ``post`` are ``[m * padded rows, ...]``, padded on the last ranks. Only the
-gather differs from a `ParamGroup`:
+Below, ``pre`` means the class's fsdp_pre_all_gather, and ``post`` its fsdp_post_all_gather. The parameters are cut by
+rows, as in FSDP2 (`plan_by_rows`), because hooks are written for rows: ``pre`` is called on this rank's rows, and the
+outputs given to ``post`` are ``[m * padded rows, ...]``, padded on the last ranks. Only the gather differs from a
+`ParamGroup`:
 
     rows        this rank's rows: an instance of the user's class over the group's shard
     inputs      tensors returned by ``pre``: any number, any dtypes, the same sizes on every rank
     outputs     1-D [m * input numel] each, filled by one all-gather each, without packing or copying
-    unsharded   made by ``post`` from the outputs, once; later gathers pass it as ``out``
+    unsharded   the full parameter that the first ``post`` returns; later gathers pass it to ``post`` as ``out``
 
 Memory is handled as for a full buffer: a reshard frees the outputs and the tensors that ``post`` returns, and the next
-gather allocates them before ``post``. Gradients are plain tensors, and are reduced as in every group.
+gather allocates them again before it calls ``post``. Gradients are plain tensors, and are reduced as in every group.
 
 Rejected alternative: one byte buffer per group and gather, as in FSDP2. It needs fewer collectives, but copies all
-gathered bytes in and out; such weights are large, so the copies cost more.
+gathered bytes in and out. These weights are large, so the copies cost more than the additional collectives.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from vescale_fsdp.torch_private import restore_version, version_of
 class SelfGatheringGroup(ParamGroup):
     """A group whose parameters are gathered by the hooks of their class. The arguments are those of `ParamGroup`."""
 
-    takes_plain = False
+    takes_plain = False  # a plain tensor is not of the class that has the hooks
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class SelfGatheringGroup(ParamGroup):
         return inner_of(local_part(param))
 
     def _point_at_shard(self) -> None:
+        """Make the rows of all parameters views of the present shard, and drop the full parameters."""
         for hooked in self._hooked:
             hooked.point_at(self.shard[hooked.param.local])
 
@@ -80,7 +82,7 @@ class SelfGatheringGroup(ParamGroup):
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]  # the last axis shards
 
     def allocate_full(self) -> None:
-        """No-op: sizes are known only once the hooks have made the tensors to send."""
+        """Do nothing: `start_gather` allocates, because only the results of ``pre`` show which sizes are needed."""
 
     @torch.no_grad()
     def bring_shard(self) -> list[torch.Tensor]:
@@ -88,7 +90,7 @@ class SelfGatheringGroup(ParamGroup):
 
     @torch.no_grad()
     def _start_gather(self) -> None:
-        if self._hooked[0].outputs is None:  # only before the first gather, as in `ParamGroup`
+        if self._hooked[0].outputs is None:  # check only before the first gather, as in `ParamGroup`
             self._check_shard()
         rows = [hooked.rows_on(self.device) for hooked in self._hooked]
         with scaled_together([each for each in rows if takes_scale(each)], self.comm.shard_group):
@@ -101,7 +103,7 @@ class SelfGatheringGroup(ParamGroup):
             hooked.finish_gather(self.compute_dtype)
 
     def free_full(self) -> None:
-        """Free all memory of full parameters."""
+        """Free all memory of full parameters, unless `set_keep_unsharded_storage` keeps it."""
         if not self.comm.settings.keeps_full:
             for hooked in self._hooked:
                 hooked.free()
@@ -111,8 +113,8 @@ class _SelfGatheringParam:
     """One parameter of a `SelfGatheringGroup`.
 
     Args:
-        param: its slot, owners and Parameter objects.
-        like: a tensor of the user's class.
+        param: the parameter's slot, owners and Parameter objects.
+        like: a tensor of the user's class, from which others are made with ``new_zeros``.
         num_shards: number of ranks that share the parameter.
     """
 
@@ -125,40 +127,45 @@ class _SelfGatheringParam:
         self._brought: torch.Tensor | None = None  # copy of offloaded rows, until ``pre`` is called
         self._sizes: list[torch.Size] = []  # sizes of this gather's inputs
         self._metadata: Any = None
-        self._inner: list[tuple[torch.Tensor, int]] = []  # tensors of the full parameter with their versions
-        self._in_flight: list[tuple[Work | None, torch.Tensor]] = []  # the input is kept for the collective
+        # The tensors that make up the full parameter (outputs, tensors that ``post`` returned, and last the parameter
+        # itself), with their versions.
+        self._inner: list[tuple[torch.Tensor, int]] = []
+        # Collectives in flight, each with its input, which must live until the collective has read it.
+        self._in_flight: list[tuple[Work | None, torch.Tensor]] = []
 
     def point_at(self, piece: torch.Tensor) -> None:
-        """Make this rank's rows a view of its piece of the shard (1-D); the next gather makes a new full parameter."""
+        """Make this rank's rows a view of ``piece`` (1-D, of the shard); the next gather makes a new full parameter."""
         shape = self.param.slot.shape
-        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))  # an empty parameter has no rows
+        # The lower bounds avoid divisions by zero for an empty parameter.
+        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))
         self._like = self._rows = rows = rows_of(
             self._like, piece.view(piece.numel() // row_numel, *shape[1:])
         )
         if isinstance(self.param.sharded, RaggedDTensor):
-            self.param.sharded.shown_to_torchao = rows  # torchao recognizes its weights by their class
+            # torchao finds its weights by their class, which is not the sharded parameter's class.
+            self.param.sharded.shown_to_torchao = rows
         self.outputs, self._inner = None, []
         self.param.unsharded, self.param.watched = None, False
 
     # -- gather ---------------------------------------------------------------------------------------
 
     def bring_rows(self, device: torch.device) -> torch.Tensor:
-        """Copy offloaded rows to the device on which ``pre`` runs; returns the memory of the copy."""
+        """Copy offloaded rows to the device on which ``pre`` runs; return the inner tensor of the copy."""
         assert self._rows is not None
         self._brought = self._rows.to(device, non_blocking=True)
         return inner_of(self._brought)
 
     def rows_on(self, device: torch.device) -> Any:
-        """This rank's rows, an instance of the user's class, on the device on which ``pre`` runs."""
+        """Return this rank's rows, an instance of the user's class, on the device on which ``pre`` runs."""
         rows: Any = self._rows if self._brought is None else self._brought
         self._brought = None
-        # Offloaded rows that were not copied by `bring_rows` are copied here.
+        # Offloaded rows that `bring_rows` has not copied are copied here.
         return rows if rows.device == device else rows.to(device, non_blocking=True)
 
     def start_gather(
         self, rows: Any, comm: GroupComm, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
     ) -> None:
-        """Call ``pre`` on these rows and start an all-gather of each of its inputs."""
+        """Call ``pre`` on these rows, and start an all-gather of each tensor that it returns."""
         inputs: Sequence[torch.Tensor]
         if takes_mesh_only(rows):
             inputs, self._metadata = rows.fsdp_pre_all_gather(mesh)
@@ -170,7 +177,7 @@ class _SelfGatheringParam:
             )
         self._sizes = [each.size() for each in inputs]
         self._check_sizes()
-        flat = [each.contiguous().view(-1) for each in inputs]  # hooks may return any strides
+        flat = [each.contiguous().view(-1) for each in inputs]  # hooks may return tensors of any strides
         if self.outputs is None:
             self.outputs = [
                 comm.allocate_full(each.numel() * self.num_shards, each.dtype, each.device) for each in flat
@@ -182,10 +189,12 @@ class _SelfGatheringParam:
         ]
 
     def _check_sizes(self) -> None:
-        """Check that inputs are padded on ranks with fewer rows: a collective requires equal sizes on all ranks."""
+        """Raise if inputs are not padded on a rank with fewer rows: collectives require equal sizes on all ranks."""
         assert self._rows is not None
         shape = self.param.slot.shape
+        # Rank 0 has the most rows, to which the inputs of all ranks must be padded.
         padded = torch.Size((chunk_of(shape[0], self.num_shards, 0).numel, *shape[1:]))
+        # A rank with the most rows needs no padding, so its inputs may have any size.
         if self._rows.shape == padded or all(size == padded for size in self._sizes):
             return
         raise MisuseError(
@@ -197,7 +206,7 @@ class _SelfGatheringParam:
         )
 
     def finish_gather(self, dtype: torch.dtype) -> None:
-        """Call ``post`` on the gathered outputs: the first call makes a tensor, later calls write into it."""
+        """Call ``post`` on the gathered outputs. The first call makes the full parameter, later calls write into it."""
         assert self.outputs is not None
         for work, _ in self._in_flight:
             if work is not None:
@@ -206,11 +215,11 @@ class _SelfGatheringParam:
         arrived = tuple(
             full.view(-1, *size[1:]) for full, size in zip(self.outputs, self._sizes, strict=True)
         )
-        after: Any = self._rows
+        after: Any = self._rows  # ``post`` is called as a method of this rank's rows
         if self.param.unsharded is None:
             tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
             shape = self.param.slot.shape
-            if tuple(tensor.shape) != shape:  # padded: the parameter is the first rows
+            if tuple(tensor.shape) != shape:  # ``post`` returned padded rows; the parameter is the first rows
                 tensor = torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
             self.param.unsharded = self.param.prior.full_parameter(
                 tensor, requires_grad=self.param.sharded.requires_grad
@@ -218,7 +227,7 @@ class _SelfGatheringParam:
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, version_of(each)) for each in kept]
         else:
-            _allocate([each for each, _ in self._inner[:-1]])  # not the parameter, a view of the others
+            _allocate([each for each, _ in self._inner[:-1]])  # the last is the parameter, a view
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
             for each, version in self._inner:
                 # The values are the same as before, so tensors that autograd saved are still valid.
@@ -227,13 +236,14 @@ class _SelfGatheringParam:
 
     def free(self) -> None:
         """Free all memory of the full parameter."""
-        for each, _ in self._inner[:-1]:  # the last one is the parameter, a view of the others
+        for each, _ in self._inner[:-1]:  # without the last, the parameter, which is a view
             storage = each.untyped_storage()
-            if storage.resizable():  # a communication library's memory may not be
+            if storage.resizable():  # memory of a communication library may not be
                 storage.resize_(0)
 
 
 def _allocate(tensors: Sequence[torch.Tensor]) -> None:
+    """Allocate the memory of tensors again, if it was freed."""
     for tensor in tensors:
         storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
         if storage.nbytes() < nbytes:

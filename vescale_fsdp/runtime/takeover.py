@@ -1,6 +1,6 @@
-"""Takeover: a group adopts parameters that have replaced the group's own parameters on its modules.
+"""Takeover: a group adopts parameters that users have set on modules in place of the group's own parameters.
 
-    event                                            before the group's first gather     after it
+    event                                            before the group's first gather     after the first gather
     load_state_dict(assign=True)                     adopted                             adopted
     .to(), to_empty(), swap_tensors                  adopted                             adopted
     module.weight = nn.Parameter(ragged tensor or    adopted                             raises
@@ -10,7 +10,7 @@
     del module.weight, parametrizations              raises                              raises
 
 A state may be loaded in several calls, module by module. A loaded piece stays in its own memory until all pieces of its
-group have one device and one dtype; then they are copied into one shard, which a gather requires.
+group have one device and one dtype. Then all pieces are copied into one shard, which a gather requires.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from vescale_fsdp.torch_private import (
 
 
 def rebind(group: ParamGroup, *, is_whole: bool) -> None:
-    """Adopt replaced parameters after ``_apply`` or ``load_state_dict``; pieces may still be missing.
+    """Adopt parameters that ``_apply`` or ``load_state_dict`` has replaced; later calls may replace the rest.
 
     Args:
-        is_whole: whether this load has filled the whole group, which clears the marks of an earlier, failed load.
+        group: the group of the parameters.
+        is_whole: whether a load has filled the whole group, which clears the marks of an earlier, failed load.
     """
     for param in group.params:
         replacements = param.replacements()
         if replacements:
-            # Owners of a shared parameter may have different replacements: the last wins, as in a load without assign.
+            # Owners of a shared parameter may have different replacements. The last one is taken, as its values would
+            # be in a load without assign=True.
             _take(group, param, replacements[-1], must_be_new=False)
-        param.spec = spec_of(param.sharded)  # a conversion may have changed the dtype
+        param.spec = spec_of(param.sharded)  # Module.to may have changed the dtype
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
     if is_whole:
@@ -58,22 +60,23 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
 
 
 def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Refuse full plain tensors for sharded parameters, before ``load_state_dict`` has changed any parameter.
+    """Raise if a state has full plain tensors for sharded parameters; called before ``load_state_dict`` changes any.
 
     Args:
         module: a module of a unit; modules below it are checked as well.
-        state: the state to load; its keys are ``prefix`` and names of the module's parameters.
+        state: the state to load; its keys are ``prefix`` followed by names of the module's parameters.
         prefix: prefix of the keys.
 
     Raises:
-        LifecycleError: if the state has full plain tensors for sharded parameters, with their names.
+        LifecycleError: with the names of the parameters.
     """
     full = []
-    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
-        # The one load hook that every unit has changes no tensor, so it does not count.
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):  # it adds dots itself
+        # A module that changes loaded tensors (by a hook or a `_load_from_state_dict` of its own) may turn full tensors
+        # into sharded ones, so it is not checked. The load hook that `fully_shard` registers changes no tensor.
         if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):
             continue
-        # The root's path is empty, so its keys would begin with a dot.
+        # The outermost module's path may be empty; without removeprefix its keys would begin with a dot.
         names = {name: f"{path}.{name}".removeprefix(".") for name in owner._parameters}
         full += [
             key
@@ -96,21 +99,21 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
 
 
 def is_own_state(group: ParamGroup, state: Mapping[str, Any]) -> bool:
-    """Whether tensors of a state share the group's own memory."""
+    """Return whether any tensor of a state is in the memory of the group's own shard."""
     own = storage_id(group.shard)
     return any(isinstance(each, DTensor) and storage_id(local_of(each)) == own for each in state.values())
 
 
 def adopt_replaced_params(group: ParamGroup) -> None:
-    """Adopt parameters that have replaced the group's own parameters on its modules. Called before a gather.
+    """Adopt parameters that users have set on modules in place of the group's own ones. Called before each gather.
 
     Raises:
-        LifecycleError: if a parameter was replaced by one that the group cannot adopt, is still on the meta device, or
-            was partly overwritten by a load that failed.
+        LifecycleError: if a parameter was replaced by a value that the group cannot adopt, is still on the meta device,
+            or was partly overwritten by a load that failed.
     """
     if half_loaded_in(group.shard):
         raise LifecycleError(
-            "A failed load has overwritten these parameters in part: on at least one rank they have values of two "
+            "A failed load has overwritten these parameters in part: on at least one rank they mix values of two "
             "states.",
             expected="parameters of one state",
             got=", ".join(half_loaded_in(group.shard)[:4]),
@@ -133,10 +136,13 @@ def adopt_replaced_params(group: ParamGroup) -> None:
 
 
 def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, must_be_new: bool) -> None:
-    """Adopt a parameter that has replaced one of the group's parameters on its modules.
+    """Adopt ``new``, which users have set on modules in place of ``param``.
 
     Args:
-        must_be_new: refuse the replacement after the group's first gather.
+        group: the group of ``param``.
+        param: the parameter that was replaced.
+        new: the replacement; None if the modules have no parameter of this name any more.
+        must_be_new: whether to raise after the group's first gather.
     """
     if new is None:
         _refuse(param, new, "by None: it was deleted, or a parametrization moved it")
@@ -159,8 +165,9 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
         expected = param.spec.mesh, param.spec.placements, param.sharded.shape
         if (new.device_mesh, new.placements, new.shape) != expected:
             placed = tuple(map(str, new.placements))
-            _refuse(param, new, f"by one of shape {tuple(new.shape)} placed {placed}")
-        note_replaced(param.sharded, param.slot.fqn)  # an optimizer that has it must raise at its step
+            _refuse(param, new, f"by a parameter of shape {tuple(new.shape)} placed {placed}")
+        # The step of an optimizer that has the old sharded parameter must raise.
+        note_replaced(param.sharded, param.slot.fqn)
         param.take(new)
     else:
         _take_plain(group, param, new)
@@ -168,12 +175,15 @@ def _take(group: ParamGroup, param: ManagedParam, new: nn.Parameter | None, *, m
 
 
 def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
-    """Convert a plain DTensor with ragged placements, which loaders make by ``DTensor.from_local``."""
+    """Return a RaggedDTensor for a plain DTensor with ragged placements, as loaders make with ``DTensor.from_local``.
+
+    A parameter of any other kind is returned unchanged.
+    """
     if not isinstance(new, DTensor) or isinstance(new, RaggedDTensor) or not is_ragged_spec(new.placements):
         return new
     ours, local = param.sharded, local_of(new)
     if local.numel() != local_of(ours).numel() or new.placements != param.spec.placements:
-        _refuse(param, new, f"by one whose local tensor has shape {tuple(local.shape)}")
+        _refuse(param, new, f"by a parameter whose local tensor has shape {tuple(local.shape)}")
     spec = spec_with(param.spec, dtype=local.dtype)
     ragged = RaggedDTensor.wrap(local.reshape(-1), spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
     return nn.Parameter(ragged, requires_grad=new.requires_grad)
@@ -181,9 +191,11 @@ def _as_ragged(param: ManagedParam, new: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> None:
-    """Adopt this rank's piece of a full tensor, which every rank has set in place of the parameter."""
-    # `type(new)` is Parameter; `.data` has the class of the tensor inside, which must not be a subclass.
+    """Adopt this rank's piece of a full plain tensor that every rank has set in place of a parameter."""
+    # The type is read from `.data`, because that of a Parameter is Parameter for plain tensors and subclasses alike.
     plain = not isinstance(new, DTensor) and type(new.data) is torch.Tensor and not new.is_meta
+    # Only before the first gather, and only if no other parallelism cuts the parameter: the layout's piece is then a
+    # range of the full tensor.
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
     ours = param.sharded
@@ -192,22 +204,25 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     start, stop = group.layout.piece(param.slot, group.comm.rank).range
     piece = new.detach().reshape(-1)[start:stop]
     if ours.is_meta:
-        local = piece.to(group.home, copy=True)  # a view would keep the full tensor in memory
+        local = piece.to(group.home, copy=True)  # a copy, because a view would keep the full tensor in memory
         ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
         note_replaced(ours, param.slot.fqn)
         param.take(nn.Parameter(ragged, requires_grad=new.requires_grad))
     else:
-        # Copy in place, because an optimizer may already have the sharded parameter.
+        # Copy in place, not a new parameter, because an optimizer may already have the sharded parameter.
         local_of(ours).copy_(piece)
         ours.requires_grad_(new.requires_grad)
+    # Only the values of ``new`` are used, so the step of an optimizer that has ``new`` must raise.
     note_replaced(new, param.slot.fqn)
 
 
 def _unite(group: ParamGroup, *, all_needed: bool) -> None:
-    """Copy pieces that are no longer views of the shard into a new shard, so that the group is one allocation.
+    """If pieces are no longer views of the shard, copy all pieces of the group into a new shard.
 
     Args:
-        all_needed: whether to raise if pieces differ in dtype or device. False: other pieces may be loaded later.
+        group: the group of the pieces.
+        all_needed: whether to raise if pieces differ in dtype or device. False: do nothing then, because the rest may
+            be loaded later.
     """
     pieces = [(param, local_of(param.sharded)) for param in group.params]
     kinds = dict.fromkeys((local.dtype, local.device) for _, local in pieces)
@@ -229,6 +244,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
             )
         return
     shard = group.shard
+    # Nothing to copy if every piece is still a view of the shard, at its own offset.
     if all(
         storage_id(local) == storage_id(shard)
         and local.storage_offset() == shard.storage_offset() + param.local.start
@@ -241,18 +257,20 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
     group.new_shard(*next(iter(kinds)))
     for param, local in pieces:
         view = group.shard[param.local]
-        if not local.is_meta:
+        if not local.is_meta:  # a piece on meta has no values to copy
             view.copy_(local.reshape(-1))
         set_local(param.sharded, view)
         param.piece = view
-    group.forget_full()  # its views may have the old dtype or device
+    group.forget_full()  # the full buffer may have the old dtype or device
 
 
 def _owners(param: ManagedParam) -> str:
+    """Return the class names of the modules that own a parameter."""
     return ", ".join(type(module).__name__ for module, _ in param.owners)
 
 
 def _refuse(param: ManagedParam, new: object, how: str) -> NoReturn:
+    """Raise because a parameter was replaced; ``how`` ends the sentence "A sharded parameter was replaced .."."""
     raise LifecycleError(
         f"A sharded parameter was replaced {how}.",
         expected=f"the parameter of shape {tuple(param.sharded.shape)}, {param.sharded.dtype}, "

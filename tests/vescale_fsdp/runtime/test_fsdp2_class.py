@@ -132,7 +132,7 @@ def finalized_by_hand() -> None:
     with pytest.raises(LifecycleError, match="root"):
         model.blocks[0].finalize_backward()
     model.zero_grad()
-    with pytest.raises(LifecycleError, match="finalize themselves"):
+    with pytest.raises(LifecycleError, match="requires manual finalization"):
         model.finalize_backward()
     for async_op in (False, True):
         model.set_manual_backward_finalization(True)

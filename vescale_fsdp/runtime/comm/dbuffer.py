@@ -1,15 +1,15 @@
-"""DBuffer: one flat allocation of a group's global size, with a view per tensor and collectives in place.
+"""DBuffer: one flat allocation with all tensors of a group at full size, a view per tensor, and collectives in place.
 
 The buffer *is* the storage of its tensors: an all-gather writes full parameters where the matmuls read them, and a
-reduce-scatter reads gradients from where they were written. Nothing is copied in or out, except that on gloo a rank
-copies its own slice into the buffer, because gloo's all-gather reads and writes one buffer.
+reduce-scatter reads gradients from where they were written. There are two copies at most: mixed precision casts the
+shard into the buffer, and on gloo a rank copies its own slice into the buffer, from which the slice is broadcast.
 
-    storage      freed: the tensors exist, their memory does not     allocated: both exist
+    storage      freed: the tensors exist without memory     allocated: the tensors have memory
     allocate()   freed -> allocated (contents undefined)
-    free()       allocated -> freed (views keep their identity, autograd may have saved them)
+    free()       allocated -> freed (the views stay the same objects, because autograd may have saved them)
 
 A scattered tensor is an exception: its pieces are not adjacent in the buffer, so the full tensor has its own storage,
-which is filled from the pieces when a gather ends. Writing needs no such copy: `places` returns a view of each piece.
+which is filled from the pieces when a gather ends. A gradient is written to the pieces directly (`places`).
 
 Tensor objects are created once. Only their storage is freed and allocated (``resize_``), so a view that autograd saved
 in the forward is valid again once the buffer is gathered for the backward.
@@ -37,9 +37,9 @@ class DBuffer:
 
     Args:
         layout: the offset of each tensor.
-        flat: 1-D [layout.numel], the memory. It is never freed if its storage cannot be resized, which may be so for
-            memory of a communication library.
-        pool: context that is entered around each allocation.
+        flat: 1-D [layout.numel], the memory. If its storage cannot be resized, as memory of some communication
+            libraries, it is never freed.
+        pool: returns a context that is entered around each allocation.
     """
 
     def __init__(
@@ -58,27 +58,27 @@ class DBuffer:
         self._work: Work | None = None
         self._version = version_of(flat)
         self._storage = flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+        self._nbytes = self._storage.nbytes()  # to allocate the storage again, because `free` resizes it to 0
 
     def allocate(self) -> None:
-        """Allocate the storage, on the current stream; contents are undefined."""
+        """Allocate the storage, on the current stream, if it is not allocated. New contents are undefined."""
         if self._storage.nbytes() != self._nbytes:  # equal: the storage is allocated or was never freed
             with self._pool():
                 self._storage.resize_(self._nbytes)
-        for copy in self._copies.values():
+        for copy in self._copies.values():  # scattered tensors have storage of their own
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
 
     def free(self) -> None:
-        """Free the storage. The caller ensures that no stream still uses it."""
-        if self._storage.resizable():  # a communication library's memory may not be
+        """Free the storage. The caller must ensure that no stream still uses it."""
+        if self._storage.resizable():  # memory of a communication library may not be
             self._storage.resize_(0)
-        for copy in self._copies.values():
+        for copy in self._copies.values():  # scattered tensors have storage of their own
             copy.untyped_storage().resize_(0)
 
     def view(self, slot: TensorSlot) -> torch.Tensor:
-        """The full tensor of a slot, the same object each time: an n-d view of the buffer.
+        """Return the full tensor of a slot, an n-d view of the buffer: the same object at each call.
 
-        For a scattered slot, a tensor with its own storage, filled from the pieces now and after every gather.
+        For a scattered slot, it has its own storage, which is filled from the pieces now and after every gather.
         """
         view = self._views.get(slot.fqn)
         if view is None:
@@ -92,7 +92,7 @@ class DBuffer:
         return view
 
     def pieces(self, slot: TensorSlot) -> list[torch.Tensor]:
-        """Views of the buffer that together have all elements of a slot, in tensor order.
+        """Return views of the buffer that together have all elements of a slot, in the tensor's order.
 
         A contiguous slot has one n-d view; a scattered slot has a 2-D view [ranks, piece_numel] for each of its runs.
         """
@@ -100,7 +100,7 @@ class DBuffer:
             return [self.view(slot)]
         size = self.layout.shard_numel
         return [
-            # No copy: pieces of a run are one shard apart.
+            # A strided view, because neighboring pieces of a run are one shard apart.
             self.flat[run.first_rank * size + run.local_offset :].as_strided(
                 (run.num_ranks, run.piece_numel), (size, 1)
             )
@@ -108,7 +108,7 @@ class DBuffer:
         ]
 
     def padding(self) -> list[torch.Tensor]:
-        """The parts of the buffer outside all tensors, 1-D views in order."""
+        """Return the parts of the buffer outside all tensors: 1-D views, in order."""
         if self._padding is None:
             size = self.layout.shard_numel
             filled = sorted(  # slots are in definition order, not in buffer order
@@ -130,19 +130,19 @@ class DBuffer:
     def places(
         self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the buffer to write full tensors to, and the tensors' values, split into the views' shapes."""
+        """Return views of the buffer to write full tensors to, and the tensors' values split into the views' shapes."""
         targets: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for slot, values in given:
             pieces = self.pieces(slot)
             targets += pieces
-            # Reshape: a gradient of autograd may have other strides than row-major.
+            # reshape, not view: the strides of autograd's gradients may not be row-major.
             parts += [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
         return targets, parts
 
     def put(self, slot: TensorSlot, values: torch.Tensor) -> None:
-        """Write the values of a full tensor."""
-        if not slot.is_scattered:  # a fast path, because on the CPU this runs for every gradient
+        """Write the values of a full tensor into the buffer."""
+        if not slot.is_scattered:  # without lists: on the CPU this runs for every gradient
             self.view(slot).copy_(values)
             return
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
@@ -154,18 +154,18 @@ class DBuffer:
             piece.add_(part)
 
     def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: FlatRange | None = None) -> None:
-        """Start filling the buffer with the contributions of all ranks.
+        """Start to fill the buffer with the contributions of all ranks.
 
         Args:
             own: 1-D, this rank's contribution.
             gather: the collective, called as ``gather(full, own)``.
-            copy_to: the range of the buffer into which the contribution is first copied, because its dtype or device
-                differs from the buffer's; None: the collective reads the contribution in place.
+            copy_to: if the dtype or device of ``own`` differs from the buffer's, the range of the buffer into which it
+                is first copied; None: the collective reads ``own`` itself.
         """
         with without_grad():
             if copy_to is not None:
                 mine = self.flat[copy_to.start : copy_to.stop]
-                mine.copy_(own, non_blocking=True)  # an offloaded shard may be in pinned memory
+                mine.copy_(own, non_blocking=True)  # does not block if ``own`` is in pinned memory
                 own = mine
             self._work = gather(self.flat, own)
 
@@ -174,15 +174,15 @@ class DBuffer:
         if self._work is not None:
             self._work.wait()
             self._work = None  # a second wait is a no-op
-        # Autograd may have saved views of the buffer, and raises if their version changes. The gather has written the
-        # same values again, so the version is reset. This comes after the wait, in which some backends increment it.
+        # Autograd may have saved views of the buffer, and raises if their version has changed. The gather has written
+        # the same values again, so the version is reset: after the wait, because some backends increment it there.
         restore_version(self.flat, self._version)
         for fqn, copy in self._copies.items():
             self._copy_out(self.layout.slot(fqn), copy)
 
     @torch.no_grad()
     def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
-        """Fill a scattered tensor from its pieces, and reset its version as in `wait_gather`."""
+        """Fill a scattered tensor from its pieces, and reset its version, which autograd compares."""
         version = version_of(copy)
         pieces = self.pieces(slot)
         for piece, part in zip(pieces, _split(copy, pieces), strict=True):

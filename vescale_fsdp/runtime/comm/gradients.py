@@ -1,29 +1,30 @@
-"""Gradients of a group from autograd to a reduced shard, and flags of the parameters that ranks have used.
+"""Unsharded gradients of a group until their reduction, and flags of the parameters that ranks have used.
 
-The reduction itself is not here: `ParamGroup.start_reduce` starts it, `GroupComm.reduce_scatter` chooses operator and
+The reduction itself is elsewhere: `ParamGroup.start_reduce` starts it, `GroupComm.reduce_scatter` chooses operator and
 divisor, and `vescale_fsdp.collectives.reduce_scatter_into` exchanges and sums.
 
 Unsharded gradients since the last reduction (`UnshardedGrads`):
 
     kept      on an accelerator: the gradients as autograd computed them
-    buffer    1-D [m*S] DBuffer, if allocated: the sum of the gradients written into it, which the reduction reads
+    buffer    1-D [m*S] DBuffer, if allocated: the sums of all gradients written so far, which the reduction reads
 
 On an accelerator gradients are kept until the unit's backward has ended. Then the unit's full parameters and the
-previous reduction's buffer are freed. Only then is the buffer allocated, and filled with one fused copy. So at the
+previous reduction's buffer are freed; after that the buffer is allocated, and filled with one fused copy. So at the
 memory peak there are full parameters and gradients, or gradients and a buffer, but never all three. The buffer's
-memory belongs to the stream that starts the reduction, whichever streams computed the gradients. On the CPU each
-gradient is written into the buffer at once and then dropped; the buffer and its memory pages are those of the previous
-layer.
+memory belongs to the stream that starts the reduction, whichever streams computed the gradients.
 
-Every rank reduces all parameters of a unit, unused ones as zeros, so that no rank waits for another one. But a gradient
-of zeros differs from no gradient: Adam's momentum and weight decay would change the weight. So all ranks exchange flags
-(`UsedFlags`), one small message per mesh after the last reduction of a backward:
+On the CPU each gradient is written into the buffer at once and then dropped. Equal layers use the same buffer, one
+after another, so its memory is not allocated again.
 
-    used on this rank          the gradient is set with the reduction, without reading the message
+Every rank reduces all parameters of a unit, unused parameters as zeros, so that all ranks issue the same collectives.
+But a gradient of zeros differs from no gradient: Adam's momentum and weight decay would change the weight. So all ranks
+exchange flags (`UsedFlags`), one small message per mesh after the last reduction of a backward:
+
+    used on this rank          the gradient is set when its reduction ends, without reading the message
     used on other ranks only   the gradient, computed by other ranks, is set once the message is read
     used on no rank            ``.grad`` is not changed (None after zero_grad)
 
-The message is always sent, but only ranks with unused parameters read it: on an accelerator the host waits for it.
+The message is always sent. Only ranks with unused parameters read it, because on an accelerator the host must wait.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_
 
 
 class UnshardedGrads:
-    """Unsharded gradients of a group.
+    """The unsharded gradients of a group since its last reduction.
 
     Args:
         layout: the group's layout.
-        new_buffer: creates a buffer of the given dtype.
-        dtype: returns the dtype of the next buffer.
+        new_buffer: called as ``new_buffer(dtype)``, creates a gradient buffer.
+        dtype: returns the dtype of the next buffer, which settings may change.
     """
 
     def __init__(
@@ -60,19 +61,19 @@ class UnshardedGrads:
     ) -> None:
         self.layout = layout
         self.buffer: DBuffer | None = None
-        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # unused buffers
-        # Returns a spare buffer or None. `CommContext` replaces it by a method that also waits for reductions.
+        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # unused; groups of equal layout share them
+        # Takes one of the spare buffers, or returns None. `CommContext` sets a method that also waits for reductions.
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = lambda spares: (
             spares.pop() if spares else None
         )
         self.streams: Streams | None = None  # None on the CPU, where gradients are not kept
         self._new_buffer, self._dtype = new_buffer, dtype
-        self._written: set[str] = set()  # parameters whose gradients are in the buffer
-        self._kept: dict[str, torch.Tensor] = {}
+        self._written: set[str] = set()  # names of parameters whose gradients are in the buffer
+        self._kept: dict[str, torch.Tensor] = {}  # by name of the parameter
         self._made_on: dict[Stream, None] = {}  # streams that computed the kept gradients
 
     def __bool__(self) -> bool:
-        """Whether any parameter has a gradient."""
+        """Return whether any parameter has a gradient."""
         return bool(self._written or self._kept)
 
     def take(self, slot: TensorSlot, grad: torch.Tensor) -> None:
@@ -85,13 +86,13 @@ class UnshardedGrads:
         if self.streams is None:
             self._write(slot, grad)
             return
-        if slot.fqn in self._kept:  # a second gradient before the reduction: only the buffer can sum them
+        if slot.fqn in self._kept:  # a second gradient before the reduction is added in the buffer
             self.write_kept()
         self._kept[slot.fqn] = grad
         self._made_on[self.streams.current()] = None
 
     def write_kept(self) -> None:
-        """Write the kept gradients into the buffer, with as few kernels as possible."""
+        """Write the kept gradients into the buffer: all first gradients with one fused copy, others by addition."""
         if self.streams is None or not self._kept:
             return
         here = self.streams.current()
@@ -101,7 +102,7 @@ class UnshardedGrads:
         buffer = self._allocated()
         kept = [(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()]
         new = [each for each in kept if each[0].fqn not in self._written]
-        if new:
+        if new:  # foreach operators refuse an empty list
             foreach_copy_(*buffer.places(new))  # copied, not added: the buffer's contents are undefined
         for slot, grad in kept:
             if slot.fqn in self._written:
@@ -113,7 +114,7 @@ class UnshardedGrads:
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
-        """Write a gradient into the buffer, or add it to an earlier one."""
+        """Write a gradient into the buffer, or add it to an earlier gradient of the same parameter."""
         buffer = self._allocated()
         if slot.fqn in self._written:
             buffer.add(slot, grad)
@@ -122,7 +123,7 @@ class UnshardedGrads:
             self._written.add(slot.fqn)
 
     def complete(self) -> DBuffer:
-        """The buffer with all gradients, and zeros for parameters without one: all ranks reduce all parameters."""
+        """Return the buffer with all gradients, and zeros for parameters without one: ranks reduce all parameters."""
         self.write_kept()
         buffer = self._allocated()
         missing = [
@@ -131,23 +132,23 @@ class UnshardedGrads:
             if slot.fqn not in self._written
             for piece in buffer.pieces(slot)
         ]
-        if missing:
+        if missing:  # foreach operators refuse an empty list
             foreach_zero_(missing)
         return buffer
 
     def hand_over(self) -> frozenset[str]:
-        """Give up the buffer, which the reduction reads; returns the names of parameters with a gradient in it."""
+        """Give up the buffer, which the reduction reads; return the names of parameters with a gradient in it."""
         used, self._written = frozenset(self._written), set()
         self.buffer = None  # a late gradient must not be written into the buffer that is being reduced
         return used
 
     def drop(self) -> None:
-        """After an exception: drop all gradients."""
+        """Drop all gradients, after an exception."""
         self.buffer = None
         self._written, self._kept, self._made_on = set(), {}, {}
 
     def _allocated(self) -> DBuffer:
-        """The buffer of the next reduction, allocated."""
+        """Return the buffer of the next reduction, after allocating it if necessary."""
         if self.buffer is None:
             dtype = self._dtype()
             buffer = self.take_spare(self.spare.setdefault(dtype, []))
@@ -159,9 +160,9 @@ class UnshardedGrads:
 class ReducedShard(NamedTuple):
     """A reduction in flight: its result, its source, and the work object to wait on."""
 
-    shard: torch.Tensor  # 1-D [S], reduce dtype
-    source: DBuffer  # kept until the reduction has read it
-    work: Work | None
+    shard: torch.Tensor  # 1-D [S], reduce dtype, the result
+    source: DBuffer  # the gradient buffer, which must live until the reduction has read it
+    work: Work | None  # None: the current stream has run the collective
     used: frozenset[str]  # names of parameters that have a gradient on this rank
 
     def wait(self) -> None:
@@ -171,7 +172,7 @@ class ReducedShard(NamedTuple):
 
 
 class UsedFlags:
-    """A message in flight with flags of used parameters. The constructor is a collective of the mesh's ranks.
+    """A message in flight with flags of used parameters. To create it is a collective call of the mesh's ranks.
 
     Args:
         mesh: the ranks that exchange flags.
@@ -182,14 +183,14 @@ class UsedFlags:
     def __init__(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> None:
         self._used = used
         with outside_modes():  # a backward under torch.func must not wrap this tensor
-            # uint8, which gloo and NCCL both reduce
+            # uint8, not bool: gloo and NCCL both reduce it
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
             unused = [index for index, flag in enumerate(used) if not flag]
-            if unused:  # usually empty, which saves a copy to the device
+            if unused:  # usually there are none, and nothing is copied to the device
                 self._flags[unused] = 0
             self._work: Work | None = None
             for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1:  # MAX over one axis after the other is MAX over the mesh
+                if mesh.size(axis) > 1:  # MAX over one axis after another yields MAX over the whole mesh
                     wait_for(self._work)
                     self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
 
@@ -199,7 +200,7 @@ class UsedFlags:
         self._work = None
 
     def anywhere(self) -> list[bool]:
-        """Whether any rank has used each parameter; the host waits for the message."""
+        """Return for each parameter whether any rank has used it; the host waits for the message."""
         self.wait()
         # A FakeTensor has no values: assume that other ranks have used the same parameters.
         return list(map(bool, self._used if is_fake(self._flags) else self._flags.tolist()))

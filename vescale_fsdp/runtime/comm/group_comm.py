@@ -1,13 +1,13 @@
-"""GroupComm: the ranks of a group, the user's settings, its collectives, and the memory of their buffers.
+"""GroupComm: the ranks of a parameter group, its collectives and their settings, and the memory of their buffers.
 
     mesh            1-D (shard) or 2-D (replicate, shard); axis ``shard_axis`` shards one copy of the parameters
-    gather          all-gather over the sharding axis, or a user's object in its place
+    gather          all-gather over the sharding axis, or a user's all-gather
     reduce_scatter  reduction over the sharding axis, on a communicator of its own if the user asks for it
     all_reduce      reduction over the replicating axis (HSDP)
 
-The divisor of a reduction, as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a user's factor, with forced sums,
-and for fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the
-square root of the number of ranks, so that the sum does not overflow.
+Gradients are divided as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a user's factor, with forced sums, and for
+fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root
+of the number of ranks, so that the sum does not overflow.
 
 The collectives themselves are in `vescale_fsdp.collectives`. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
@@ -20,7 +20,7 @@ Communication libraries avoid copies if buffers are in their own memory:
 
 Buffers free their memory and allocate it again (`vescale_fsdp.runtime.comm.dbuffer`), so the library's pool is entered
 around every allocation. Then the full parameters themselves are in the library's memory, and no collective copies
-them. Neither pool has run on a GPU. A user's own collectives may provide a pool (`PooledComm`).
+them. Neither of these pools has been used on a GPU yet. A user's own collectives may provide a pool (`PooledComm`).
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class PooledComm(Protocol):
     """A user's collective with a memory pool of its own."""
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """A context that is entered around every allocation of a buffer's memory."""
+        """Return a context that is entered around every allocation of a buffer's memory."""
 
 
 class ProcessGroupMemory:
-    """Memory of the process group's allocator: one `torch.cuda.MemPool`, registered with the library.
+    """Memory of the process group's allocator: one `torch.cuda.MemPool`, registered with the communication library.
 
     Args:
-        group: the ranks of the collectives.
-        device: device of their buffers.
+        group: the process group of the collectives.
+        device: device of the collectives' buffers.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -76,11 +76,11 @@ class ProcessGroupMemory:
         return process_group_pool(group, device)
 
     def memory_pool(self) -> AbstractContextManager[Any]:
-        """A context in which allocated memory belongs to the library."""
+        """Return a context in which allocated memory belongs to the pool."""
         return torch.cuda.use_mem_pool(self._pool)
 
     def prepare(self, buffer: torch.Tensor) -> None:
-        """Called before a collective reads or writes a buffer."""
+        """Do what is needed before a collective uses a buffer: nothing, because the whole pool is registered."""
 
 
 class SymmetricMemory(ProcessGroupMemory):
@@ -90,7 +90,7 @@ class SymmetricMemory(ProcessGroupMemory):
         return symmetric_pool(group, device)
 
     def prepare(self, buffer: torch.Tensor) -> None:
-        """Register the buffer: a collective of the group's ranks."""
+        """Exchange the buffer's addresses with the other ranks. A collective of the group's ranks."""
         meet_over(buffer, self._group)
 
 
@@ -98,8 +98,8 @@ MemoryKind = type[ProcessGroupMemory]
 
 
 def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
-    """The context to enter around allocations for a collective, which may be a user's."""
-    if comm is None:  # called at every allocation, and isinstance of a protocol is slow
+    """Return the function that makes the context for allocations for ``comm``, a user's collective or a pool."""
+    if comm is None:  # the usual case: isinstance of a protocol is slow, and this runs at every allocation
         return nullcontext
     return comm.memory_pool if isinstance(comm, PooledComm) else nullcontext
 
@@ -108,7 +108,7 @@ class AllGather(Protocol):
     """A user's all-gather, with the methods of torch's ``AllGather``."""
 
     def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer of this size for the collective."""
+        """Return a new buffer of this size for the collective."""
 
     def __call__(
         self,
@@ -117,14 +117,14 @@ class AllGather(Protocol):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``; return the work to wait for, or None."""
 
 
 class ReduceScatter(Protocol):
     """A user's reduce-scatter, with the methods of torch's ``ReduceScatter``."""
 
     def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer of this size for the collective."""
+        """Return a new buffer of this size for the collective."""
 
     def __call__(
         self,
@@ -139,11 +139,11 @@ class ReduceScatter(Protocol):
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The user's settings of one group. The methods of `FSDPModule` that set them document them.
+    """The user's settings of one group. `SETTERS` names the method or function that sets and documents each field.
 
     Ranks compare all fields at a model's first use (`vescale_fsdp.runtime.consensus`). When a model continues on other
-    ranks, its new groups get the same settings (`vescale_fsdp.elastic.renewal`), and make communicators and memory
-    pools from them.
+    ranks, its new groups get the same settings (`vescale_fsdp.elastic.renewal`), from which they create communicators
+    and memory pools.
     """
 
     divide_factor: float | None = None
@@ -160,18 +160,19 @@ class GroupSettings:
     keeps_full: bool = False
 
     def __str__(self) -> str:
-        """The text of all settings, which ranks compare."""
+        """Return the text of all settings, which ranks compare."""
         return ", ".join(self._shown(each) for each in fields(self))
 
     @property
     def changes(self) -> str:
-        """The text of the settings that differ from their defaults, with a comma before each."""
+        """The text of the settings that differ from their defaults, with a comma before each setting."""
         changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
         return "".join(f", {self._shown(each)}" for each in changed)
 
     def _shown(self, each: Field[Any]) -> str:
+        """Return the text of one setting, which must be the same on ranks that agree."""
         value = getattr(self, each.name)
-        # Objects of two ranks are never equal, so ranks compare whether a hook is set, and the class of other objects.
+        # The texts of objects contain addresses. So a hook is shown as True or False, any other object as its class.
         if each.name in ("all_reduce_hook", "on_delivery"):
             value = value is not None
         elif isinstance(value, type):
@@ -181,7 +182,7 @@ class GroupSettings:
         return f"{SETTERS[each.name]} {value}"
 
 
-# The method that sets each field; error messages name it.
+# Field -> the method or function that sets it, which error messages name.
 SETTERS = {
     "divide_factor": "set_gradient_divide_factor",
     "force_sum": "set_force_sum_reduction_for_comms",
@@ -200,16 +201,16 @@ SETTERS = {
 
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
-"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; the work is done when it is filled."""
+"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; returns the work to wait for."""
 
 
 @dataclass(frozen=True)
 class GatherPolicy(MixedPrecisionPolicy, ABC):
-    """A mixed precision policy that replaces the all-gather, for example to send weights in fewer bits."""
+    """A mixed precision policy with its own gather in place of the all-gather, such as one that sends 8-bit codes."""
 
     @abstractmethod
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
-        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: a plain all-gather."""
+        """Return one group's gather, from shards of any dtype to a buffer of ``dtype``; None: a plain all-gather."""
 
 
 class GroupComm:
@@ -218,7 +219,7 @@ class GroupComm:
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
         part_size: number of ranks that together keep one copy of the full parameters between forward and backward; a
-            divisor of the number of shards. None: they keep no copy.
+            divisor of the number of shards. None: no copy is kept in parts.
 
     Attributes:
         shard_axis: index of the axis that shards, the last one.
@@ -231,7 +232,7 @@ class GroupComm:
     def __init__(self, mesh: DeviceMesh, part_size: int | None = None) -> None:
         self.mesh = mesh
         self.part_size = part_size
-        # Stored, because every step reads these several times per unit, and reading them from a mesh is slow.
+        # Stored, because reading these values from a mesh is slow, and each step reads them several times per unit.
         self.shard_axis = mesh.ndim - 1
         self.num_shards = mesh.size(self.shard_axis)
         self.rank = mesh.get_local_rank(self.shard_axis)
@@ -240,25 +241,25 @@ class GroupComm:
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
         self.memory: ProcessGroupMemory | None = None  # None: memory of the caching allocator
-        # If a list: `all_gather` adds (full, shard) to it, and the caller starts all gathers of the list together.
+        # While this is a list, `all_gather` only adds (full, shard) to it; the caller starts these gathers together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: `shard_group`
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
         self.part_rank = 0  # this rank's index in `_part_group`
         if part_size is not None:
-            # Without these contexts torch would give the groups its default timeout, and a mesh under FakeTensorMode
-            # would have no rank numbers.
+            # Without the first context, torch would give the groups its default timeout. Without the second, a mesh
+            # created under FakeTensorMode would have no rank numbers.
             with groups_with_timeout_of(self.shard_group), outside_fake_mode():
                 parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
             self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
 
     def change(self, **settings: Any) -> None:
-        """Change these settings."""
-        # A new object: `ParamGroup.note_start` notices a change by identity.
+        """Change the given fields of `GroupSettings`."""
+        # Settings are frozen. `ParamGroup.note_start` notices a change because the object is a new one.
         self.settings = replace(self.settings, **settings)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of this group's collectives."""
+        """Return all process groups of this group's collectives."""
         used = (self.shard_group, self.replicate_group, self.reduce_group, self._part_group)
         return [group for group in used if group is not None]
 
@@ -275,7 +276,7 @@ class GroupComm:
         return self.all_gather(full, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
-        """Start an all-gather without the user's object, or add it to ``noted``."""
+        """Start an all-gather of this package, not of the user; or add it to ``noted``, if that is a list."""
         if self.noted is None:
             return all_gather_into(full, shard, self.shard_group)
         self.noted.append((full, shard))
@@ -287,7 +288,7 @@ class GroupComm:
         return all_gather_into(full, part, self._part_group)
 
     def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer that gathers fill (1-D [numel])."""
+        """Return a new buffer for a gather to fill (1-D [numel])."""
         if self.settings.custom_all_gather is not None:
             return self.settings.custom_all_gather.allocate([numel], dtype=dtype, device=device)
         with self.full_pool():
@@ -295,28 +296,28 @@ class GroupComm:
 
     @property
     def full_pool(self) -> Pool:
-        """The pool of buffers that gathers fill."""
+        """The memory pool of buffers that gathers fill: the user's, the library's, or a null context."""
         return pool_of(self.settings.custom_all_gather or self.memory)
 
     @property
     def grads_pool(self) -> Pool:
-        """The pool of buffers that reductions read or write."""
+        """The memory pool of buffers that reductions read or write: the user's, the library's, or a null context."""
         return pool_of(self.settings.custom_reduce_scatter or self.memory)
 
     def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer that reductions read or write (1-D [numel])."""
+        """Return a new buffer for a reduction to read or write (1-D [numel])."""
         if self.settings.custom_reduce_scatter is not None:
             return self.settings.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
         with self.grads_pool():
             return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of 1-D ``full`` into ``shard``, in the shard's dtype.
+        """Start the reduction of 1-D ``full`` into ``shard``, in the dtype of ``shard``.
 
-        If that is fp16, ``full`` is first divided in place.
+        For fp16, ``full`` is first divided in place, so that the sum does not overflow.
         """
         before = self._divide_before(shard.dtype)
-        if before != 1:
+        if before != 1:  # dividing by 1 would cost a pass over the buffer
             full.div_(before)
         group = self.reduce_group or self.shard_group
         if self.memory is not None:
@@ -330,50 +331,52 @@ class GroupComm:
         return reduce_scatter_into(shard, full, op, group)
 
     def sums_in_wider(self, device: torch.device) -> bool:
-        """Whether a reduction supports a ``full`` of a narrower dtype than ``shard``. The same on all ranks."""
+        """Return whether a reduction supports a ``full`` of a narrower dtype than ``shard``: the same on all ranks."""
         # A user's reduce-scatter gets two buffers of one dtype, as in FSDP2.
         if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
-        """Reduce over the replicating axis, in place; a no-op without one."""
+        """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis."""
         if self.replicate_group is not None:
             all_reduce_at_once(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
 
     def finish_division(self, shard: torch.Tensor) -> None:
-        """Divide a summed shard, in place; a no-op if the collective has averaged."""
+        """Divide a summed shard in place; a no-op if the collectives used AVG."""
         if not self._averages(shard.dtype):
-            # The part of the divisor that was applied before the sum is left out.
+            # Without the part of the divisor by which `reduce_scatter` has divided before the sum.
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
     # -- division -------------------------------------------------------------------------------------
 
     def _averages(self, dtype: torch.dtype) -> bool:
-        """Whether collectives use AVG."""
+        """Return whether collectives on this dtype use AVG."""
         settings = self.settings
         return settings.divide_factor is None and not settings.force_sum and dtype is not torch.float16
 
     def _op(self, dtype: torch.dtype, num_ranks: int) -> dist.ReduceOp.RedOpType:
-        # With one rank AVG equals SUM, and NCCL's AVG is unreliable there (a comment in torch 2.13's FSDP2).
+        # For one rank SUM gives the same result, and NCCL's AVG is unreliable (a comment in torch 2.13's FSDP2).
         return dist.ReduceOp.AVG if self._averages(dtype) and num_ranks > 1 else dist.ReduceOp.SUM
 
     def _total_factor(self) -> float:
+        """Return the number by which sums are divided: the user's factor, or the number of ranks."""
         factor = self.settings.divide_factor
         return factor if factor is not None else float(self.mesh.size())
 
     def _divide_before(self, dtype: torch.dtype) -> float:
+        """Return the number by which gradients are divided before the sum; 1 except for fp16."""
         if dtype is not torch.float16:
             return 1.0
         total, factor = self._total_factor(), 1.0
-        # As in torch's FSDP2, so that results have the same bits.
+        # A power of two near the square root of the total, as in torch's FSDP2, so that results have the same bits.
         while total % factor == 0 and total / factor > factor:
             factor *= 2
         return factor
 
 
 def separate_reductions(comms: Iterable[GroupComm]) -> None:
-    """Give reductions communicators of their own, one per set of ranks, so that reductions do not queue behind gathers.
+    """Create separate communicators for reductions, one per set of ranks, so that they do not queue behind gathers.
 
     Collective: all ranks call it, with the same groups in the same order.
     """

@@ -1,10 +1,10 @@
 """OrderWatch: checks that the ranks of a mesh start the same collectives in the same order.
 
-If ranks differ (only some of them run a unit, or set a switch), collectives of different units are matched with each
-other: gradients are wrong without an error, or the job hangs. So every rank keeps a log of the collectives that it
-starts, and a background thread compares a digest of the log with other ranks, once per forward and backward, through
-the process group's store. No communicator is used, and training does not wait for the comparison, apart from a short
-wait before the first reduction:
+If only some ranks run a unit, or change a setting, a collective of one unit meets a collective of another unit: then
+gradients are wrong without an error, or the job hangs. So every rank keeps a log of the collectives that it starts, and
+a background thread compares a digest of the log with other ranks, once per forward and backward, through the process
+group's store. No communicator is used. Training does not wait for the comparison, apart from a short wait before the
+first reduction:
 
     training                         thread                                  store
     note() each gather, reduction
@@ -14,9 +14,9 @@ wait before the first reduction:
     a reduction
     note() raises                    <- names the first difference
 
-If no collective was started for `BOUND_S`, or a collective failed, logs of the running step are compared as well. If
-one log is a prefix of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the thread aborts
-their process groups (`break_group`), so pending collectives fail and all ranks raise.
+The logs of a step that has not ended are compared as well, if no collective was started for `BOUND_S` or a collective
+failed. If one log is the beginning of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the
+thread aborts their process groups (`break_group`), so pending collectives fail and all ranks raise.
 """
 
 from __future__ import annotations
@@ -43,29 +43,32 @@ from vescale_fsdp.torch_private import default_store
 if TYPE_CHECKING:
     from vescale_fsdp.runtime.comm.group_comm import GroupComm
 
-BOUND_S = 30.0  # seconds without a new collective until logs of a running step are compared; far above a slow step's
-_ALARMS_PER_BOUND = 4  # how many times per BOUND_S a rank reads the alarm
-# Longest wait before the first reduction after a forward, so that a slow store does not delay steps.
+# Seconds without a new collective until the logs of a running step are compared; far longer than a slow step's pauses.
+BOUND_S = 30.0
+# How many times per BOUND_S an idle rank looks whether another rank has found a difference.
+_ALARMS_PER_BOUND = 4
+# Seconds: longest wait before the first reduction after a forward. Short, so that a slow store does not delay steps.
 _SETTLE_S = 0.05
-_FAILED_S = 1.0  # how long a rank whose collective failed waits for other ranks' logs
-# A log is compared at this length at the latest: a step of forwards only would never end.
+_FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
+# A log of this length is compared though no step has ended, because forwards without gradients end no step.
 _MOST_ENTRIES = 4096
-_MOST_LOGS = 64  # maximum number of other ranks' logs that are read for an error message
-_PARTNERS = 8  # number of first ranks of the mesh with which every late rank compares its log
-_KEPT_KEYS = 64  # steps whose digests stay in the store, for ranks that are behind
-_NOTHING = "nothing more"  # shown for a rank whose log is shorter
+_MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
+_PARTNERS = 8  # every late rank compares its log with this many first ranks of the mesh
+_KEPT_KEYS = 64  # number of steps whose digests stay in the store, for ranks that are behind
+_NOTHING = "nothing more"  # shown for a rank whose log is shorter than other ranks' logs
 _log = logging.getLogger(__name__)
 
 
 class OrderWatch:
-    """The log of this rank for the collectives over one mesh.
+    """This rank's log of collectives over one mesh, and its comparison with the logs of other ranks.
 
     Args:
         mesh: a mesh of more than one rank.
 
     Attributes:
-        error: the error that all ranks raise, once their logs differ.
-        over: the communicators that are aborted once the logs differ.
+        error: the error that the next `note` raises; None as long as no difference was found.
+        over: the `GroupComm`s over this mesh, whose process groups are aborted once logs differ. Weak references, so
+            that the watch does not keep old models alive.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -75,19 +78,20 @@ class OrderWatch:
         self._rank, self._store = dist.get_rank(), default_store()
         world = dist.group.WORLD
         assert world is not None
-        # All ranks create their watches in the same order, so a count makes the key unique and equal on all of them.
-        counts = _num_watches.setdefault(world, Counter())  # per default group: its store ends with it
+        # The key must be unique, and the same on all ranks. A count does both, because all ranks create their watches
+        # in the same order. Counts are kept per default group, because a new default group has a new store.
+        counts = _num_watches.setdefault(world, Counter())
         counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
         self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
         self._entries: list[str] = []
         self._step = 0
-        self._logs: dict[int, list[str]] = {0: self._entries}  # logs of this step and the two before it
+        self._logs: dict[int, list[str]] = {0: self._entries}  # step -> log; this step and the two before
         self._last = time.monotonic()  # time of the last start of a collective
         self._has_ended = self._differs = False
-        self._is_compared = threading.Event()  # set while all ended steps are compared
+        self._is_compared = threading.Event()  # set once the last step that ended is compared
         self._is_awaited = False  # whether the next reduction waits for `_is_compared`
-        self._lock = threading.Lock()  # the thread and `explain` both compare
+        self._lock = threading.Lock()  # held while comparing, in the thread or in `explain`
         self._shown: tuple[int, int] | None = None  # the last published step, and the length of its log
         _thread.watch(self)
 
@@ -103,7 +107,7 @@ class OrderWatch:
             raise self.error
         self._entries.append(entry)
         self._last = time.monotonic()
-        if len(self._entries) >= _MOST_ENTRIES:
+        if len(self._entries) >= _MOST_ENTRIES:  # forwards without gradients end no step
             self.end_step()
 
     def end_step(self, *, then_reduces: bool = False) -> None:
@@ -122,24 +126,27 @@ class OrderWatch:
         _thread.put(self, step, entries)
 
     def wait_until_compared(self) -> None:
-        """Called before a reduction: ranks whose forwards differed must not reduce with each other."""
+        """Wait for the comparison of the last forward: ranks whose forwards differed must not reduce with each other.
+
+        A no-op except before the first reduction after a forward.
+        """
         if self._is_awaited:
             self._is_awaited = False
             self._is_compared.wait(_SETTLE_S)
             if self._differs:
-                self._is_compared.wait(BOUND_S)  # until the thread has read the other ranks' logs
+                self._is_compared.wait(BOUND_S)  # until the thread has read other ranks' logs for the error
 
     def explain(self, failure: RuntimeError) -> None:
-        """Check whether a collective failed because ranks started collectives in different orders.
+        """Raise a clearer error than ``failure`` if a collective failed because ranks started different collectives.
 
         Raises:
-            LifecycleError: if so, on all ranks.
+            LifecycleError: on all ranks, with the first difference.
         """
-        if isinstance(failure, VescaleError):  # an error of this library explains itself
+        if isinstance(failure, VescaleError):  # an error of this package needs no explanation
             return
         deadline = time.monotonic() + _FAILED_S
         while not self.guarded(self.look, True) and time.monotonic() < deadline:
-            time.sleep(0.02)  # short beside _FAILED_S, and little load on the store
+            time.sleep(0.02)  # much shorter than _FAILED_S, yet little load on the store
         if self.error is not None:
             raise self.error from failure
 
@@ -159,13 +166,17 @@ class OrderWatch:
             return True
 
     def compared(self) -> None:
-        """Release a reduction that waits for the comparison."""
+        """Let a reduction continue that waits for the comparison."""
         self._is_compared.set()
 
     def compare(self, step: int, entries: list[str]) -> bool:
-        """Compare the log of a step with the log of the first rank that ended this step."""
+        """Compare the log of a step with the log of the first rank that ended this step.
+
+        Returns:
+            Whether the comparison is complete, as `look`.
+        """
         digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
-        # Sets only a key that does not exist, and returns the first rank's value.
+        # compare_set sets only a key that does not exist, and returns the value of the first rank that set it.
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
         if first.split()[0] != digest:
             self._differs = True
@@ -175,22 +186,22 @@ class OrderWatch:
         return self.look()
 
     def look(self, is_late: bool = False) -> bool:
-        """Read the alarm. If this rank is late, also compare the log of the running step with other ranks' logs.
+        """Check whether another rank has found a difference. If this rank is late, compare the running step's logs too.
 
         Args:
-            is_late: whether this rank's collective failed. If not, the rank is late if it has started no collective for
-                `BOUND_S`.
+            is_late: whether this rank counts as late because its collective failed. Any rank is late if it has started
+                no collective for `BOUND_S`.
 
         Returns:
-            Whether the comparison is complete: ranks differ, or all have published logs that agree.
+            Whether the comparison is complete: ranks differ, or all partners have published logs that agree.
         """
         if self.error is None and self._store.check([self._alarm]):
             self._conclude(int(self._store.get(self._alarm)))
         if self.error is not None or not (is_late or time.monotonic() - self._last > BOUND_S):
             return self.error is not None
         self._show()
-        # The first ranks, this one and the two after it are enough: since every rank reads, at least one rank sees each
-        # difference.
+        # Each rank reads only the logs of the first ranks of the mesh and of the two ranks after it, to limit the load
+        # on the store. Since all ranks do this, at least one rank sees each difference.
         index, size = self._ranks.index(self._rank), len(self._ranks)
         partners = {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
         logs = self._shown_logs(self._step, partners)
@@ -204,17 +215,17 @@ class OrderWatch:
         return f"{self._key} alarm"
 
     def _show(self) -> None:
-        """Publish the logs of this step and the two before it; no-op if the log has not grown."""
+        """Publish the logs of this step and of the two steps before it; a no-op if the log has not grown."""
         shown = self._step, len(self._entries)
         if self._shown == shown:
             return
-        for step, entries in list(self._logs.items()):
-            # The length comes first: an empty log would be read as one empty entry.
+        for step, entries in list(self._logs.items()):  # a copy: training may end a step meanwhile
+            # The length comes first, because an empty log would otherwise be read as one empty entry.
             self._store.set(f"{self._key} {step} of {self._rank}", "\n".join([f"{len(entries)}", *entries]))
         self._shown = shown
 
     def _shown_logs(self, step: int, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """The logs of a step by rank: this rank's log, and the logs that the given ranks have published."""
+        """Return the logs of a step by rank: this rank's log, and the logs that the given ranks have published."""
         logs = {self._rank: list(self._logs.get(step, ()))}
         for rank in ranks:
             key = f"{self._key} {step} of {rank}"
@@ -224,40 +235,40 @@ class OrderWatch:
         return logs
 
     def _conclude(self, step: int) -> None:
-        """Called if ranks differ in this step: abort the process groups, and set the error."""
+        """Abort the process groups, and set the error; called if ranks differ in ``step``."""
         sources = {self._rank, *self._ranks[:_MOST_LOGS]}
-        # By this deadline every rank has read the alarm at least once, and published its logs.
+        # Twice the period with which idle ranks read the alarm: by then every rank has published its logs.
         deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
-            break_group(group)  # ranks that wait for this rank fail, and publish their logs, too
+            break_group(group)  # ranks that wait for this rank then fail, and publish their logs too
         while True:
             self._show()
             logs = self._shown_logs(step, sources)
             if len(logs) == len(sources) or time.monotonic() > deadline:
                 break
-            if _thread.is_stopping:
+            if _thread.is_stopping:  # the interpreter exits, and `stop` waits for this thread
                 return
-            time.sleep(0.02)  # little load on the store
+            time.sleep(0.02)  # so that reading puts little load on the store
         self.error = _error(logs, self._ranks)
 
 
 def _differ(one: list[str], other: list[str]) -> bool:
-    """Whether two logs differ in an entry that both have; a rank with a shorter log may only be slow."""
+    """Return whether two logs differ in an entry that both have. A rank with a shorter log may only be slow."""
     return any(left != right for left, right in zip(one, other, strict=False))
 
 
 def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
-    """An error with the first difference of these logs, and the ranks of each variant."""
+    """Return an error with the first difference of these logs, and the ranks that have each variant of the entry."""
     columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
     index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
     sides: dict[str, list[int]] = {}
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
-    # The side of the lowest rank is the reference. The default is for logs without a difference.
+    # The variant of the lowest rank is shown as expected. [("", [])]: the logs at hand do not differ.
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
-    # At most 16 ranks are shown per entry, and 5 entries: a mesh may have thousands of ranks.
+    # At most 5 variants are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
     return LifecycleError(
         "The ranks have started different collectives, or the same collectives in another order.",
         expected=f"the same collective on all ranks; ranks {sorted(here)[:16]} started: {expected}",
@@ -266,18 +277,18 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
         where=f"collective {index} of a step",
         todo="run the same units in the same order on every rank, even if a rank does not need their output, set the "
         "same switches of units on all ranks, and restart: gradients of this step are wrong, and the process groups "
-        "have ended",
+        "were aborted",
     )
 
 
-# How many watches were created for each tuple of ranks, per default process group.
+# How many watches were created for each tuple of ranks, per default process group: weak, because counts end with it.
 _num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class _Thread:
-    """The thread that compares logs: one for all watches of a process. It ends when no watch is left."""
+    """The thread that compares logs for all watches of a process. It ends when no watch is left."""
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[OrderWatch] = weakref.WeakSet()
@@ -293,27 +304,27 @@ class _Thread:
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():  # not alive in a forked child process
-                # A daemon: Python waits for other threads before `atexit` runs `stop`.
+                # A daemon, because Python waits for threads that are not daemons before `atexit` runs `stop`.
                 self._thread = threading.Thread(target=self._run, name="vescale_fsdp order", daemon=True)
                 self._thread.start()
 
     def put(self, watch: OrderWatch, step: int, entries: list[str]) -> None:
-        """Queue a step for comparison. The reference is weak: a queued step does not keep its watch alive."""
+        """Queue a step for comparison. The queue has a weak reference, so that it does not keep the watch alive."""
         self._steps.put((weakref.ref(watch), step, entries))
 
     def stop(self) -> None:
-        """End the thread before the interpreter exits: it could use modules that no longer exist."""
+        """End the thread before the interpreter exits, because it could use modules that no longer exist."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self.is_stopping = True
             self._steps.put(None)
-            thread.join(timeout=5.0)  # bounded: the thread may be in a call of the store
+            thread.join(timeout=5.0)  # bounded, because the thread may be waiting for the store
 
     def _run(self) -> None:
         while True:
             try:
                 item = self._steps.get(timeout=BOUND_S / _ALARMS_PER_BOUND)
-            except queue.Empty:  # no step has ended for a while: read the alarm
+            except queue.Empty:  # no step has ended for a while
                 if not self._look():
                     return
                 continue
@@ -324,10 +335,10 @@ class _Thread:
             if watch is not None:
                 watch.guarded(watch.compare, step, entries)
                 watch.compared()
-            del watch  # while the thread waits, a local variable would keep the watch alive
+            del watch  # otherwise this variable would keep the watch alive while the thread waits
 
     def _look(self) -> bool:
-        """Let every watch read the alarm; returns False if no watch is left, so that the thread ends."""
+        """Let every watch check for differences; return False if no watch is left, so that the thread ends."""
         with self._lock:
             watches = list(self._watches)
             if not watches:

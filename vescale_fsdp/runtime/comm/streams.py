@@ -1,10 +1,10 @@
-"""Streams: the source of the runtime's streams and events, which a test can replace.
+"""Streams: creates the runtime's streams and events. A test can replace it.
 
     streams_of(cuda)  -> DeviceStreams     the device module's own streams and events
     streams_of(cpu)   -> None              work runs in the host's order
 
-The runtime gets all streams from this module. A test passes a `Streams` to `CommContext` that records the waits between
-streams, and checks the order on a CPU.
+The runtime gets all streams from this module. A test passes a `Streams` of its own to `CommContext`, which records the
+waits between streams, and verifies the order of work without an accelerator.
 
 Streams and events come from ``torch.cuda`` (or another device's module), not from the generic ``torch.Stream``: a
 ``torch.cuda.Event`` keeps its handle in a field that the generic ``wait_event`` does not read (torch 2.11-2.13,
@@ -25,58 +25,58 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Block the host until the work before this point is done."""
+        """Block the host until the device has done the work before this point."""
 
 
 class Stream(Protocol):
     """A queue of device work."""
 
     def record_event(self) -> Event:
-        """The point after all work queued so far."""
+        """Return the point after all work queued so far."""
 
     def wait_event(self, event: Event) -> None:
-        """Start later work of this stream only after this point of another stream."""
+        """Let later work of this stream wait for the event, a point in another stream's work."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Start later work of this stream only after all work that is queued in the other stream now."""
+        """Let later work of this stream wait for all work that is queued in the other stream now."""
 
 
 class Streams(ABC):
-    """Source of streams."""
+    """Creates and selects the streams of a device."""
 
     @abstractmethod
     def new(self) -> Stream:
-        """A stream with priority over the compute stream."""
+        """Create a stream with priority over the compute stream."""
 
     @abstractmethod
     def current(self) -> Stream:
-        """The stream on which the caller's work is queued."""
+        """Return the stream on which the caller's work is queued."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Queue the work of a ``with`` block on this stream. Memory allocated in the block belongs to the stream."""
+        """Return a context whose work is queued on this stream. Memory allocated in it belongs to the stream."""
 
 
 class DeviceStreams(Streams):
-    """Streams of one accelerator."""
+    """The streams of one accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
 
     def new(self) -> Stream:
-        """A stream of high priority: collectives must not queue behind compute kernels."""
+        """Create a stream of high priority (-1), because collectives must not queue behind compute kernels."""
         return self._module.Stream(device=self._device, priority=-1)  # type: ignore[no-any-return]
 
     def current(self) -> Stream:
-        """The device's current stream."""
+        """Return the device's current stream."""
         return self._module.current_stream(self._device)  # type: ignore[no-any-return]
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """The device module's own context."""
+        """Return the device module's own context for a stream."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of a device; None for the CPU (and meta), which has none."""
+    """Return the streams of a device; None for the CPU and for meta, which have no streams."""
     return None if device.type in ("cpu", "meta") else DeviceStreams(device)
