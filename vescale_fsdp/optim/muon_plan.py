@@ -210,7 +210,8 @@ def _buckets(
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     """The ranks of a mesh with a process group over all of them. ``axis`` shards; the mesh's other axes replicate."""
-    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    # Global ranks, one row per replica.
+    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
     # An existing group with exactly these ranks is reused, since it has a communicator already.
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
@@ -271,7 +272,7 @@ def assign_owners(
     return owners
 
 
-WIRE_DTYPE = torch.bfloat16  # matrices are sent and iterated in this dtype, which torch's Newton-Schulz uses too
+WIRE_DTYPE = torch.bfloat16  # matrices are sent and iterated in this dtype, as in torch's Newton-Schulz
 
 
 @dataclass(frozen=True)
