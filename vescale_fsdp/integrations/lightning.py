@@ -7,7 +7,7 @@
 it gets this package's function. A checkpoint is one folder of `vescale_fsdp.checkpoint`, not Lightning's ``.distcp``
 files, with these keys:
 
-    state_dict, optimizer_0 ..     shards, loadable on any number of ranks (in Fabric: under the keys of the user's dict)
+    state_dict, optimizer_0 ..     shards, loadable on any number of ranks (in Fabric: the keys of the user's dict)
     epoch, loops, callbacks ..     rank 0's values that can be stored as JSON or tensors
     pickled                        rank 0's other values, in the format of ``torch.save`` (in Lightning: ``meta.pt``)
 
