@@ -121,6 +121,7 @@ class Exchange:
         Raises:
             BaseException: the first error of this rank, after all messages have ended: other ranks wait for them.
         """
+        # `attempt` keeps an error for later: other ranks wait for this rank's messages.
         self.errors.attempt(lambda: self._copy_kept(kept))
         in_place: list[_Started] = []
         staged: dict[bool, deque[_Started]] = {True: deque(), False: deque()}  # by direction

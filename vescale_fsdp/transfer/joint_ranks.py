@@ -117,6 +117,7 @@ def joint_ranks(
     store = bounded if known is None else SignedStore(bounded, known)
     if rank == 0:  # before its greeting, so that ranks that have read all greetings find the name
         store.set(_NAME, secrets.token_hex(8))  # random: names of groups must be unique in each process
+    # Through the store without signatures, since ranks with other secrets must be able to read a refusal.
     _greet(bounded, rank, num_ranks, timeout_s, known)
     name = store.get(_NAME).decode()
     # torch maps rank numbers in the default group to rank numbers in the new group. Ranks of other jobs are not in the
@@ -134,6 +135,7 @@ def joint_ranks(
             where=f"rank {rank}",
             todo="find the process that has ended; call joint_ranks again with a new rendezvous",
         ) from lost
+    # Joint rank by rank in the default group, since tensors name the ranks of their mesh by the latter.
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
         ranks.authenticate()
@@ -190,6 +192,7 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
     missing = set(range(num_ranks)) - {rank}
     deadline_s = time.monotonic() + timeout_s
     while missing:
+        # errors="replace", since the entry is not signed and may have any bytes.
         refused = store.get(_REFUSED).decode(errors="replace") if store.check([_REFUSED]) else ""
         for other in [other for other in missing if store.check([key(other)])]:
             try:
@@ -198,7 +201,7 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
                 # In order, so that both ranks write the same text.
                 refused = f"ranks {min(rank, other)} and {max(rank, other)}"
                 store.set(_REFUSED, refused)
-            missing.discard(other)
+            missing.discard(other)  # it has arrived, even with another secret
         if refused:
             _wait_for_readers(store, rank, num_ranks)
             raise PlacementError(

@@ -133,7 +133,7 @@ _watches_lock = Lock()  # an optimizer may step on another thread than the trans
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Hook of all optimizers: before a step, mark each watch that watches memory of the optimizer's parameters."""
     with _watches_lock:
-        watches = list(_watches)
+        watches = list(_watches)  # a copy: other threads may add watches during the loop
     if watches:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # Compared by storage: tensors of a state dict are other objects than the optimizer's, with the same memory.
@@ -166,7 +166,7 @@ class SourceWatch:
         watched = [item for tensor in tensors for item in (tensor, local_of(tensor))]
         self.storages = {storage_id(local_of(tensor)) for tensor in tensors}
         self.is_stepped = False
-        with _watches_lock:
+        with _watches_lock:  # two threads could run a function with `lru_cache` at the same time
             _watch_optimizers()
             _watches.add(self)
         # Inference tensors have no version counter.
@@ -212,6 +212,7 @@ class CutBlocks:
         for key, source in _coded_sources(plan).items():
             grid, cuts = source.grid, source.distribution.cuts
             assert grid is not None
+            # The usual layout of this library, for which no region needs to be computed.
             if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
                 if slot.block_numel % grid.band_numel == 0:

@@ -157,7 +157,7 @@ class Transfer:
         self._name = own.new_name()  # part of the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
-        self._busy = Lock()
+        self._busy = Lock()  # a run in the background takes it on the caller's thread and releases it on the worker's
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
         self._num_runs = 0
@@ -244,6 +244,7 @@ class Transfer:
         """
         try:
             names = {part.name for part in self._read_parts}
+            # Without tensors that this rank does not read: writes to them do no harm.
             tensors = {name: tensor for name, tensor in _named(state).items() if name in names}
             if snapshot:
                 return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
@@ -253,6 +254,7 @@ class Transfer:
 
     @plainly
     def _run(self, read: _SourceRead, into: Any | None, version: int | None) -> None:
+        """Do steps 1 to 6 of a transfer (see the top of this file)."""
         own = self._coordinator
         # Before anything can fail: the number is part of a key that must be equal on all ranks.
         self._num_runs += 1
@@ -272,7 +274,7 @@ class Transfer:
                 memory = origin, destination
                 exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
                 exchange.run(self._messages, self._kept)
-                if watch is not None:
+                if watch is not None:  # inside of this block, so that a write to the source fails the run on all ranks
                     watch.check()
             destination.commit()
             self._version = version
