@@ -65,7 +65,7 @@ def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[Matr
         shape: shape of the whole tensor.
     """
     line = grid.line_numel
-    if len(shape) < 2:  # no last dim to be the line: a vector is cut into lines of `line` items
+    if len(shape) < 2:  # a vector has no rows, so it is cut into lines of `line` items; the last one may be short
         first = region.box.offsets[0] if shape else 0
         offset = 0
         for box in boxes_of_range((-(-numel_of(shape) // line), line), *region.span.shift(first)):
@@ -177,7 +177,7 @@ class CodedTensor:
         self._local = local
         self._boxes = list(matrix_boxes(region, shape, self._grid))
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
-        self._first_band = min((band.start for band in bands), default=0)  # default: no part on this rank
+        self._first_band = min((band.start for band in bands), default=0)  # default: this rank has no items
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
         per_band = self._grid.scales_per_band
         self.first_block = self._first_band * per_band
@@ -190,6 +190,7 @@ class CodedTensor:
     def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
         """Split the rows of a box into slabs: as many whole bands as fit a CPU cache; each cut band is a slab."""
         height = self._grid.rows
+        # At least one band, even if it exceeds the cache. max(box.cols, 1): no division by zero for empty boxes.
         many = max(1, _SLAB_NUMEL // (max(box.cols, 1) * height)) * height
         row, stop = box.row, box.row + box.rows
         while row < stop:

@@ -262,6 +262,7 @@ def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | No
     return Leaf(leaf.source, source, corner, leaf.dims)
 
 
+# Classes in the JSON form of links. Codecs are not listed, since their package imports the runtime; callers pass them.
 _KINDS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (Coded, Mapped, Concat, Index, Permute, Slice, Stack)
 }
@@ -412,10 +413,10 @@ def resolve_links(
             problems.append(f"{spelled!r} is linked, but the target has no such tensor")
         elif name in link_of:
             problems.append(f"{name!r} is linked twice, also as {spelled!r}")
-        link_of[name] = link
+        link_of[name] = link  # also after a problem, so that one error lists the problems of all tensors
 
     def source_of(item: str | Coded) -> SourceTensor:
-        if item not in sources:
+        if item not in sources:  # one object for all leaves, since it caches regions
             sources[item] = SourceTensor(source, item)
         return sources[item]
 

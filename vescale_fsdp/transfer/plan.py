@@ -123,9 +123,8 @@ class TransferPlan:
         number, shares = ranks.index(sender), self.all_shares[ranks]
         low = sum(shares[:number]) - start
 
-        def edge(
-            position: int,
-        ) -> int:  # rounded down, so that no item is cut; the end need not be a multiple
+        def edge(position: int) -> int:
+            """The position inside of the receiver's bytes, rounded down so that no item is cut; the end stays."""
             return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
 
         return edge(low), edge(low + shares[number])
@@ -159,7 +158,7 @@ class TransferPlan:
         Raises:
             PlacementError: if the version of the JSON form is not supported.
         """
-        if data.get("version") != _VERSION:
+        if data.get("version") != _VERSION:  # fields of another version may have another meaning
             raise PlacementError(
                 "This plan was written by another version of vescale_fsdp.",
                 expected=f"version {_VERSION} of plans",

@@ -221,7 +221,7 @@ class RankTransfers:
     def __init__(self, plan: TransferPlan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
-        self._target_regions: dict[tuple[int, Shape], Region] = {}
+        self._target_regions: dict[tuple[int, Shape], Region] = {}  # the cache of `_target_region`
 
     @cached_property
     def sends(self) -> dict[int, ShareStream]:

@@ -157,7 +157,8 @@ class Transfer:
         self._name = own.new_name()  # part of the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
-        self._busy = Lock()  # a run in the background takes it on the caller's thread and releases it on the worker's
+        # Not an RLock: a run in the background takes it on the caller's thread, and releases it on the worker's.
+        self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
         self._num_runs = 0
@@ -274,7 +275,8 @@ class Transfer:
                 memory = origin, destination
                 exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
                 exchange.run(self._messages, self._kept)
-                if watch is not None:  # inside of this block, so that a write to the source fails the run on all ranks
+                # Inside of this block, so that a write to the source fails the run on all ranks.
+                if watch is not None:
                     watch.check()
             destination.commit()
             self._version = version
