@@ -109,7 +109,7 @@ class ElasticJob:
         membership: how processes agree on the members of an epoch.
         build: makes the model and its optimizer. It must not communicate, since it is called in the first epoch of each
             process, which other processes may have passed. It must give the same weights in all processes. It is called
-            again in an epoch for which no saved step is left.
+            once more in every epoch that finds no saved step, such as the first epoch of a new job.
         checkpoints: makes the checkpoint manager of an epoch, for a number of ranks. With a RAM tier of interval 1 and
             ``replicas=1``, the loss of a node costs only the current step.
         make_mesh: makes the mesh of an epoch, for a number of ranks. Default: a 1-D mesh of all ranks.
@@ -142,6 +142,7 @@ class ElasticJob:
         max_retries: int = 5,
     ) -> None:
         self._membership, self._build, self._checkpoints = membership, build, checkpoints
+        # The argument is not needed: the default mesh has all ranks of the epoch's default group.
         self._make_mesh = make_mesh or (lambda num_ranks: default_mesh())
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
         self._manager: CheckpointManager | None = None
@@ -183,7 +184,7 @@ class ElasticJob:
                         raise
                     _logger.warning("rank %d leaves its epoch: %s", self.rank, error)
                 self._end_epoch()
-        finally:
+        finally:  # also after the last step and after an error; ending an epoch twice does no harm
             self._end_epoch()
             self._membership.leave()
 

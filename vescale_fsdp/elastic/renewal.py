@@ -101,6 +101,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
     """
     old = olds[0]
     params = {param.slot.fqn: param for group in olds for param in group.params}
+    # In the order of the first planning, so that the layouts are those of `fully_shard` on these ranks.
     slots = [params[fqn].slot for fqn in old.together]
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
     for layout in plan_buffers(specs, data.num_shards, scatter=old.scatter):

@@ -150,10 +150,10 @@ class AdamW8bit(BatchedOptimizer):
         block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
         min_8bit_numel: int = 4096,
     ) -> None:
-        check_rates(float(lr), betas, eps, weight_decay)
+        check_rates(float(lr), betas, eps, weight_decay)  # float, since a learning rate may be a tensor
         grid_of((1,), block)  # raises if `block` is neither Flat nor Tiles
         self._block = block
-        # As text, because every checkpoint format can store text; `parse_granularity` reads it.
+        # As text, because every checkpoint format can store text; `parse_granularity` reads this text.
         text = f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
         defaults = {
             "lr": lr,
@@ -208,13 +208,14 @@ class AdamW8bit(BatchedOptimizer):
         return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
+        """The parameter with its state and its grid of blocks."""
         return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         """Step a batch of parameters: as blocks padded with zeros if their state is 8-bit, else as flat elements."""
         batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
-        step = batch[0].state["step"]
+        step = batch[0].state["step"]  # equal for all parameters of a batch
         locals_ = [local_tensor(each.param) for each in batch]
         grad = _joined([each.laid_out(local_grad(each.param).float()) for each in batch])
         exp_avg = _load(batch, "exp_avg").lerp(grad, 1 - beta1)
@@ -240,6 +241,7 @@ class _Stepped(NamedTuple):
 
     @property
     def is_8bit(self) -> bool:
+        """Whether the parameter has 8-bit state."""
         return "exp_avg_codes" in self.state
 
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:

@@ -82,6 +82,7 @@ class _FlatRun:
         starts = [int(local.storage_offset()) - base for local in locals_]
         ends = [start + local.numel() for start, local in zip(starts, locals_, strict=True)]
         flat = torch.as_strided(locals_[0], (ends[-1],), (1,), base)
+        # Not strict: no parameter follows the last one.
         gaps = [(stop, start) for stop, start in zip(ends, starts[1:], strict=False) if stop < start]
         return _FlatRun(params, starts, flat, gaps)
 
@@ -105,7 +106,7 @@ class _FlatRun:
             if self.gaps:
                 foreach_zero_([flat[start:stop] for start, stop in self.gaps])
             return flat
-        flat = torch.zeros_like(self.flat)
+        flat = torch.zeros_like(self.flat)  # zeros, since padding is stepped too and must stay zero
         parts = [flat[start : start + grad.numel()] for grad, start in zip(grads, self.starts, strict=True)]
         foreach_copy_(parts, grads)
         return flat

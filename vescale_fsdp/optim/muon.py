@@ -118,7 +118,8 @@ class Muon(StructuredOptimizer):
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
         bucket_bytes: int = 8 << 20,  # 8 MiB
     ) -> None:
-        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)  # momentum must be in [0, 1), like a beta
+        # Momentum must be in [0, 1), like a beta. float, since a learning rate may be a tensor.
+        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
         if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:  # 100, as in torch.optim.Muon
             raise LayoutError(
                 "Muon does not accept these arguments.",
@@ -127,7 +128,7 @@ class Muon(StructuredOptimizer):
             )
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], MuonPlan] = {}  # key: indices of the parameters with a gradient
-        self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}
+        self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}  # kept, since making them creates process groups
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -82,7 +82,7 @@ class Shampoo(BatchedOptimizer):
         adamw_params: Iterable[Any] | None = None,
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        check_rates(float(lr), betas, eps, weight_decay)
+        check_rates(float(lr), betas, eps, weight_decay)  # float, since a learning rate may be a tensor
         if (
             block_size < 1
             or update_every < 1
@@ -107,7 +107,7 @@ class Shampoo(BatchedOptimizer):
             "grafting": grafting,
             "graft_beta2": graft_beta2,
             "graft_eps": graft_eps,
-            "momentum_form": "ema",
+            "momentum_form": "ema",  # recorded, because a sum of gradients would be 1 / (1 - beta) times larger
         }
         super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
 
@@ -153,7 +153,7 @@ class Shampoo(BatchedOptimizer):
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[param] for param in params]
-        # The step count is on the host, so reading it does not wait for a device.
+        # Equal for all parameters of a batch. On the host, so that reading it does not wait for a device.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]
         locals_ = [local_tensor(param) for param in params]
         numels = [local.numel() for local in locals_]
@@ -173,6 +173,7 @@ class Shampoo(BatchedOptimizer):
         write_directions(jobs, step, group)
         values = _joined(locals_)
         update.add_(values, alpha=group["weight_decay"])  # decoupled, as in AdamW
+        # In fp32; the copy rounds to the dtype of the parameters.
         stepped = torch.add(values, update, alpha=-float(group["lr"]))
         foreach_copy_(locals_, list(stepped.split(numels)))
 

@@ -65,7 +65,7 @@ def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[Matr
         shape: shape of the whole tensor.
     """
     line = grid.line_numel
-    if len(shape) < 2:  # a vector has no rows, so it is cut into lines of `line` items; the last one may be short
+    if len(shape) < 2:  # a vector has no rows, so it is cut into lines of `line` items
         first = region.box.offsets[0] if shape else 0
         offset = 0
         for box in boxes_of_range((-(-numel_of(shape) // line), line), *region.span.shift(first)):
