@@ -118,7 +118,7 @@ class StoreMembership:
         self._signed = bounded if self._secret is None else SignedStore(bounded, self._secret)
         self._store = dist.PrefixStore("elastic", self._signed)
         self._num_first, self._min_members, self._timeout_s = num_first, min_members, timeout_s
-        self._presence = Presence(host, self._secret)
+        self._presence = Presence(host, self._secret)  # raises if there is no secret and `host` is not loopback
         self._number = -1  # number of the last closed round that this process knows; -1: none
         self._last: tuple[str, ...] = ()  # the members of that round
 
@@ -145,7 +145,7 @@ class StoreMembership:
             number += 1
 
     def has_changed(self) -> bool:
-        """Whether a process has entered the next round."""
+        """Whether a process has entered the next round; False before the first epoch."""
         return self._number >= 0 and self._store.check([f"round-{self._number + 1}"])
 
     def leave(self) -> None:
@@ -213,6 +213,7 @@ class StoreMembership:
             raise self._unlike_secrets() from error
 
     def _unlike_secrets(self) -> PlacementError:
+        """The error for processes with different secrets."""
         return PlacementError(
             "Processes of an elastic job have different secrets, or some have no secret.",
             expected="the same secret in all processes, or no secret in any process",

@@ -88,6 +88,7 @@ def with_vescale(
     parallelize = parallelize_with(
         spec.parallelize_fn, granularity=granularity, padding_policy=padding_policy
     )
+    # None for other models: an error only if the configuration reads or writes Hugging Face checkpoints.
     with_experts, dense = _RULES.get(spec.name, (None, None))
     rules = with_experts if any(spec.model.traverse(MoE.Config)) else dense
     # Not asdict, which would turn nested configurations into dicts.

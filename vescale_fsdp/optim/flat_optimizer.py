@@ -232,6 +232,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         # Copy options to the torch optimizer: users and schedulers change them in this optimizer's ``param_groups``.
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            # Without "params", which are the flat tensors in the torch optimizer.
             inner.update({name: value for name, value in outer.items() if name != "params"})
         for run in runs:
             # The first parameter stands for all: after the split above, all or none of a run have gradients.
@@ -251,6 +252,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             return self._runs
         for param in self._params():
             # -1: no gradient when the runs are built, so these parameters are not in a run with parameters that step.
+            # `setdefault`, since a parameter that was skipped later has a number of its own.
             if self._runs is None and param.grad is None:
                 self._histories.setdefault(param, -1)
         groups, self._runs = [], []
@@ -270,6 +272,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         by_address = []
         for param in params:
             local = local_tensor(param)
+            # With the size, so that an empty parameter comes before a parameter with the same offset.
             by_address.append(((storage_id(local), int(local.storage_offset()), local.numel()), param))
         by_address.sort(key=lambda pair: pair[0])  # without the parameter, since tensors cannot be compared
         adjacent: list[torch.Tensor] = []
@@ -282,6 +285,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 (name, None if _per_element(name, v) else v) for name, v in self.state.get(param, {}).items()
             ]
             counters = tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
+            # What must be equal in a run.
             history = (storage, id(layout), self._histories.get(param), counters)
             # Padding up to the next aligned offset does not end a run. Plain tensors have no padding.
             padding = -end[0] % layout.align_numel if layout is not None else 0
@@ -324,7 +328,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         flat_state = self._inner.state[run.flat]
         shown = tuple(map(id, flat_state.values()))
-        if shown == run.shown:
+        if shown == run.shown:  # usual after the first step: later steps update state in place
             return False
         run.shown = shown
         for param, start in zip(run.params, run.starts, strict=True):

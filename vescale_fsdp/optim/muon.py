@@ -128,7 +128,8 @@ class Muon(StructuredOptimizer):
             )
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], MuonPlan] = {}  # key: indices of the parameters with a gradient
-        self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}  # kept, since making them creates process groups
+        # Kept, since making an entry may create a process group.
+        self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -206,6 +207,7 @@ class Muon(StructuredOptimizer):
         return {"momentum_buffer": torch.zeros_like(param)}
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        # A plan is valid for the parameters that have a gradient, so their indices are its key.
         members = [(p, group) for group in groups for p in group["params"]]
         present = tuple(index for index, (p, _) in enumerate(members) if p.grad is not None)
         if present not in self._plans:
@@ -240,6 +242,7 @@ class Muon(StructuredOptimizer):
             for (_, group), m in zip(stepped, momenta, strict=True)
         ]
         numels = [m.numel() for m in momenta]
+        # Without a limit of size, since all updates stay in memory until the step uses them.
         for alike in batches_of(zip(kinds, numels, range(len(kinds)), strict=True), sum(numels)):
             _, _, momentum, nesterov = kinds[alike[0]]
             some_grads, some = [grads[index] for index in alike], [momenta[index] for index in alike]
@@ -310,6 +313,7 @@ class ParamJob(NamedTuple):
 
     def iteration(self) -> NewtonSchulz:
         """The iteration with the constants of the param group."""
+        # A tuple, so that iterations can be hashed: a loaded checkpoint may have a list.
         return NewtonSchulz(tuple(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"])
 
     def scaled_lr(self, matrix: Matrix) -> float:
@@ -337,7 +341,7 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
     """
     gathering = _start_gather(plan.buckets[0], jobs) if plan.buckets else None
     meanwhile()
-    _decay(jobs)
+    _decay(jobs)  # before any subtraction: as in torch, decay multiplies the old values
     _orthogonalize_here(plan.here, jobs)
     for index in plan.gathered:
         _orthogonalize_everywhere(index, jobs)

@@ -107,7 +107,8 @@ class Shampoo(BatchedOptimizer):
             "grafting": grafting,
             "graft_beta2": graft_beta2,
             "graft_eps": graft_eps,
-            "momentum_form": "ema",  # recorded, because a sum of gradients would be 1 / (1 - beta) times larger
+            # Recorded in checkpoints, because a sum of gradients would be 1 / (1 - beta) times larger.
+            "momentum_form": "ema",
         }
         super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
 
