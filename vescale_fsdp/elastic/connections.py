@@ -76,6 +76,7 @@ def _tcp_socket(fd: int) -> socket.socket | None:
 
 
 def _is_pipe(fd: int) -> bool:
+    """Whether a file descriptor is a pipe; False if it was closed."""
     with suppress(OSError):  # the file was closed after it was listed
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False

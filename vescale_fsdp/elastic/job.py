@@ -248,6 +248,7 @@ class ElasticJob:
         return {"model": training.model, "optimizer": training.optimizer, "more": training.more}
 
     def _save(self, step: int) -> None:
+        """Save after ``step`` finished steps, if the manager's policy says so."""
         assert self._manager is not None
         self._manager.save(step, self._state())
 

@@ -62,11 +62,13 @@ class _Round:
 
     @staticmethod
     def of(text: str) -> _Round:
+        """Inverse of `text`."""
         data = json.loads(text)
         return _Round(tuple(data["entered"]), data["is_closed"])
 
     @property
     def text(self) -> str:
+        """The value as it is in the store: JSON."""
         return json.dumps({"entered": self.entered, "is_closed": self.is_closed})
 
 
@@ -118,7 +120,7 @@ class StoreMembership:
         self._signed = bounded if self._secret is None else SignedStore(bounded, self._secret)
         self._store = dist.PrefixStore("elastic", self._signed)
         self._num_first, self._min_members, self._timeout_s = num_first, min_members, timeout_s
-        self._presence = Presence(host, self._secret)  # raises if there is no secret and `host` is not loopback
+        self._presence = Presence(host, self._secret)  # raises without a secret, unless `host` is loopback
         self._number = -1  # number of the last closed round that this process knows; -1: none
         self._last: tuple[str, ...] = ()  # the members of that round
 
@@ -295,6 +297,7 @@ class Presence:
             Thread(target=self._answer, args=(asker,), name="elastic-answer", daemon=True).start()
 
     def _answer(self, asker: socket.socket) -> None:
+        """Read a nonce from a connection, send the answer, and close the connection."""
         with asker, suppress(OSError):  # the process that asked may have ended
             nonce = _received(asker, _NONCE_BYTES)
             if len(nonce) == _NONCE_BYTES:
@@ -323,6 +326,7 @@ def is_present(name: str, secret: bytes | None = None) -> bool:
 
 
 def _answer_to(nonce: bytes, token: str, secret: bytes | None) -> bytes:
+    """The answer of the process with this token to a nonce: only a process with the secret can compute it."""
     # Without a secret, which is possible on one machine only, the token alone identifies the process.
     return sign(secret or b"", f"presence {token}", nonce)
 

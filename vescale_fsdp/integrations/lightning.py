@@ -99,6 +99,7 @@ class VescaleStrategy(ModelParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
+        # Raise instead of ignoring the plugin: the user would expect its files.
         raise ArgumentError(
             "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
             expected="no CheckpointIO plugin",

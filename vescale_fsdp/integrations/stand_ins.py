@@ -199,6 +199,7 @@ def fsdp1_init(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_sharded(module: object) -> bool:
+    """Whether this package's `fully_shard` has sharded the module."""
     return isinstance(module, FSDPModule)
 
 

@@ -71,6 +71,7 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
     up, down = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device="cpu")
 
     def rounds_up(x: torch.Tensor) -> torch.Tensor:
+        """Whether each x is rounded to the higher of its two entries."""
         return x - low >= (high - low) * 0.5
 
     x = (low + high) / 2
@@ -181,6 +182,7 @@ class AdamW8bit(BatchedOptimizer):
         return lambda fqn, param: block if _is_8bit(tuple(param.shape), 8, min_8bit_numel) else Element()
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Make the initial state of a parameter: the step count, and for each moment codes and scales, or fp32 values."""
         if group["state_bits"] not in (8, 32):
             raise LayoutError(
                 "Optimizer state has 8 or 32 bits.",
@@ -201,6 +203,7 @@ class AdamW8bit(BatchedOptimizer):
         return state
 
     def _kind(self, param: torch.Tensor) -> Hashable:
+        """The shape of a parameter's blocks, as part of the key of its batch; empty for fp32 state."""
         # Blocks are concatenated along the first dim, so all other dims of a batch must be equal. Parameters with fp32
         # state are stepped as flat elements, so their batch may have parameters of any shapes.
         stepped = self._stepped(param)

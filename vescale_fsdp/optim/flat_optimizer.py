@@ -350,6 +350,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, ordered)
 
     def _params(self) -> Iterator[torch.Tensor]:
+        """The parameters of all param groups, in their order."""
         return (param for group in self.param_groups for param in group["params"])
 
 

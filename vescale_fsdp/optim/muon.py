@@ -203,10 +203,12 @@ class Muon(StructuredOptimizer):
         self._plans, self._ranks = {}, {}
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Make the initial state of a parameter: a momentum of zeros."""
         matrices_of(tuple(param.shape), group["row_splits"])  # raises if Muon does not support the shape
         return {"momentum_buffer": torch.zeros_like(param)}
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Step all parameters that have a gradient, by a plan that is made at the first step and reused."""
         # A plan is valid for the parameters that have a gradient, so their indices are its key.
         members = [(p, group) for group in groups for p in group["params"]]
         present = tuple(index for index, (p, _) in enumerate(members) if p.grad is not None)

@@ -314,6 +314,7 @@ class Bucket:
 
     @cached_property
     def _by_owner(self) -> dict[tuple[int, int], list[CutMatrix]]:
+        """The matrices of each owner (replica, shard); empty lists for ranks that own none."""
         by_owner: dict[tuple[int, int], list[CutMatrix]] = {rank: [] for rank in self.everyone}
         for cut in self.cuts:
             by_owner[cut.owner].append(cut)

@@ -138,6 +138,7 @@ class Shampoo(BatchedOptimizer):
                 group.setdefault("relative_eps", _RELATIVE_EPS)  # missing in checkpoints of version 0.1
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Make the initial state of a parameter: the step count, averages, and for each side factors and roots."""
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
         pieces = contiguous_pieces_of(param, "adamw_params=[...]")
         bands = pieces.count_in_blocks(grid.period, lambda piece: len(grid.bands_in(piece)))
@@ -153,6 +154,7 @@ class Shampoo(BatchedOptimizer):
         return state
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Step a batch of parameters: flat tensors of all parameters, and stacks of all blocks of one size."""
         states = [self.state[param] for param in params]
         # Equal for all parameters of a batch. On the host, so that reading it does not wait for a device.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]

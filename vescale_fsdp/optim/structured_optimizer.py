@@ -281,6 +281,7 @@ class BatchedOptimizer(StructuredOptimizer):
     """Base of optimizers that step similar parameters as one batch on accelerators, to save kernel launches."""
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Step all parameters that have a gradient: with AdamW, then in batches with this optimizer's algorithm."""
         self._step_adamw()
         for group in groups:
             params = [param for param in group["params"] if param.grad is not None]
@@ -429,9 +430,10 @@ def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _copy_value(value: Any, target: torch.Tensor) -> None:
-    if value is target:
+    """Copy one value into a tensor, as the table in `copy_state` says."""
+    if value is target:  # the state dict of this optimizer itself was loaded
         return
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):  # such as a step count that was saved as a number
         target.fill_(value)
         return
     if not isinstance(target, DTensor):
@@ -444,7 +446,7 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
         local.copy_(local_of(value).view(local.shape))
         return
     pieces = pieces_of(target)
-    if pieces is None:
+    if pieces is None:  # placements without contiguous pieces, such as tensor parallelism
         local.copy_(local_part_of(value.to(local.device), target))
         return
     piece = pieces.own_piece

@@ -148,6 +148,7 @@ def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tup
     """
 
     def key(cut: Cut) -> Any:
+        """The cut itself; for a cut by layout, the fields that determine its regions."""
         if not isinstance(cut, LayoutCut):
             return cut
         layout, slot = layouts[cut.layout], layouts[cut.layout].slots[cut.slot]

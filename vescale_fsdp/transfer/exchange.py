@@ -263,4 +263,5 @@ def _each(work: Callable[[Share, torch.Tensor], None], shares: Iterable[Share], 
 
 
 def _checksum_of(data: torch.Tensor) -> int:
-    return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, which fit the int64 that is sent
+    """The checksum of a tensor's bytes."""
+    return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, since it is sent in a tensor of int64

@@ -302,19 +302,24 @@ class JointRanks(GroupCoordinator):
         return {rank: data.numpy().tobytes() for rank, data in received.items()}
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
+        """Exchange JSON messages as the base class does; counts the rounds, so that no message can be replayed."""
         self._num_documents += 1  # equal on all ranks, which make the same calls
         return super()._documents(item, doing)
 
     def _seal(self, data: bytes) -> bytes:
+        """Sign a message of this rank, if there is a secret."""
         return data if self._secret is None else sign(self._secret, self._message_name(self.rank), data)
 
     def _open(self, data: bytes, rank: int) -> bytes:
+        """Check and remove the signature of a message from ``rank``, if there is a secret."""
         return data if self._secret is None else unsign(self._secret, self._message_name(rank), data)
 
     def _message_name(self, rank: int) -> str:
+        """The text that is signed with a message: its round and its sender, in this session."""
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
+        """The items of all ranks."""
         # As JSON: unpickling would let another job run code in this process.
         return cast("list[T]", self._documents(cast("Json", item), doing))
 

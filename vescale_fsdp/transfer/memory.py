@@ -144,6 +144,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 
 @lru_cache  # register the hook once per process: it runs for all optimizers
 def _watch_optimizers() -> None:
+    """Make torch call `_note_step` before every step of every optimizer of this process."""
     register_optimizer_step_pre_hook(_note_step)
 
 
