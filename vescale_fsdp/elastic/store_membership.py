@@ -160,7 +160,7 @@ class StoreMembership:
         Args:
             deadline_s: when to stop waiting for members of the previous round, as given by `time.monotonic`.
         """
-        changed_s, known = time.monotonic(), _Round()  # the last change of the round, and its value since then
+        changed_s, known = time.monotonic(), _Round()  # when the round last changed, and its value then
         while True:
             current = self._entered(number)
             if current.is_closed:

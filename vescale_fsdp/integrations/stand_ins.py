@@ -168,7 +168,10 @@ def from_local(
     grad_placements: Sequence[Placement] | None = None,
     **kwargs: Any,
 ) -> DTensor:
-    """Call this package's function if a placement is ragged, since torch's operators reject such tensors of torch's."""
+    """Call this package's function if a placement is ragged, else torch's.
+
+    For ragged placements, torch's function would return a DTensor that torch's operators reject.
+    """
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return _torch_from_local(  # type: ignore[no-any-return]

@@ -167,7 +167,9 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         """
         stored = source_metadata.nested_path_to_metadata
         own = dist.get_rank() if dist.is_initialized() else 0
+        # The file for values that are not tensors. Rank 0's if the checkpoint has fewer ranks.
         rank_of_values = own if own in source_metadata.rank_to_layout_info else 0
+        # With this rank's entry, so that its file is read even if no tensor is copied from it.
         by_rank: dict[int, list[_Copy]] = {rank_of_values: []}
         for path, sharding in target_metadata.items():
             for rank, copy in _copies(path, sharding, stored.get(path, ())):
@@ -180,7 +182,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
             leaves = dict(_leaves(item))
             for copy in copies:
                 part = _part(leaves[copy.path], copy.source, copy.shared)
-                with torch.no_grad():
+                with torch.no_grad():  # the target may be a parameter, which requires a gradient
                     _part(target_leaves[copy.path], copy.target, copy.shared).copy_(part)
         return [path for path in target_metadata if path not in stored]
 

@@ -182,7 +182,7 @@ class AdamW8bit(BatchedOptimizer):
         return lambda fqn, param: block if _is_8bit(tuple(param.shape), 8, min_8bit_numel) else Element()
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Make the initial state of a parameter: the step count, and for each moment codes and scales, or fp32 values."""
+        """Make the initial state of a parameter: a step count, and two moments as codes and scales or in fp32."""
         if group["state_bits"] not in (8, 32):
             raise LayoutError(
                 "Optimizer state has 8 or 32 bits.",

@@ -185,6 +185,7 @@ def _buckets(
         loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps)
     flops = [newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
+    # For each matrix, the elements on each rank. Ranks are numbered replica by replica.
     parts = [
         {
             replica * num_shards + shard: matrix.range.intersect(pieces.piece(shard)).numel
@@ -193,7 +194,7 @@ def _buckets(
         }
         for _, matrix, pieces in cut
     ]
-    owners = assign_owners(flops, parts, loads * replicas)
+    owners = assign_owners(flops, parts, loads * replicas)  # all replicas have the same loads so far
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
     # `bucket_bytes` is what one rank receives. Owners are on all ranks, so each receives a similar part of the bucket.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
@@ -218,6 +219,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
         group = dist.group.WORLD
     else:
+        # Sorted: all ranks must pass the members in the same order.
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None
     numbers = tuple(tuple(dist.get_group_rank(group, rank) for rank in row) for row in table)

@@ -104,6 +104,7 @@ class FactorGrid:
     @property
     def period(self) -> int:
         """Number of elements after which band boundaries repeat: a band, or a matrix if its last band is short."""
+        # With a single matrix, a short last band is followed by no other band.
         even = self.stack == 1 or self.rows % self.block == 0
         return (self.block if even else self.rows) * self.cols
 
@@ -117,6 +118,7 @@ class FactorGrid:
         """Shapes of the tensors of left factors and, for matrices, right factors: [band, column, side, side]."""
         lines = {"left": self.rows, "right": self.cols} if self.order == 2 else {"left": self.rows}
         blocks = (self.stack * self.bands_per_matrix, self.num_columns)
+        # A factor is never larger than the matrix.
         return {side: (*blocks, min(self.block, n), min(self.block, n)) for side, n in lines.items()}
 
     def band_start(self, band: int) -> int:
@@ -282,7 +284,7 @@ def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, An
 def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: Mapping[str, Any]) -> None:
     """Do the work of `write_directions` for areas whose blocks have one size, as one stack."""
     beta2, start, every = group["betas"][1], group["start_step"], group["update_every"]
-    due = step == start or (step > start and step % every == 0)
+    due = step == start or (step > start and step % every == 0)  # at `start` too, which may be no multiple of `every`
     grads, averages, plain = (
         _stacked([_blocks_of(job.lines[which], area) for job, area in alike]) for which in range(3)
     )

@@ -431,7 +431,7 @@ def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 def _copy_value(value: Any, target: torch.Tensor) -> None:
     """Copy one value into a tensor, as the table in `copy_state` says."""
-    if value is target:  # the state dict of this optimizer itself was loaded
+    if value is target:  # an optimizer may load its own state dict
         return
     if not isinstance(value, torch.Tensor):  # such as a step count that was saved as a number
         target.fill_(value)

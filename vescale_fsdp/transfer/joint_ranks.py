@@ -302,7 +302,7 @@ class JointRanks(GroupCoordinator):
         return {rank: data.numpy().tobytes() for rank, data in received.items()}
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
-        """Exchange JSON messages as the base class does; counts the rounds, so that no message can be replayed."""
+        """All-gather one JSON value per rank. Counts the rounds, since the number is part of each signature."""
         self._num_documents += 1  # equal on all ranks, which make the same calls
         return super()._documents(item, doing)
 
