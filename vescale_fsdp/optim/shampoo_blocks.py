@@ -284,7 +284,8 @@ def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, An
 def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: Mapping[str, Any]) -> None:
     """Do the work of `write_directions` for areas whose blocks have one size, as one stack."""
     beta2, start, every = group["betas"][1], group["start_step"], group["update_every"]
-    due = step == start or (step > start and step % every == 0)  # at `start` too, which may be no multiple of `every`
+    # At `start` too, which need not be a multiple of `every`.
+    due = step == start or (step > start and step % every == 0)
     grads, averages, plain = (
         _stacked([_blocks_of(job.lines[which], area) for job, area in alike]) for which in range(3)
     )

@@ -335,10 +335,10 @@ def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Ite
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Call the closure of a step with gradients enabled and return its result; None if there is no closure."""
+    """Call the closure of a step and return its result; None if there is no closure."""
     if closure is None:
         return None
-    with torch.enable_grad():
+    with torch.enable_grad():  # `step` runs without gradients, but the closure calls backward
         return closure()
 
 
@@ -358,7 +358,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
         )
     items = list(params)
     if items and isinstance(items[0], dict):
-        return [dict(group) for group in items]
+        return [dict(group) for group in items]  # copies, since torch adds defaults to the dicts
     # No group without parameters: all parameters may be in adamw_params. With no group at all, torch raises an error.
     return [{"params": items}] if items else []
 
