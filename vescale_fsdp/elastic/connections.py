@@ -59,7 +59,7 @@ def _watched_by_epolls() -> list[list[int]]:
 
 
 def _tcp_socket(fd: int) -> socket.socket | None:
-    """A socket object for a copy of a descriptor, which the caller must close; None if it is not a TCP socket."""
+    """Return a socket object for a copy of a descriptor, for the caller to close; None if it is not a TCP socket."""
     try:
         copy = os.dup(fd)  # a copy, since a socket object closes its descriptor, and gloo needs the original
     except OSError:  # the file was closed after it was listed
@@ -76,7 +76,7 @@ def _tcp_socket(fd: int) -> socket.socket | None:
 
 
 def _is_pipe(fd: int) -> bool:
-    """Whether a file descriptor is a pipe; False if it was closed."""
+    """Return whether a file descriptor is a pipe; False if it was closed."""
     with suppress(OSError):  # the file was closed after it was listed
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False

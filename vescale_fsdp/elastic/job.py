@@ -242,7 +242,7 @@ class ElasticJob:
         self.training = training
 
     def _state(self) -> dict[str, Any]:
-        """The state to save and to restore."""
+        """Return the state to save and to restore."""
         training = self.training
         assert training is not None
         return {"model": training.model, "optimizer": training.optimizer, "more": training.more}

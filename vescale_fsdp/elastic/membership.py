@@ -57,7 +57,7 @@ class Membership(Protocol):
         """
 
     def has_changed(self) -> bool:
-        """Whether this epoch must end, since a process waits for the next epoch. Members call it after each step."""
+        """Return whether this epoch must end, since a process waits for the next one. Called after each step."""
 
     def leave(self) -> None:
         """Leave the job, so that no other process waits for this process."""

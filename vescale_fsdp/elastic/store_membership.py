@@ -147,7 +147,7 @@ class StoreMembership:
             number += 1
 
     def has_changed(self) -> bool:
-        """Whether a process has entered the next round; False before the first epoch."""
+        """Return whether a process has entered the next round; False before the first epoch."""
         return self._number >= 0 and self._store.check([f"round-{self._number + 1}"])
 
     def leave(self) -> None:
@@ -215,7 +215,7 @@ class StoreMembership:
             raise self._unlike_secrets() from error
 
     def _unlike_secrets(self) -> PlacementError:
-        """The error for processes with different secrets."""
+        """Make the error for processes with different secrets."""
         return PlacementError(
             "Processes of an elastic job have different secrets, or some have no secret.",
             expected="the same secret in all processes, or no secret in any process",
@@ -225,7 +225,7 @@ class StoreMembership:
         )
 
     def _complete(self, current: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
-        """The members with which this process can close a round, in the order of their ranks.
+        """Return the members with which this process can close a round, in the order of their ranks.
 
         Args:
             is_settled: whether no process has entered the round for a while.
@@ -312,7 +312,7 @@ class Presence:
 
 
 def is_present(name: str, secret: bytes | None = None) -> bool:
-    """Whether the process called ``name`` lives and can be reached: whether it answers within `ANSWER_S`."""
+    """Return whether the process called ``name`` lives and can be reached: whether it answers within `ANSWER_S`."""
     address, _, token = name.partition("/")
     host, _, port = address.rpartition(":")  # the last colon: IPv6 addresses contain colons
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -326,7 +326,7 @@ def is_present(name: str, secret: bytes | None = None) -> bool:
 
 
 def _answer_to(nonce: bytes, token: str, secret: bytes | None) -> bytes:
-    """The answer of the process with this token to a nonce: only a process with the secret can compute it."""
+    """Return the answer of the process with this token to a nonce: only a process with the secret can compute it."""
     # Without a secret, which is possible on one machine only, the token alone identifies the process.
     return sign(secret or b"", f"presence {token}", nonce)
 

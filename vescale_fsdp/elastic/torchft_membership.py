@@ -119,7 +119,7 @@ class TorchftMembership:
         return Quorum(self._epoch, tuple(quorum.replica_ids), quorum.replica_rank, prefixed)
 
     def has_changed(self) -> bool:
-        """Whether the lighthouse has a new quorum, with other members. A collective of all members."""
+        """Return whether the lighthouse has a new quorum, with other members. A collective of all members."""
         quorum = self._ask(has_failed=False)
         self._next = quorum if quorum.quorum_id != self._epoch else None
         return self._next is not None

@@ -151,7 +151,7 @@ def as_fsdp2(
 
 
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
-    """The functions to replace in the modules of each stack.
+    """Return the functions to replace in the modules of each stack.
 
     Args:
         stacks: imported stacks whose version was tested; other versions may not have these functions.
@@ -170,7 +170,7 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
 
 
 def _callers_level() -> int:
-    """The ``stacklevel`` at which a warning names the code that called this module, directly or by ``with``."""
+    """Return the ``stacklevel`` at which a warning names the code that called this module, directly or by ``with``."""
     level, frame = 1, sys._getframe(1)
     own = (__file__, contextmanager.__code__.co_filename)
     while frame.f_back is not None and frame.f_code.co_filename in own:

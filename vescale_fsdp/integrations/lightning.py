@@ -79,7 +79,7 @@ class VescaleStrategy(ModelParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """The context in which Lightning calls ``configure_model``; this package's `fully_shard` replaces torch's."""
+        """Replace torch's ``fully_shard`` by this package's in the context in which ``configure_model`` runs."""
         with super().model_sharded_context(), self._ours():
             yield
 
@@ -109,13 +109,13 @@ class VescaleStrategy(ModelParallelStrategy):
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the model with its shards, not copied; for single files, Lightning's whole tensors."""
+        """Return the model's state dict with its shards, not copied; for single files, with whole tensors."""
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer with its shards, not copied; for single files, Lightning's whole tensors."""
+        """Return an optimizer's state dict with its shards, not copied; for single files, with whole tensors."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         # Lightning's wrapper has no parameters and state of its own.
@@ -288,14 +288,14 @@ def _check_sharded_by_us(model: nn.Module | None, where: str) -> None:
 
 
 def _kept(value: Any, filters: Filters | None, key: str) -> Any:
-    """The entries of ``value`` that the user's filter for ``key`` accepts; all of ``value`` if it has no filter."""
+    """Return the entries of ``value`` that the user's filter for ``key`` accepts; without a filter, all entries."""
     if filters is None or key not in filters or not isinstance(value, Mapping):
         return value
     return {name: item for name, item in value.items() if filters[key](name, item)}
 
 
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
-    """The key and the value of the sharded model in a dict.
+    """Return the key and the value of the sharded model in a dict.
 
     Raises:
         ArgumentError: if the dict does not have exactly one.
@@ -342,7 +342,7 @@ def _save(
 
 
 def _optimizer_state(model: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer, by parameter name.
+    """Return the state dict of an optimizer, by parameter name.
 
     torch's ``get_optimizer_state_dict`` is not used, because it steps an optimizer that has no state yet.
     """

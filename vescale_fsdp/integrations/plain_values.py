@@ -42,7 +42,7 @@ def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path contains a checkpoint of this package. A collective, with the same result on all ranks.
+    """Return whether a path contains a checkpoint of this package. A collective, with the same result on all ranks.
 
     Raises:
         CheckpointError: if only some ranks find a checkpoint, as on a file system that is not shared.

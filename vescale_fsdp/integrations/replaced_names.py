@@ -26,7 +26,7 @@ class StandIn(NamedTuple):
         return self.original.__name__
 
     def loaded_homes(self) -> Iterator[Any]:
-        """The homes that are imported, as module and class objects."""
+        """Yield the homes that are imported, as module and class objects."""
         for home in self.homes:
             module, _, class_name = home.partition(":")
             if module in sys.modules:

@@ -71,13 +71,13 @@ class PatternRule:
         self._names: dict[str, None] = {}
 
     def __call__(self, fqn: str, param: nn.Parameter) -> Granularity:
-        """The granularity of one parameter; Element if no pattern matches. Records the patterns that match."""
+        """Return the granularity of one parameter; Element if no pattern matches. Records the patterns that match."""
         self._names[fqn] = None
         self._matched.update(pattern for pattern in self._mapping if fnmatch.fnmatchcase(fqn, pattern))
         return resolve_granularity(self._mapping, fqn, param)
 
     def unmatched(self) -> dict[str, list[str]]:
-        """Similar names for each pattern that matched no parameter. Empty before the first ``fully_shard``."""
+        """Return similar names for each pattern that matched no parameter. Empty before the first ``fully_shard``."""
         if not self._names:
             return {}
         return {
@@ -202,12 +202,12 @@ def fsdp1_init(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_sharded(module: object) -> bool:
-    """Whether this package's `fully_shard` has sharded the module."""
+    """Return whether this package's `fully_shard` has sharded the module."""
     return isinstance(module, FSDPModule)
 
 
 def _has_shards(model: nn.Module) -> bool:
-    """Whether a model has sharded modules or ragged parameters."""
+    """Return whether a model has sharded modules or ragged parameters."""
     # Modules are checked too, since between forward and backward they have unsharded parameters.
     return any(map(_is_sharded, model.modules())) or any(
         isinstance(param, RaggedDTensor) for param in model.parameters()

@@ -113,7 +113,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         check_version("torch_checkpointing")
 
     def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[KeyPath, ShardingMetadata]:
-        """The position of every tensor of an item, by path.
+        """Return the position of every tensor of an item, by path.
 
         Raises:
             CheckpointError: if the item has a ragged tensor, since the user has not called `pieces`.
@@ -129,7 +129,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         source_metadata: DistributedItemMetadata | None,
         target_metadata: dict[KeyPath, ShardingMetadata] | None,
     ) -> bool:
-        """Whether to load an item by `load`: always, if the item has tensors.
+        """Return whether to load an item by `load`: always, if the item has tensors.
 
         Even on the same number of ranks, a rank's own file may contain other elements than the rank's tensors have now.
 
@@ -197,14 +197,14 @@ def _mapped(tree: Any, path: KeyPath, change: Callable[[KeyPath, Any], Any]) -> 
 
 
 def _leaves(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """The leaves of a tree of dicts, lists and tuples, each with its path."""
+    """Return the leaves of a tree of dicts, lists and tuples, each with its path."""
     leaves: list[tuple[KeyPath, Any]] = []
     _mapped(tree, (), lambda path, leaf: leaves.append((path, leaf)))
     return iter(leaves)
 
 
 def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> ShardingMetadata:
-    """The position of a tensor's elements in its global tensor.
+    """Return the position of a tensor's elements in its global tensor.
 
     Raises:
         CheckpointError: for a ragged tensor.
@@ -227,7 +227,7 @@ def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> Sharding
 
 
 def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
-    """The boxes of the global tensor that ``rank`` stores."""
+    """Return the boxes of the global tensor that ``rank`` stores."""
     if isinstance(sharding, RaggedSharding):
         return sharding.boxes
     sizes, offsets = compute_local_shard_info(sharding, rank)
@@ -298,7 +298,7 @@ def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadat
 
 
 def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box) -> torch.Tensor:
-    """The elements of the box ``shared``, as a view of a tensor.
+    """Return the elements of the box ``shared``, as a view of a tensor.
 
     Args:
         tensor: a tensor whose boxes are stored one after another.

@@ -153,7 +153,7 @@ class _SaveFuture(Future[None]):
         self._handle.wait(timeout)
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or with an error."""
+        """Return whether the save has ended, successfully or with an error."""
         return self._handle.done()
 
 
@@ -255,7 +255,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
                 )
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The number of the newest complete step in the format of this package or of DCP; -1 if there is no step.
+        """Return the number of the newest complete step, in the format of this package or of DCP; -1 if none exists.
 
         Raises:
             CheckpointError: if ranks find different steps, as on a file system that is not shared.

@@ -26,7 +26,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def check_version(package: str) -> bool:
-    """Whether the installed version of a stack was tested; issues an `UntriedVersionWarning` if not."""
+    """Return whether the installed version of a stack was tested. If not, issue an `UntriedVersionWarning`."""
     try:
         installed = version(package)
     except PackageNotFoundError:  # the package was imported from a source tree, without metadata

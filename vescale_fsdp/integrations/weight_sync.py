@@ -177,7 +177,7 @@ class WholeTensors:
             self._buckets.append(_PlannedBucket(parts, offset, names, transfer))
 
     def _described(self, source: StateDescription, name: str, dtype: torch.dtype | None) -> WholeTensor:
-        """The dtype and shape of the whole tensor called ``name``; placeholders if its link is not valid."""
+        """Return the dtype and shape of the whole tensor called ``name``; placeholders if its link is not valid."""
         leaves: list[SourceTensor] = []
 
         def shape_of(item: Any) -> tuple[int, ...]:
@@ -249,7 +249,7 @@ class WholeTensors:
             del data, bucket, state  # so that the memory is freed before the next bucket is allocated
 
     def _versions(self) -> list[int]:
-        """The version counters of all tensors, which change when a tensor is written to."""
+        """Return the version counters of all tensors, which change when a tensor is written to."""
         # DTensors and their local tensors have counters of their own, and a write may go through either. Inference
         # tensors have no counter.
         watched = (item for tensor in self._state.values() for item in (tensor, local_of(tensor)))

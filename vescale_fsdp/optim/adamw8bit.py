@@ -47,7 +47,7 @@ _LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: avoids a divis
 
 @lru_cache(maxsize=16)  # one entry per device and map
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
-    """The 256 values of the dynamic 8-bit map in ascending order, fp32: code i stands for entry i."""
+    """Return the 256 values of the dynamic 8-bit map in ascending order, fp32: code i stands for entry i."""
     values = [0.0, 1.0]
     for decade in range(_DECADES):
         points = torch.linspace(
@@ -71,7 +71,7 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
     up, down = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device="cpu")
 
     def rounds_up(x: torch.Tensor) -> torch.Tensor:
-        """Whether each x is rounded to the higher of its two entries."""
+        """Return whether each x is rounded to the higher of its two entries."""
         return x - low >= (high - low) * 0.5
 
     x = (low + high) / 2
@@ -84,7 +84,7 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def zero_code(signed: bool) -> int:
-    """The code of the value 0."""
+    """Return the code of the value 0."""
     return 127 if signed else 0  # the signed map has 127 values below 0
 
 
@@ -174,7 +174,7 @@ class AdamW8bit(BatchedOptimizer):
         block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
         min_8bit_numel: int = 4096,
     ) -> Callable[[str, Any], Granularity]:
-        """A rule that keeps quantization blocks whole: ``fully_shard(model, granularity=AdamW8bit.granularity())``.
+        """Make a rule that keeps quantization blocks whole, for ``fully_shard(model, granularity=...)``.
 
         Args:
             block, min_8bit_numel: the same values as for the optimizer.
@@ -203,7 +203,7 @@ class AdamW8bit(BatchedOptimizer):
         return state
 
     def _kind(self, param: torch.Tensor) -> Hashable:
-        """The shape of a parameter's blocks, as part of the key of its batch; empty for fp32 state."""
+        """Return the shape of a parameter's blocks, as part of the key of its batch; empty for fp32 state."""
         # Blocks are concatenated along the first dim, so all other dims of a batch must be equal. Parameters with fp32
         # state are stepped as flat elements, so their batch may have parameters of any shapes.
         stepped = self._stepped(param)
@@ -211,7 +211,7 @@ class AdamW8bit(BatchedOptimizer):
         return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
-        """The parameter with its state and its grid of blocks."""
+        """Return the parameter with its state and its grid of blocks."""
         return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
@@ -252,17 +252,17 @@ class _Stepped(NamedTuple):
         return self.grid.tiled(flat, fill) if self.is_8bit else flat
 
     def local(self, name: str) -> torch.Tensor:
-        """This rank's part of a state tensor, 1-D."""
+        """Return this rank's part of a state tensor, 1-D."""
         return local_tensor(self.state[name], "state")
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors concatenated along the first dim; a single tensor is returned itself, without a copy."""
+    """Return tensors concatenated along the first dim; a single tensor is returned itself, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
-    """A moment of all parameters of a batch, fp32, concatenated in the shape of `_Stepped.laid_out`."""
+    """Return a moment of all parameters of a batch, fp32, concatenated in the shape of `_Stepped.laid_out`."""
     if not batch[0].is_8bit:
         return _joined([each.local(name) for each in batch])
     signed = _MOMENTS[name]
@@ -307,5 +307,5 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _is_8bit(shape: tuple[int, ...], state_bits: int, min_8bit_numel: int) -> bool:
-    """Whether a parameter with this global shape has 8-bit state; vectors (norms, biases) never have."""
+    """Return whether a parameter with this global shape has 8-bit state; vectors (norms, biases) never have."""
     return state_bits == 8 and len(shape) >= 2 and numel_of(shape) >= min_8bit_numel

@@ -87,7 +87,7 @@ class _FlatRun:
         return _FlatRun(params, starts, flat, gaps)
 
     def is_current(self) -> bool:
-        """Whether the parameters are still at their offsets in the memory of ``flat``."""
+        """Return whether the parameters are still at their offsets in the memory of ``flat``."""
         storage, base = storage_id(self.flat), self.flat.storage_offset()
         return all(
             (local := local_of(param)).storage_offset() == base + start and storage_id(local) == storage
@@ -95,7 +95,7 @@ class _FlatRun:
         )
 
     def flat_grad(self) -> torch.Tensor:
-        """The gradients as one tensor: a view if gradients have the parameters' distances in memory, else a copy."""
+        """Return the gradients as one tensor: a view if they have the parameters' distances in memory, else a copy."""
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
         storage, base = storage_id(first), first.storage_offset()
@@ -247,7 +247,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # -- runs -----------------------------------------------------------------------------------------
 
     def _current_runs(self, only: set[torch.Tensor] | None = None) -> list[_FlatRun]:
-        """The runs; rebuilt if `_runs` is None, or if one of the parameters to step has moved in memory."""
+        """Return the runs. Rebuild them if `_runs` is None, or if one of the parameters to step has moved in memory."""
         if self._runs is not None and all(run.is_current() for run in _runs_of(self._runs, only)):
             return self._runs
         for param in self._params():
@@ -265,7 +265,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._runs
 
     def _adjacent(self, params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The parameters of each run of one param group, in the order of addresses.
+        """Yield the parameters of each run of one param group, in the order of addresses.
 
         A run ends where parameters are not adjacent in memory, or where step counts differ.
         """
@@ -350,22 +350,22 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, ordered)
 
     def _params(self) -> Iterator[torch.Tensor]:
-        """The parameters of all param groups, in their order."""
+        """Return the parameters of all param groups, in their order."""
         return (param for group in self.param_groups for param in group["params"])
 
 
 def _runs_of(runs: Sequence[_FlatRun], params: set[torch.Tensor] | None) -> list[_FlatRun]:
-    """The runs that contain any of these parameters; None: all runs."""
+    """Return the runs that contain any of these parameters; None: all runs."""
     return [run for run in runs if params is None or not params.isdisjoint(run.params)]
 
 
 def _per_element(name: str, value: Any) -> bool:
-    """Whether the state ``name`` has one element per element of the parameter; counters are tensors too."""
+    """Return whether the state ``name`` has one element per element of the parameter; counters are tensors too."""
     return isinstance(value, torch.Tensor) and name not in _COUNTERS
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
-    """A parameter's part of a flat state tensor, with the parameter's placements."""
+    """Return a parameter's part of a flat state tensor, with the parameter's placements."""
     local = local_of(param)
     piece = flat[start : start + local.numel()].view(local.shape)
     if isinstance(param, DTensor):

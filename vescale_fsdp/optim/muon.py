@@ -148,7 +148,7 @@ class Muon(StructuredOptimizer):
 
     @staticmethod
     def granularity(*, whole: Sequence[str] = ()) -> Callable[[str, Any], Granularity]:
-        """A rule for cutting parameters: ``fully_shard(model, granularity=Muon.granularity())``.
+        """Make a rule for cutting parameters: ``fully_shard(model, granularity=Muon.granularity())``.
 
         Stacks of matrices (3-D) are cut only between matrices, so that steps of experts need no communication. Other
         parameters may be cut anywhere: sending a cut matrix to its owner costs less than the padding that whole
@@ -303,7 +303,7 @@ class ParamJob(NamedTuple):
     update: torch.Tensor  # 1D [own piece], the update to orthogonalize
 
     def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
-        """A view of the elements ``wanted`` of the parameter.
+        """Return a view of the elements ``wanted`` of the parameter.
 
         Args:
             flat: 1-D, the elements of this rank's piece.
@@ -314,12 +314,12 @@ class ParamJob(NamedTuple):
         return flat[wanted.start - start : wanted.stop - start]
 
     def iteration(self) -> NewtonSchulz:
-        """The iteration with the constants of the param group."""
+        """Return the iteration with the constants of the param group."""
         # A tuple, so that iterations can be hashed: a loaded checkpoint may have a list.
         return NewtonSchulz(tuple(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"])
 
     def scaled_lr(self, matrix: Matrix) -> float:
-        """The learning rate of a matrix, which depends on the shape of the whole matrix."""
+        """Return the learning rate of a matrix, which depends on the shape of the whole matrix."""
         shape = torch.Size((matrix.rows, matrix.cols))
         return muon_adjust_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], shape)
 
@@ -421,7 +421,7 @@ def _subtract(results: Iterable[_Result]) -> None:
 
 
 def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of 1-D tensors in fp32, made in one launch."""
+    """Return copies of 1-D tensors in fp32, made in one launch."""
     numels = [part.numel() for part in parts]
     wide = list(torch.empty(sum(numels), dtype=torch.float32, device=parts[0].device).split(numels))
     foreach_copy_(wide, list(parts))
@@ -462,7 +462,7 @@ def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
 
 
 def _device(bucket: Bucket, jobs: Sequence[ParamJob]) -> torch.device:
-    """The device of a bucket's parameters; a bucket is never empty."""
+    """Return the device of a bucket's parameters; a bucket is never empty."""
     return jobs[bucket.cuts[0].param].update.device
 
 

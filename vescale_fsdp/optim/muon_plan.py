@@ -62,7 +62,7 @@ class Matrix:
 
 
 def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None) -> tuple[Matrix, ...]:
-    """The non-empty matrices of a parameter, in flat order.
+    """Return the non-empty matrices of a parameter, in flat order.
 
     Args:
         shape: global shape, 2-D or 3-D (a stack of matrices).
@@ -210,7 +210,7 @@ def _buckets(
 
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
-    """The ranks of a mesh with a process group over all of them. ``axis`` shards; the mesh's other axes replicate."""
+    """Make or find a process group of all ranks of a mesh. ``axis`` shards; the mesh's other axes replicate."""
     # Global ranks, one row per replica.
     table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
     # An existing group with exactly these ranks is reused, since it has a communicator already.
@@ -232,7 +232,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
-    """The number of floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
+    """Return the number of floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
 
     With s the short and l the long side, a step computes X X' and B X (2 s s l each), and A A (2 s s s).
     """
@@ -296,7 +296,7 @@ class CutMatrix(NamedTuple):
     owner: tuple[int, int]
 
     def part(self, shard: int) -> FlatRange:
-        """The part of this matrix that shard rank ``shard`` stores, as a flat range of the parameter."""
+        """Return the part of this matrix that shard rank ``shard`` stores, as a flat range of the parameter."""
         return self.matrix.range.intersect(self.pieces.piece(shard))
 
 

@@ -116,7 +116,7 @@ class Shampoo(BatchedOptimizer):
     def granularity(
         *, block_size: int = 1024, adamw: Sequence[str] = ()
     ) -> Callable[[str, Any], Granularity]:
-        """A rule that keeps rows of blocks whole: ``fully_shard(model, granularity=Shampoo.granularity(...))``.
+        """Make a rule that keeps rows of blocks whole: ``fully_shard(model, granularity=Shampoo.granularity(...))``.
 
         Args:
             block_size: the same value as for the optimizer.
@@ -184,7 +184,7 @@ class Shampoo(BatchedOptimizer):
 def _job(
     param: torch.Tensor, state: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], block_size: int
 ) -> BlockJob:
-    """A parameter's blocks on this rank.
+    """Return a parameter's blocks on this rank.
 
     Args:
         parts: this rank's gradient, averaged gradient, Adam direction and update, each 1-D.

@@ -122,12 +122,12 @@ class FactorGrid:
         return {side: (*blocks, min(self.block, n), min(self.block, n)) for side, n in lines.items()}
 
     def band_start(self, band: int) -> int:
-        """Flat index of the first element of a band. The band after the last one starts at the end of the tensor."""
+        """Return the flat index of a band's first element; for the band after the last one, the end of the tensor."""
         matrix, index = divmod(band, self.bands_per_matrix)
         return (matrix * self.rows + index * self.block) * self.cols
 
     def bands_in(self, piece: FlatRange) -> range:
-        """The numbers of the bands of a piece.
+        """Return the numbers of the bands of a piece.
 
         Raises:
             LayoutError: if the piece begins or ends inside a band.
@@ -147,12 +147,12 @@ class FactorGrid:
         return range(first, last)
 
     def _band_at(self, start: int) -> int:
-        """The last band that begins at or before a flat index."""
+        """Return the last band that begins at or before a flat index."""
         matrix, line = divmod(start // self.cols, self.rows)
         return matrix * self.bands_per_matrix + line // self.block
 
     def areas_in(self, piece: FlatRange) -> Iterator[BlockArea]:
-        """The areas that cover the blocks of a piece. Adjacent blocks of equal height and width form one area."""
+        """Yield the areas that cover the blocks of a piece. Adjacent blocks of equal height and width form one area."""
         top = first = 0
         last_height = self.rows - (self.bands_per_matrix - 1) * self.block
         heights = (
@@ -170,7 +170,7 @@ class FactorGrid:
 
 
 def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
-    """The grid of blocks of a parameter with this global shape.
+    """Return the grid of blocks of a parameter with this global shape.
 
     Raises:
         LayoutError: if the shape does not have 1, 2 or 3 dims, or is empty.
@@ -188,7 +188,7 @@ def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
 
 
 def granularity_of(shape: tuple[int, ...], block: int) -> Granularity:
-    """The granularity that keeps the bands of a parameter whole."""
+    """Return the granularity that keeps the bands of a parameter whole."""
     if len(shape) == 1:
         return Flat(block)
     # Rows(b) counts rows across all matrices of a stack. So if b does not divide a matrix's rows, its cuts would be
@@ -328,7 +328,7 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
 
 
 def _blocks_of(lines: torch.Tensor, area: BlockArea) -> torch.Tensor:
-    """A view of the blocks of an area, [bands, columns, height, width]."""
+    """Return a view of the blocks of an area, [bands, columns, height, width]."""
     rows = lines.narrow(0, area.top, area.bands * area.height)
     cut = rows.narrow(1, area.left, area.columns * area.width)
     return (
@@ -337,20 +337,20 @@ def _blocks_of(lines: torch.Tensor, area: BlockArea) -> torch.Tensor:
 
 
 def _factors_of(factors: torch.Tensor, area: BlockArea, side: str) -> torch.Tensor:
-    """A view of the factors of an area's blocks: for small blocks, only the used corner of each factor."""
+    """Return a view of the factors of an area's blocks: for small blocks, only the used corner of each factor."""
     size = area.height if side == "left" else area.width
     cut = factors.narrow(0, area.band, area.bands).narrow(1, area.column, area.columns)
     return cut[..., :size, :size]
 
 
 def _stacked(areas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A contiguous copy of the blocks of all areas: with views, strides and so rounding would depend on the shards."""
+    """Copy the blocks of all areas to a contiguous stack. With views, rounding would depend on strides, so on shards."""
     stack = areas[0].new_empty(sum(each.shape[0] * each.shape[1] for each in areas), *areas[0].shape[2:])
     foreach_copy_(_as_areas(stack, areas), list(areas))
     return stack
 
 
 def _as_areas(stack: torch.Tensor, areas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a stack's blocks, one per area and with the area's shape."""
+    """Return views of a stack's blocks, one per area and with the area's shape."""
     counts = [each.shape[0] * each.shape[1] for each in areas]
     return [part.view(each.shape) for part, each in zip(stack.split(counts), areas, strict=True)]

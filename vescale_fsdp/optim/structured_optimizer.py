@@ -292,7 +292,7 @@ class BatchedOptimizer(StructuredOptimizer):
                 self._step_batch(batch, group)
 
     def _alike(self, param: torch.Tensor) -> Hashable:
-        """A hashable key. Parameters with equal keys are stepped in the same batch."""
+        """Return a hashable key. Parameters with equal keys are stepped in the same batch."""
         if not launches(param.device):
             return id(param)  # on the CPU there are no launches to save, so every parameter is a batch
         # With the step count, since a batch has one bias correction.
@@ -308,7 +308,7 @@ class BatchedOptimizer(StructuredOptimizer):
 
 
 def launches(device: torch.device) -> bool:
-    """Whether operators on this device are kernel launches, so that stepping many tensors at once is faster."""
+    """Return whether operators on this device are kernel launches, so that stepping many tensors at once is faster."""
     return device.type != "cpu"
 
 

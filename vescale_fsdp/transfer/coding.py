@@ -51,7 +51,7 @@ class MatrixBox(NamedTuple):
     start: int
 
     def blocks(self, grid: BlockGrid) -> tuple[range, range]:
-        """The rows of blocks (bands) and the columns of blocks in which the box has items."""
+        """Return the rows of blocks (bands) and the columns of blocks in which the box has items."""
         return (
             range(self.row // grid.rows, -(-(self.row + self.rows) // grid.rows)),
             range(self.col // grid.cols, -(-(self.col + self.cols) // grid.cols)),
@@ -59,7 +59,7 @@ class MatrixBox(NamedTuple):
 
 
 def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[MatrixBox]:
-    """Boxes of the codec's matrix that tile a region of a tensor, in the order of the region's memory.
+    """Yield the boxes of the codec's matrix that tile a region of a tensor, in the order of the region's memory.
 
     Args:
         shape: shape of the whole tensor.
@@ -82,7 +82,7 @@ def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[Matr
 
 
 def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]:
-    """The regions of the tensor of scales that a rank owns, if it stores ``region`` of a tensor of ``shape``."""
+    """Return the regions of the tensor of scales that a rank owns, if it stores ``region`` of a tensor of ``shape``."""
     regions = []
     for box in matrix_boxes(region, shape, grid):
         # Rounded up at both ends: the rank owns the scales of blocks whose first item is in the box.
@@ -96,7 +96,7 @@ def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]
 
 
 def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
-    """Row-major numbers of the blocks of which a region may contain only a part.
+    """Return the row-major numbers of the blocks of which a region may contain only a part.
 
     Some of these blocks may be whole, since several boxes of one region can together cover a block.
 
@@ -105,7 +105,7 @@ def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
     """
 
     def cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
-        """The first and the last block, each only if [start, start + size) has only a part of it.
+        """Return the first and the last block, each only if [start, start + size) has only a part of it.
 
         Args:
             blocks: numbers of the blocks in which [start, start + size) has items.
@@ -130,7 +130,7 @@ def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
 
 
 def hull_of(box: Box, shape: Shape, grid: BlockGrid) -> FlatRange:
-    """A range of the tensor's flat items that contains the first item of each block of a box of scales.
+    """Return a range of the tensor's flat items that contains the first item of each block of a box of scales.
 
     The rank that stores the first item of a block owns its scale, so ranks outside of this range own no scale of the
     box.
@@ -224,7 +224,7 @@ class CodedTensor:
         return self._results
 
     def scales(self, regions: Sequence[tuple[Region, int]]) -> torch.Tensor:
-        """The scales of all ``regions`` of the tensor of scales, concatenated, 1D."""
+        """Return the scales of all ``regions`` of the tensor of scales, concatenated, 1D."""
         scales = self._factors_and_scales[1]
         parts = []
         for region, _ in regions:
@@ -257,7 +257,7 @@ class CodedTensor:
                 self.encode(out[index], sizes[1:], strides[1:], start + index * strides[0])
 
     def _box_at(self, index: int) -> MatrixBox:
-        """The matrix box that contains the item at ``index`` of the flat memory."""
+        """Return the matrix box that contains the item at ``index`` of the flat memory."""
         return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]
 
     def _encode_run(self, out: torch.Tensor, start: int, stop: int) -> None:

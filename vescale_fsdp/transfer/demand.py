@@ -119,7 +119,7 @@ class _OverlapCache:
         self._tables: dict[tuple[Any, ...], RegionTable] = {}
 
     def of(self, placed: PlacedLeaf) -> Overlaps:
-        """The number of items that each cell of the leaf's source shares with each cell of its target."""
+        """Return the number of items that each cell of the leaf's source shares with each cell of its target."""
         source, leaf = placed.source, placed.leaf
         shape = self._target.entries[placed.target].shape
         cut, layouts = self._target.distributions[placed.target], self._layouts
@@ -142,13 +142,13 @@ class _OverlapCache:
 
 
 def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tuple[Any, ...]:
-    """A hashable key that is equal for distributions with equal regions.
+    """Return a hashable key that is equal for distributions with equal regions.
 
     Not the distribution itself: layouts of different layers often differ only in names, which do not change regions.
     """
 
     def key(cut: Cut) -> Any:
-        """The cut itself; for a cut by layout, the fields that determine its regions."""
+        """Return the cut itself; for a cut by layout, the fields that determine its regions."""
         if not isinstance(cut, LayoutCut):
             return cut
         layout, slot = layouts[cut.layout], layouts[cut.layout].slots[cut.slot]
@@ -183,15 +183,15 @@ class RegionTable(NamedTuple):
         return cls(cells, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
 
     def chosen(self, rows: Any) -> RegionTable:
-        """The table of the rows that a mask, a slice or an array of indices selects."""
+        """Return the table of the rows that a mask, a slice or an array of indices selects."""
         return RegionTable(*(column[rows] for column in self))
 
     def box(self, row: int) -> Box:
-        """The box of one row."""
+        """Return the box of one row."""
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def boxes(self) -> RegionTable:
-        """A table with the same items, in which the range of every row is its whole box."""
+        """Return a table with the same items, in which the range of every row is its whole box."""
         whole = (self.starts == 0) & (self.stops == self.sizes.prod(1))
         if whole.all():
             return self
@@ -205,7 +205,7 @@ class RegionTable(NamedTuple):
         return RegionTable(*(np.concatenate(pair) for pair in parts))
 
     def flat(self, shape: tuple[int, ...]) -> RegionTable | None:
-        """A table with the same items, as 1D boxes of the flattened tensor of ``shape``.
+        """Return a table with the same items, as 1D boxes of the flattened tensor of ``shape``.
 
         Returns:
             None if the items of some row are not contiguous in the flattened tensor.
@@ -222,7 +222,7 @@ class RegionTable(NamedTuple):
 def region_table(
     distribution: Distribution, shape: tuple[int, ...], layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """The table of the regions of all cells of a tensor, in the order of the cells."""
+    """Return the table of the regions of all cells of a tensor, in the order of the cells."""
     table = RegionTable.of([(0, whole_region(shape))], len(shape))
     for axis, cut in zip(distribution.axes, distribution.cuts, strict=True):
         # Each axis splits every row into one row per coordinate, so the first axis changes slowest.
@@ -272,7 +272,7 @@ def overlaps_of_tables(
     shape: tuple[int, ...],
     target_shape: tuple[int, ...],
 ) -> Overlaps:
-    """All pairs of cells that share items of a leaf. A pair of cells may occur several times.
+    """Return all pairs of cells that share items of a leaf. A pair of cells may occur several times.
 
     Args:
         shape: shape of the leaf's source tensor.
@@ -316,7 +316,7 @@ def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
 
 
 def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
-    """Overlaps of the rows of ``source`` with the rows of ``wanted``, which must be whole boxes of the same tensor."""
+    """Return the overlaps of the rows of ``source`` and of ``wanted``, which must be whole boxes of the same tensor."""
     parts: list[Overlaps] = [(_NO_INTS, _NO_INTS, _NO_INTS)]
     for row, wanted_row in _candidates(source, wanted):
         numels = shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
@@ -361,7 +361,7 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
 
 
 def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
-    """The number of items that each row of ``source`` shares with the box in the same row of ``offsets``, ``sizes``."""
+    """Count the items that each row of ``source`` shares with the box in the same row of ``offsets`` and ``sizes``."""
     low = np.maximum(source.offsets, offsets) - source.offsets
     high = np.minimum(source.offsets + source.sizes, offsets + sizes) - source.offsets
     high = np.maximum(high, low)  # size 0 instead of a negative one where boxes are disjoint
@@ -375,7 +375,7 @@ def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
 
 
 def _before(flat: Ints, sizes: Ints, low: Ints, high: Ints) -> Ints:
-    """The number of items of each box [low, high) that come before the flat index ``flat``, in row-major order.
+    """Count the items of each box [low, high) that come before the flat index ``flat``, in row-major order.
 
     Args:
         flat: 1D [rows], an index in a tensor with the row's ``sizes``.

@@ -102,17 +102,17 @@ class StateDescription:
         return self._holders[key]
 
     def region(self, number: int, coordinates: tuple[int, ...]) -> Region:
-        """The region of tensor ``number`` that the ranks at ``coordinates`` on its axes store."""
+        """Return the region of tensor ``number`` that the ranks at ``coordinates`` on its axes store."""
         shape, layouts = self.entries[number].shape, self.structure.layouts
         return self.distributions[number].region(shape, coordinates, layouts)
 
     def touching(self, number: int, region: Region) -> Iterator[tuple[int, ...]]:
-        """The coordinates whose ranks may store items of ``region`` of tensor ``number``."""
+        """Return the coordinates whose ranks may store items of ``region`` of tensor ``number``."""
         shape, layouts = self.entries[number].shape, self.structure.layouts
         return (at for at, _ in self.distributions[number].touching(shape, region, layouts))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Convert to plain values that `from_json` reads back without loss."""
         table: dict[RankSet, int] = {}  # distinct sets only: most tensors are on the same ranks
         numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
         return {
@@ -134,7 +134,7 @@ class StateDescription:
 def _structure(
     tensors: Iterable[tuple[str, DescribedTensor | Described]], layouts: Sequence[GroupLayout]
 ) -> Structure:
-    """A structure of named tensors, with one table entry for all tensors with equal axes."""
+    """Make a structure of named tensors, with one table entry for all tensors with equal axes."""
     axes: dict[Axes, int] = {}
     entries = []
     for name, tensor in tensors:
@@ -144,7 +144,7 @@ def _structure(
 
 
 def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested mappings, lists and tuples, each with its name: its keys and indices, joined by dots.
+    """Yield the tensors of nested mappings, lists and tuples, each with its name: its keys and indices, joined by dots.
 
     Raises:
         CheckpointError: for a leaf that is not a tensor.
@@ -170,7 +170,7 @@ def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def transfer_ranks(ranks: Ranks) -> Coordinator:
-    """The coordinator of some ranks: ``ranks`` itself, or that of a process group (default: all ranks)."""
+    """Return the coordinator of some ranks: ``ranks`` itself, or that of a process group (default: all ranks)."""
     return ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
 
 
@@ -231,7 +231,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
 
 
 def _local_structure(state: Any | None, rank_of: dict[int, int] | None) -> Structure:
-    """The structure of the tensors of a state of which this rank stores a part.
+    """Make the structure of the tensors of a state of which this rank stores a part.
 
     Raises:
         CheckpointError: if two tensors have the same name.

@@ -242,7 +242,7 @@ class Exchange:
                     self.errors.error = self._differs(peer, own.shares)
 
     def _differs(self, peer: int, shares: Sequence[Share]) -> CorruptCheckpointError:
-        """The error for a message from ``peer`` whose checksums differ; names at most 8 tensors."""
+        """Make the error for a message from ``peer`` whose checksums differ; names at most 8 tensors."""
         target = self.plan.target.entries
         names = {target[self.plan.leaves[share.leaf].target].name for share in shares}
         return CorruptCheckpointError(
@@ -263,5 +263,5 @@ def _each(work: Callable[[Share, torch.Tensor], None], shares: Iterable[Share], 
 
 
 def _checksum_of(data: torch.Tensor) -> int:
-    """The checksum of a tensor's bytes."""
+    """Return the checksum of a tensor's bytes."""
     return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, since it is sent in a tensor of int64

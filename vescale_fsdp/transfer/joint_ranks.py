@@ -146,7 +146,7 @@ def joint_ranks(
 
 
 def _tcp_address(rendezvous: str | dist.Store) -> tuple[str, int] | None:
-    """Host and port of a TCP rendezvous; None for a file or a store."""
+    """Return the host and port of a TCP rendezvous; None for a file or a store."""
     if not isinstance(rendezvous, str):
         return None
     where = urlsplit(rendezvous)
@@ -162,7 +162,7 @@ def _tcp_address(rendezvous: str | dist.Store) -> tuple[str, int] | None:
 def _open_store(
     rendezvous: str | dist.Store, tcp: tuple[str, int] | None, rank: int, num_ranks: int, timeout: timedelta
 ) -> dist.Store:
-    """The store of a rendezvous; rank 0 hosts a TCP store, and the other ranks connect to it."""
+    """Open the store of a rendezvous. Rank 0 hosts a TCP store, and the other ranks connect to it."""
     if not isinstance(rendezvous, str):
         return rendezvous
     if tcp is None:
@@ -290,7 +290,7 @@ class JointRanks(GroupCoordinator):
                 unsign(self._secret, self._proof_name(rank, self.rank), answers[rank])
 
     def _proof_name(self, rank: int, to_rank: int) -> str:
-        """The text that a proof signs: with both ranks, so that a proof cannot be sent back or passed on."""
+        """Return the text that a proof signs: with both ranks, so that a proof cannot be sent back or passed on."""
         return f"{rank} to {to_rank} in {self._session}"
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
@@ -315,11 +315,11 @@ class JointRanks(GroupCoordinator):
         return data if self._secret is None else unsign(self._secret, self._message_name(rank), data)
 
     def _message_name(self, rank: int) -> str:
-        """The text that is signed with a message: its round and its sender, in this session."""
+        """Return the text that is signed with a message: its round and its sender, in this session."""
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
-        """The items of all ranks."""
+        """All-gather one item per rank."""
         # As JSON: unpickling would let another job run code in this process.
         return cast("list[T]", self._documents(cast("Json", item), doing))
 

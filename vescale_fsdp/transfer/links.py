@@ -66,7 +66,7 @@ Link = str | Coded | Mapped  # a name alone is the source tensor of that name
 
 
 def concatenate(*inputs: Link, dim: int = 0) -> Link:
-    """A link that concatenates tensors along a dim, such as q, k and v into one matrix.
+    """Make a link that concatenates tensors along a dim, such as q, k and v into one matrix.
 
     Examples:
         >>> links = {"qkv.weight": concatenate("q.weight", "k.weight", "v.weight")}
@@ -78,7 +78,7 @@ def concatenate(*inputs: Link, dim: int = 0) -> Link:
 
 
 def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
-    """A link to the indices [start, start + size) of a dim of ``of``, such as q in a fused q, k and v matrix.
+    """Make a link to the indices [start, start + size) of a dim of ``of``, such as q in a fused q, k and v matrix.
 
     Examples:
         >>> links = {"q.weight": slice("qkv.weight", 0, 64)}
@@ -87,7 +87,7 @@ def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
 
 
 def stack(*inputs: Link, dim: int = 0) -> Link:
-    """A link that stacks tensors of one shape along a new dim, such as all experts into one tensor.
+    """Make a link that stacks tensors of one shape along a new dim, such as all experts into one tensor.
 
     Examples:
         >>> links = {"experts.w2": stack("experts.0.w2", "experts.1.w2")}
@@ -96,7 +96,7 @@ def stack(*inputs: Link, dim: int = 0) -> Link:
 
 
 def index(of: Link, number: int, *, dim: int = 0) -> Link:
-    """A link to one index of a dim of ``of``, such as one expert of a stack. The result does not have this dim.
+    """Make a link to one index of a dim of ``of``, such as one expert of a stack. The result does not have this dim.
 
     Examples:
         >>> links = {f"experts.{e}.w2": index("experts.w2", e) for e in range(2)}
@@ -105,7 +105,7 @@ def index(of: Link, number: int, *, dim: int = 0) -> Link:
 
 
 def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
-    """A link that permutes dims: dim i of the result is dim ``dims[i]`` of the input. Default: a transpose.
+    """Make a link that permutes dims: dim i of the result is dim ``dims[i]`` of the input. Default: a transpose.
 
     Examples:
         >>> links = {"w_t": permute("w"), "kernel": permute("conv.weight", (2, 3, 1, 0))}
@@ -114,7 +114,7 @@ def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
 
 
 def codes(name: str, codec: BlockCodec) -> Link:
-    """A link to the codes of a quantized tensor. The ranks that store the tensor compute the codes.
+    """Make a link to the codes of a quantized tensor. The ranks that store the tensor compute the codes.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
@@ -124,7 +124,7 @@ def codes(name: str, codec: BlockCodec) -> Link:
 
 
 def scales(name: str, codec: BlockCodec) -> Link:
-    """A link to the scales of a quantized tensor, one scale per block of the codec.
+    """Make a link to the scales of a quantized tensor, one scale per block of the codec.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
@@ -155,7 +155,7 @@ class Leaf(NamedTuple):
         return Box(self.corner, tuple(1 if dim < 0 else self.box.sizes[dim] for dim in self.dims))
 
     def to_source(self, wanted: Box) -> Box | None:
-        """The box of the source from which the leaf fills ``wanted``, a box of the target; None if it fills no item."""
+        """Return the box of the source that fills the box ``wanted`` of the target; None if the leaf fills no item."""
         shared = wanted.intersect(self.target_box)
         if shared is None:
             return None
@@ -169,7 +169,7 @@ class Leaf(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def to_target(self, stored: Box) -> Box | None:
-        """The box of the target that the leaf fills from ``stored``, a box of the source; None if it reads no item."""
+        """Return the box of the target that the box ``stored`` of the source fills; None if the leaf reads no item."""
         shared = stored.intersect(self.box)
         if shared is None:
             return None
@@ -187,7 +187,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Shape, list[Leaf]]:
-    """The shape of a link's result, and its leaves.
+    """Return the shape of a link's result, and its leaves.
 
     Args:
         shape_of: returns the shape of a source tensor, or of its codes or scales; raises if there is no such tensor.
@@ -244,7 +244,7 @@ def _moved(leaf: Leaf, map: Map, number: int, shapes: Sequence[Shape]) -> Leaf |
 
 
 def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | None:
-    """The part of a leaf whose target indices along ``dim`` are in [start, start + size), moved to start at 0.
+    """Return the part of a leaf whose target indices along ``dim`` are in [start, start + size), moved to start at 0.
 
     Args:
         shape: shape of the leaf's target.
@@ -336,11 +336,11 @@ class SourceTensor:
         return self.stored_shape, self.grid if self.is_scales else None
 
     def stored_region(self, coordinates: Shape) -> Region:
-        """The region of the tensor that the ranks at ``coordinates`` store."""
+        """Return the region of the tensor that the ranks at ``coordinates`` store."""
         return self._description.region(self.number, coordinates)
 
     def regions(self, coordinates: Shape) -> list[tuple[Region, int]]:
-        """The regions that leaves can read from the ranks at ``coordinates``, each with its offset in flat memory.
+        """Return the regions that leaves can read from ranks at ``coordinates``, each with its offset in flat memory.
 
         Scales may have several regions; they are concatenated in memory.
         """
@@ -356,14 +356,14 @@ class SourceTensor:
         return self._regions[coordinates]
 
     def touching(self, box: Box) -> Iterator[Shape]:
-        """The coordinates whose ranks may have items of ``box``; more coordinates than needed, but never fewer."""
+        """Yield the coordinates whose ranks may have items of ``box``; more than needed, but never fewer."""
         region = Region(box, FlatRange(0, box.numel))
         if self.grid is not None and self.is_scales:
             region = Region(whole_box(self.stored_shape), hull_of(box, self.stored_shape, self.grid))
         return self._description.touching(self.number, region)
 
     def all_coordinates(self) -> Iterator[Shape]:
-        """The coordinates of all parts of the tensor, in row-major order."""
+        """Return the coordinates of all parts of the tensor, in row-major order."""
         return np.ndindex(*(axis.size for axis in self.distribution.axes))
 
 
@@ -393,7 +393,7 @@ class PlacedLeaf(NamedTuple):
 def resolve_links(
     source: StateDescription, target: StateDescription, links: Iterable[tuple[str, Link]], cast: bool
 ) -> tuple[PlacedLeaf, ...]:
-    """The leaves of all target tensors, in the order of the tensors.
+    """Return the leaves of all target tensors, in the order of the tensors.
 
     Args:
         links: (target name, link) pairs; names have dots or slashes between keys.

@@ -51,7 +51,7 @@ class PlannedPart(NamedTuple):
 
 
 def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -> list[PlannedPart]:
-    """A rank's parts of the tensors with these ``numbers``, ascending; tensors without a part there are omitted."""
+    """Return a rank's parts of the tensors with these ``numbers``, ascending. Tensors without a part are omitted."""
     parts = []
     for number in sorted(set(numbers)):
         position = description.holders_of(number).position(rank)
@@ -93,12 +93,12 @@ def local_parts(
 
 
 def _is_plain_memory(local: torch.Tensor) -> bool:
-    """Whether memory has the items in row-major order, without torch's lazy conjugation or negation."""
+    """Return whether memory has the items in row-major order, without torch's lazy conjugation or negation."""
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
-    """A tensor's items as 1D: a view if the memory has them in order, else a copy."""
+    """Return a tensor's items as 1D: a view if the memory has them in order, else a copy."""
     if not _is_plain_memory(local):
         local = local.resolve_conj().resolve_neg().contiguous()
     return local.as_strided((local.numel(),), (1,))
@@ -112,7 +112,7 @@ def _as_carrier(local: torch.Tensor) -> torch.Tensor:
 def _views(
     data: torch.Tensor, wire_dtype: str | None, flat: torch.Tensor, sizes: Shape, strides: Shape, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two views of a share, both of shape ``sizes``: its items in a message, and its items in a flat memory.
+    """Return two views of a share, both of shape ``sizes``: its items in a message, and its items in a flat memory.
 
     Args:
         data: the share's bytes of the message, 1D uint8.
@@ -191,7 +191,7 @@ class SourceWatch:
 
 
 def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
-    """The source tensors that a plan quantizes, one per tensor and codec, in the order of the plan's leaves."""
+    """Return the source tensors that a plan quantizes, one per tensor and codec, in the order of the plan's leaves."""
     sources: dict[CodedKey, SourceTensor] = {}
     for leaf in plan.leaves:
         if leaf.source.codec is not None:
@@ -275,7 +275,7 @@ class Origin:
                 self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
-        """A view of the bytes of ``numel`` contiguous source items, from the first item of ``share`` on."""
+        """Return a view of the bytes of ``numel`` contiguous source items, from the first item of ``share`` on."""
         flat = self._flats[self._plan.leaves[share.leaf].source.number]
         return flat[share.source : share.source + numel].view(torch.uint8)
 
@@ -294,7 +294,7 @@ class Origin:
         wire.copy_(box)
 
     def _scales_of(self, source: SourceTensor, codec: BlockCodec) -> torch.Tensor:
-        """The scales that this rank owns of a tensor, 1D."""
+        """Return the scales that this rank owns of a tensor, 1D."""
         key = source.name, codec
         if key not in self._scales:  # computed once per run
             position = source.holders.position(self._rank)
@@ -337,7 +337,7 @@ class Destination:
             self._flats[number] = copies[number]
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
-        """A view of the bytes of ``numel`` contiguous items to fill, from the first item of ``share`` on."""
+        """Return a view of the bytes of ``numel`` contiguous items to fill, from the first item of ``share`` on."""
         flat = self._flats[self._plan.leaves[share.leaf].target]
         return flat[share.target : share.target + numel].view(torch.uint8)
 
@@ -352,7 +352,7 @@ class Destination:
         wire.copy_(box)
 
     def _wire_and_box(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two views of a share: its items in ``data``, and its items in the target or its second copy."""
+        """Return two views of a share: its items in ``data``, and its items in the target or its second copy."""
         placed = self._plan.leaves[share.leaf]
         flat, wire_dtype = self._flats[placed.target], placed.wire_dtype if placed.widened else None
         return _views(data, wire_dtype, flat, share.sizes, share.target_strides, share.target)

@@ -113,7 +113,7 @@ class TransferPlan:
         return {ranks: chosen.get(ranks) or equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted}
 
     def byte_range(self, ranks: Ranks, sender: int, receiver: int) -> tuple[int, int]:
-        """The bytes that ``sender`` sends to ``receiver``.
+        """Find the bytes that ``sender`` sends to ``receiver``.
 
         Returns:
             Start and stop, counted in the bytes that ``receiver`` takes from the set ``ranks``.
@@ -124,7 +124,7 @@ class TransferPlan:
         low = sum(shares[:number]) - start
 
         def edge(position: int) -> int:
-            """The position inside of the receiver's bytes, rounded down so that no item is cut; the end stays."""
+            """Limit a position to the receiver's bytes, and round it down so that no item is cut; the end stays."""
             return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
 
         return edge(low), edge(low + shares[number])
@@ -135,7 +135,7 @@ class TransferPlan:
         return checksum_of(dump_json(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Convert to plain values that `from_json` reads back without loss."""
         return {
             "version": _VERSION,
             "source": self.source.to_json(),
@@ -212,7 +212,7 @@ class TransferPlan:
         return busiest * len(self.sent_bytes) / self.total_bytes if self.total_bytes else 1.0
 
     def pair_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes by (sender, receiver), for pairs of the first 32 senders and the first 32 receivers."""
+        """Return the bytes by (sender, receiver), for pairs of the first 32 senders and the first 32 receivers."""
         senders, receivers = set(self.source.all_ranks[:_MAX_DRAWN]), self.demand.targets[:_MAX_DRAWN]
         pairs: dict[tuple[int, int], int] = {}
         for row, ranks in enumerate(self.demand.sets):
@@ -283,7 +283,7 @@ class TransferPlan:
 
 
 def _shade(nbytes: int, most: int) -> str:
-    """The color of a square: white for zero bytes, darker for more."""
+    """Return the color of a square: white for zero bytes, darker for more."""
     if not nbytes:
         return PAPER
     share = 0.15 + 0.85 * nbytes / most  # at least 0.15: small amounts stay visible
@@ -292,7 +292,7 @@ def _shade(nbytes: int, most: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """A number of bytes as text with three digits and a unit, such as 1.25 GB."""
+    """Return a number of bytes as text with three digits and a unit, such as 1.25 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

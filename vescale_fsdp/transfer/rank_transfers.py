@@ -75,7 +75,7 @@ class Share(NamedTuple):
         return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
 
     def between(self, start: int, stop: int) -> Iterator[Share]:
-        """Items [start, stop) of the box in row-major order, as shares: a range may need several boxes."""
+        """Yield the items [start, stop) of the box in row-major order, as shares: a range may need several boxes."""
         if (start, stop) == (0, self.numel):
             yield self
             return
@@ -87,13 +87,13 @@ class Share(NamedTuple):
 
 
 def _flat_index(offsets: Shape, strides: Shape, origin: Shape | None = None) -> int:
-    """Index of the item at ``offsets`` in a flat memory whose first item is at ``origin`` (default: zeros)."""
+    """Return the index of the item at ``offsets`` in a memory whose first item is at ``origin`` (default: zeros)."""
     index = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return index if origin is None else index - _flat_index(origin, strides)
 
 
 def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple[Shape, Shape, Shape]:
-    """Sizes and strides of a box, with adjacent dims merged into one where the strides of both memories allow it."""
+    """Merge adjacent dims of a box where the strides of both memories allow it. Returns the new sizes and strides."""
     dims: list[tuple[int, int, int]] = []  # size, stride in the source, stride in the target
     for size, step, target_step in zip(sizes, source_strides, target_strides, strict=True):
         if size == 1:  # its strides are never used
@@ -110,7 +110,7 @@ def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple
 def shares_between(
     number: int, itemsize: int, source: Sequence[tuple[Region, int]], target: Region, leaf: Leaf
 ) -> Iterator[Share]:
-    """The items that a leaf copies from one rank's part of its source to one rank's part of its target, as shares.
+    """Yield the shares that a leaf copies from one rank's part of its source to one rank's part of its target.
 
     Args:
         number: index of the leaf in `TransferPlan.leaves`.
@@ -164,7 +164,7 @@ class ShareStream:
         return self._stops[-1] if self._stops else 0
 
     def between(self, low: int, high: int) -> Iterator[Share]:
-        """Bytes [low, high) of the stream, as shares.
+        """Yield the bytes [low, high) of the stream, as shares.
 
         Both edges must be multiples of `ALIGN_BYTES` or the end of the stream, so that no item is cut.
         """
@@ -178,7 +178,7 @@ class ShareStream:
             yield from share.between(part.start // share.itemsize, part.stop // share.itemsize)
 
     def messages(self, message_bytes: int) -> list[tuple[Share, ...]]:
-        """The shares of each message: at most ``message_bytes``, and no other shares next to a large one."""
+        """Return the shares of each message: at most ``message_bytes``, and no other shares next to a large one."""
         edges = [0]  # bytes of the stream at which a message must end
         for share, stop in zip(self.shares, self._stops, strict=True):
             if share.is_sent_alone:
@@ -242,7 +242,7 @@ class RankTransfers:
         return [share for ranks, shares in wanted if self.rank in ranks for share in shares]
 
     def messages(self) -> list[Message]:
-        """This rank's messages, in the order in which this rank starts them: by turn, number and sender.
+        """Return this rank's messages, in the order in which this rank starts them: by turn, number and sender.
 
         This is one order for the messages of all ranks, which prevents a deadlock (see the top of this file).
         """
@@ -264,7 +264,7 @@ class RankTransfers:
         return [message for _, message in ordered]
 
     def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:
-        """The streams to all receivers, or from all senders, by the other rank, ascending."""
+        """Return the streams to all receivers, or from all senders, by the other rank, ascending."""
         shares: dict[int, list[Share]] = {}
         # Sorted, so that sender and receiver add shares to their stream in the same order.
         for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
@@ -276,7 +276,7 @@ class RankTransfers:
         return {rank: ShareStream(shares[rank]) for rank in sorted(shares) if shares[rank]}
 
     def _part(self, ranks: Ranks, sender: int, receiver: int, shares: list[Share]) -> Iterable[Share]:
-        """Of the ``shares`` that ``receiver`` takes from the set ``ranks``, the part that ``sender`` sends."""
+        """Return the part that ``sender`` sends of the ``shares`` that ``receiver`` takes from the set ``ranks``."""
         if len(ranks) == 1:  # the only sender
             return shares
         low, high = self.plan.byte_range(ranks, sender, receiver)
@@ -320,7 +320,7 @@ class RankTransfers:
         return wanted
 
     def _target_region(self, number: int, coordinates: Shape) -> Region:
-        """The region of target tensor ``number`` at ``coordinates``; cached, since all leaves of a tensor need it."""
+        """Return the region of target tensor ``number`` at ``coordinates``; cached, since all its leaves need it."""
         key = (number, coordinates)
         if key not in self._target_regions:
             self._target_regions[key] = self.plan.target.region(number, coordinates)
@@ -328,7 +328,7 @@ class RankTransfers:
 
 
 def _is_in_place(plan: TransferPlan, shares: Sequence[Share], is_sent: bool) -> bool:
-    """Whether one tensor of this rank stores the shares contiguously, in the dtype in which they are sent."""
+    """Return whether one tensor of this rank stores the shares contiguously, in the dtype in which they are sent."""
     placed = plan.leaves[shares[0].leaf]
     # A cast or a codec computes new bytes, which need a buffer.
     if placed.narrowed or placed.source.codec is not None if is_sent else placed.widened:

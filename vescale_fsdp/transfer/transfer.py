@@ -69,7 +69,7 @@ _SourceRead = tuple[dict[str, torch.Tensor], SourceWatch | None] | Exception
 
 
 def _named(state: Any | None) -> dict[str, torch.Tensor]:
-    """The tensors of a state by name; empty for None, the state of a rank that stores nothing."""
+    """Return the tensors of a state by name; empty for None, the state of a rank that stores nothing."""
     return dict(named_tensors({} if state is None else state))
 
 
@@ -89,7 +89,7 @@ class TransferHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or with an error. Never blocks."""
+        """Return whether the transfer has ended, successfully or with an error. Never blocks."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
