@@ -135,7 +135,7 @@ class StoreMembership:
         if self._number < 0 and self._store.check([_NEWEST]):
             with self._reading():
                 newest = int(self._store.get(_NEWEST))
-            # Start at the round before, which is closed: its members must enter the newest round before it closes.
+            # Start at the round before, which is closed: the newest round must wait for the members of that round.
             number = max(0, newest - 1)
         deadline_s = time.monotonic() + self._timeout_s
         while True:

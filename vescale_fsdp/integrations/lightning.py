@@ -245,6 +245,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
             UnknownNameError: if ``strict`` and the checkpoint lacks a key of ``state``.
         """
         path = self.broadcast(path)
+        # Fabric's own method reads other formats, and loads into a single module.
         if not isinstance(state, dict) or not state or not holds_checkpoint(path):
             with self._ours():  # so that torch's setters of state dicts accept ragged shards
                 return super().load_checkpoint(path, state, strict, weights_only)

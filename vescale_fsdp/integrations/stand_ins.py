@@ -134,7 +134,7 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
             todo="import transformers' models before the installation (for Trainer and TRL, the order does not matter)",
         )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    # Without None: stacks pass None for a policy that the user has not chosen, and our function has other defaults.
+    # Without None: stacks pass None for a policy that the user has not chosen, which our function does not accept.
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     return our_fully_shard(module, **{**added, **chosen})
 
@@ -149,6 +149,7 @@ def distribute_tensor(
 ) -> DTensor:
     """Call this package's function if a placement is ragged, else torch's. Both send the first rank's values."""
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
+    # torch's function also chooses defaults for arguments that are None.
     if not is_ours or device_mesh is None or placements is None:
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     is_placed = isinstance(tensor, RaggedDTensor) and tensor.placements == tuple(placements)

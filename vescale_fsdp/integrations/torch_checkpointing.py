@@ -316,6 +316,7 @@ def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box
 
 def _take_values(target: Any, source: Any) -> None:
     """Copy all values that are not tensors into the dicts and lists of ``target``."""
+    # Only dicts and lists can be changed in place.
     if isinstance(target, dict) and isinstance(source, Mapping):
         pairs = [(key, source[key]) for key in target if key in source]
     elif isinstance(target, list) and isinstance(source, Sequence):

@@ -74,7 +74,7 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
         """Return whether each x is rounded to the higher of its two entries."""
         return x - low >= (high - low) * 0.5
 
-    x = (low + high) / 2
+    x = (low + high) / 2  # due to rounding, the least x may be some fp32 numbers above or below
     while not rounds_up(x).all():
         x = torch.where(rounds_up(x), x, torch.nextafter(x, up))
     while rounds_up(torch.nextafter(x, down)).any():

@@ -344,7 +344,7 @@ def _factors_of(factors: torch.Tensor, area: BlockArea, side: str) -> torch.Tens
 
 
 def _stacked(areas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy the blocks of all areas to a contiguous stack. With views, rounding would depend on strides, so on shards."""
+    """Copy the blocks of all areas to a contiguous stack. With views, rounding would depend on the shards' strides."""
     stack = areas[0].new_empty(sum(each.shape[0] * each.shape[1] for each in areas), *areas[0].shape[2:])
     foreach_copy_(_as_areas(stack, areas), list(areas))
     return stack

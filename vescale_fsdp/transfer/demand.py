@@ -247,10 +247,11 @@ def _narrowed(
         full = table.sizes[:, cut.dim]
         chunk = -(-full // size)
         start = np.minimum(chunk * coordinates, full)
-        offsets, sizes = table.offsets.copy(), table.sizes.copy()
+        offsets, sizes = table.offsets.copy(), table.sizes.copy()  # the caller's table must not change
         offsets[:, cut.dim] += start
         sizes[:, cut.dim] = np.minimum(start + chunk, full) - start
         return table._replace(offsets=offsets, sizes=sizes, starts=np.zeros_like(start), stops=sizes.prod(1))
+    # A tensor in a slot that is not scattered is one range of its group's buffer.
     if isinstance(cut, LayoutCut) and not layouts[cut.layout].slots[cut.slot].is_scattered:
         layout, slot = layouts[cut.layout], layouts[cut.layout].slots[cut.slot]
         edges = coordinates * layout.shard_numel - slot.offset

@@ -138,7 +138,7 @@ def _structure(
     axes: dict[Axes, int] = {}
     entries = []
     for name, tensor in tensors:
-        number = axes.setdefault(tensor.distribution.axes, len(axes))
+        number = axes.setdefault(tensor.distribution.axes, len(axes))  # equal axes get one number
         entries.append(Entry(name, tensor.dtype, tensor.shape, number, tensor.distribution.cuts))
     return Structure(None, tuple(entries), tuple(axes), tuple(layouts))
 

@@ -332,7 +332,7 @@ def _listening_on(interface: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
+        if before is None:  # the variable was not set
             del os.environ[_INTERFACE]
         else:
             os.environ[_INTERFACE] = before

@@ -435,6 +435,7 @@ def resolve_links(
         for leaf in leaves:
             item = source_of(leaf.source)
             have, want = stored_dtype(item.dtype), stored_dtype(entry.dtype)
+            # Bytes of codes and scales are copied without a cast if only the name of their dtype differs.
             is_renamed = item.codec is not None and want.name in _NAMES_OF_BYTES.get(have.name, ())
             is_cast = have.name != want.name and not is_renamed
             if is_cast and not (cast and have.kind == want.kind == "float"):
