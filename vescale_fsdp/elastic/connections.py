@@ -47,7 +47,7 @@ def close_gloo_connections() -> int:
 
 
 def _watched_by_epolls() -> list[list[int]]:
-    """For each epoll instance of this process, the file descriptors that it watches."""
+    """List, for each epoll instance of this process, the file descriptors that it watches."""
     watched = []
     for name in os.listdir(_FDS) if _FDS.exists() else ():  # only Linux has /proc/self/fd
         with suppress(OSError):  # the file was closed after it was listed

@@ -62,7 +62,7 @@ class _Round:
 
     @staticmethod
     def of(text: str) -> _Round:
-        """Inverse of `text`."""
+        """Restore a round from its `text`."""
         data = json.loads(text)
         return _Round(tuple(data["entered"]), data["is_closed"])
 
@@ -201,7 +201,7 @@ class StoreMembership:
 
     def _swap(self, number: int, expected: _Round | None, wanted: _Round) -> _Round:
         """Set a round to ``wanted`` if its value is ``expected`` (None: no value). Returns the value afterwards."""
-        before = "" if expected is None else expected.text
+        before = "" if expected is None else expected.text  # torch's stores take "" for a missing key
         with self._reading():
             return _Round.of(self._store.compare_set(f"round-{number}", before, wanted.text).decode())
 

@@ -86,7 +86,7 @@ _peft_local_like = peft_integrations.dtensor_from_local_like  # peft's function,
 
 
 def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:
-    """Replaces peft's ``dtensor_from_local_like``, which cannot make ragged tensors."""
+    """Replace peft's ``dtensor_from_local_like``, which cannot make ragged tensors."""
     return (
         ragged_like(local_tensor, ref)
         if isinstance(ref, RaggedDTensor)

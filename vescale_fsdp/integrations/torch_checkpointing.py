@@ -57,7 +57,7 @@ class RaggedSharding(ShardingMetadata, type_name="vescale_fsdp_v1"):  # type: ig
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> RaggedSharding:
-        """Inverse of `to_dict`."""
+        """Restore an object from the result of `to_dict`."""
         boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in d["boxes"])
         return cls(tuple(d["global_shape"]), boxes)
 
@@ -92,7 +92,7 @@ def pieces(state: Any) -> Any:
 
 
 def rejoin(state: Any, loaded: Any) -> Any:
-    """Inverse of `pieces`: replace pieces in ``loaded`` by the ragged tensors of ``state``, whose memory they share.
+    """Replace pieces in ``loaded`` by the ragged tensors of ``state`` with the same memory: the inverse of `pieces`.
 
     Args:
         state: the state that was passed to `pieces`.

@@ -67,7 +67,7 @@ def _apply(model: Any, mesh_manager: Any, fsdp_plan: dict[str, str], ep_plan: di
     """
     model.tie_weights()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    if len({getattr(each, "weight", None) for each in embeddings}) == 1:  # one object: they are tied
+    if len({getattr(each, "weight", None) for each in embeddings}) == 1:  # one weight: they are tied
         fsdp_plan = {name: s for name, s in fsdp_plan.items() if model.get_submodule(name) not in embeddings}
     return _hf_apply(model, mesh_manager, fsdp_plan, ep_plan)
 

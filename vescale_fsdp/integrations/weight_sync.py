@@ -44,7 +44,7 @@ from vescale_fsdp.transfer.links import Link, SourceTensor, leaves_of
 from vescale_fsdp.transfer.plan import BUDGET_BYTES, TransferPlan, plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
-BUCKET_BYTES = 256 << 20  # 256 MiB
+BUCKET_BYTES = 256 << 20  # 256 MiB: default size of a bucket
 _ALIGN_BYTES = 256  # tensors in a bucket start at multiples of this size: enough for any kernel of an engine
 _WHOLE = Distribution((), ())  # no axis cuts the tensor
 

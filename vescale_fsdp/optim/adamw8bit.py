@@ -60,7 +60,7 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)  # one entry per device and map
 def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
-    """255 values: entry i is the least fp32 number that is rounded to code i + 1.
+    """Compute the 255 thresholds between codes: entry i is the least fp32 number that is rounded to code i + 1.
 
     As in torchao, a number x between entries a < b of the map is rounded up if ``x - a >= (b - a) * 0.5`` in fp32. This
     is monotone in x, so one comparison with the least such x gives the same code. The search for the least x starts at
@@ -198,6 +198,7 @@ class AdamW8bit(BatchedOptimizer):
         grid = grid_of(tuple(param.shape), self._block)
         numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "parameter"))
         for name, signed in _MOMENTS.items():
+            # Not zeros: in the signed map, code 0 stands for -1.
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
             state[f"{name}_scales"] = zeros_sharded_with(param, pieces, grid.scales_shape, numels)
         return state
@@ -257,12 +258,12 @@ class _Stepped(NamedTuple):
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors concatenated along the first dim; a single tensor is returned itself, without a copy."""
+    """Concatenate tensors along the first dim; a single tensor is returned itself, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
-    """Return a moment of all parameters of a batch, fp32, concatenated in the shape of `_Stepped.laid_out`."""
+    """Read a moment of all parameters of a batch, fp32, concatenated in the shape of `_Stepped.laid_out`."""
     if not batch[0].is_8bit:
         return _joined([each.local(name) for each in batch])
     signed = _MOMENTS[name]

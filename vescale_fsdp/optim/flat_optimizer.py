@@ -279,7 +279,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         end: tuple[int, Any] = (0, None)
         for (storage, start, numel), param in by_address:
             layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
-            layout = layout_ref[0] if layout_ref is not None else None
+            layout = layout_ref[0] if layout_ref is not None else None  # None for plain tensors
             # State that is not per element, such as step counts, must be equal in a run.
             values = [
                 (name, None if _per_element(name, v) else v) for name, v in self.state.get(param, {}).items()

@@ -200,7 +200,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors concatenated in fp32; a single fp32 tensor is returned itself, without a copy."""
+    """Concatenate 1-D tensors in fp32; a single fp32 tensor is returned itself, without a copy."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

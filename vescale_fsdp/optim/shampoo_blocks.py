@@ -238,7 +238,7 @@ def inverse_roots(
 
 
 def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) -> torch.Tensor:
-    """`inverse_roots` of finite matrices; raises LinAlgError if the decomposition of any matrix does not converge."""
+    """Compute inverse roots of finite matrices; raises LinAlgError if any decomposition does not converge."""
     # In fp32 the decomposition has an error of about 1e-7 of the largest eigenvalue. The eigenvalues of a factor's null
     # space consist of this error, and the power of -1/4 makes them the largest entries of the root: with two BLAS
     # libraries, results differed by 100 %. So the decomposition is in fp64, and such eigenvalues are raised to one

@@ -299,7 +299,7 @@ class BatchedOptimizer(StructuredOptimizer):
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 
     def _kind(self, param: torch.Tensor) -> Hashable:
-        """What else must be equal in a batch, such as the shape of blocks; depends on the algorithm."""
+        """Return what else must be equal in a batch, such as the shape of blocks; depends on the algorithm."""
         return ()
 
     @abstractmethod
@@ -447,6 +447,7 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
         return
     pieces = pieces_of(target)
     if pieces is None:  # placements without contiguous pieces, such as tensor parallelism
+        # To the target's device, since a checkpoint's tensors may be on the CPU.
         local.copy_(local_part_of(value.to(local.device), target))
         return
     piece = pieces.own_piece

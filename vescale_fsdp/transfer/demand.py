@@ -256,6 +256,7 @@ def _narrowed(
         layout, slot = layouts[cut.layout], layouts[cut.layout].slots[cut.slot]
         edges = coordinates * layout.shard_numel - slot.offset
         numel = numel_of(slot.shape)
+        # Shards that end before the tensor or start after it get an empty range.
         starts, stops = np.clip(edges, 0, numel), np.clip(edges + layout.shard_numel, 0, numel)
         return table._replace(starts=starts, stops=stops)
     spans = []  # row by row: the remaining kinds of cuts have no closed formula, and are rare
@@ -328,7 +329,7 @@ def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
 
 
 def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints, Ints]]:
-    """Pairs of rows, one of each table, whose boxes may overlap, since their extents along the first dim do.
+    """Yield pairs of rows, one of each table, whose boxes may overlap, since their extents along the first dim do.
 
     Yields:
         Indices into ``source`` and into ``wanted``, at most `_MAX_PAIRS` pairs at a time if possible.

@@ -95,7 +95,7 @@ class StateDescription:
         return {}  # a cached property, since a frozen dataclass cannot set attributes
 
     def holders_of(self, number: int) -> Holders:
-        """Which rank stores which part of tensor ``number``; one object for all tensors with equal ranks and axes."""
+        """Return which rank stores which part of a tensor; one object for all tensors with equal ranks and axes."""
         key = (self.ranks[number], self.entries[number].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.ranks[number], self.structure.axes[key[1]])
@@ -125,7 +125,7 @@ class StateDescription:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StateDescription:
-        """Inverse of `to_json`."""
+        """Restore a description from the result of `to_json`."""
         table = [RankSet.from_json(ranks) for ranks in data["rank_sets"]]
         structure = Structure.from_json({**data, "state": None})  # `to_json` writes no tree of nested keys
         return cls(structure, tuple(table[number] for number in data["ranks"]))

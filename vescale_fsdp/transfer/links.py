@@ -200,7 +200,7 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
         whole = whole_box(shape)
         return shape, [
             Leaf(link, whole, whole.offsets, tuple(range(len(shape))))
-        ] if whole.numel else []  # nothing to read
+        ] if whole.numel else []  # an empty tensor has no items to read
     inputs = [leaves_of(item, shape_of) for item in link.inputs]
     shapes = [shape for shape, _ in inputs]
     misfit = link.map.misfit(shapes)
@@ -277,7 +277,7 @@ def links_to_json(value: Any) -> Any:
 
 
 def links_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -> Any:
-    """Inverse of `links_to_json`.
+    """Restore links from the result of `links_to_json`.
 
     Args:
         codecs: classes of the codecs in links, by class name.

@@ -131,7 +131,7 @@ _watches_lock = Lock()  # an optimizer may step on another thread than the trans
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Hook of all optimizers: before a step, mark each watch that watches memory of the optimizer's parameters."""
+    """Mark each watch of memory of the optimizer's parameters. torch calls this before every optimizer's step."""
     with _watches_lock:
         watches = list(_watches)  # a copy: other threads may add watches during the loop
     if watches:

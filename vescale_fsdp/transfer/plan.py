@@ -41,7 +41,7 @@ from vescale_fsdp.transfer.links import (
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec
 
-BUDGET_BYTES = 64 << 20  # 64 MiB
+BUDGET_BYTES = 64 << 20  # 64 MiB: default memory of a rank for messages
 IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
 # Size of the widest item, complex128: streams are cut at multiples of this size, so that no item is cut.
 ALIGN_BYTES = 16
@@ -150,7 +150,7 @@ class TransferPlan:
     def from_json(
         cls, data: Mapping[str, Any], codecs: Mapping[str, Callable[..., BlockCodec]] | None = None
     ) -> TransferPlan:
-        """Inverse of `to_json`.
+        """Restore a plan from the result of `to_json`.
 
         Args:
             codecs: classes of the codecs in links, by class name.
@@ -408,7 +408,7 @@ def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
         if count == len(order) or total <= loads[order[count]] * count:
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                # The first `rest` loads get one byte more.
+                # Bytes that cannot be divided equally go to the first `rest` loads.
                 added[number] = level + (index < rest) - loads[number]
             break
     return tuple(added)

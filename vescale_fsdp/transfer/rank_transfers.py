@@ -254,6 +254,7 @@ class RankTransfers:
         for is_sent, streams in ((True, self.sends), (False, self.receives)):
             for peer, stream in streams.items():
                 sender, receiver = (self.rank, peer) if is_sent else (peer, self.rank)
+                # In a turn, each sender has one receiver, and each receiver one sender.
                 turn = (targets[receiver] - sources[sender]) % num_turns
                 for number, shares in enumerate(stream.messages(plan.message_bytes)):
                     nbytes = sum(share.nbytes for share in shares)

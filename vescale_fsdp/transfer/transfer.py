@@ -379,7 +379,7 @@ class Transfer:
         """Enter ``word`` in the ranks' store, and return the word that the first rank entered."""
         key, last_key = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
         try:
-            # `last_key` may be deleted: every rank has read it, since each has taken part in a later collective.
+            # The last run's entry may be deleted: every rank has read it before it took part in this run's collectives.
             return self._coordinator.decide(key, word, last_key)
         except CheckpointError as lost:
             own_version = "no version" if self._version is None else f"version {self._version}"
