@@ -1,4 +1,4 @@
-"""Jobs that continue when ranks are lost or join, without a restart of the others."""
+"""Jobs that continue when ranks are lost or join, without a restart of the other ranks."""
 
 from vescale_fsdp.lazy import lazily_export
 

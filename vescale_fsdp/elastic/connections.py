@@ -1,15 +1,15 @@
-"""Closes the connections of gloo groups, so that ranks that wait for each other notice that a rank has left.
+"""Closes the connections of gloo groups, so that all ranks notice at once that a rank has left.
 
 The kernel closes the connections of a killed process, so ranks that wait for that process get an error and leave the
-step. Further ranks wait for a rank that has left the step but still lives, and they get no error. torch's gloo groups
-have no abort (2.13). Destroying a group waits for its pending collectives, which may wait for ranks that are destroying
-the group too, until the time-out. So a rank that leaves an epoch closes all connections of its gloo groups, below gloo.
-All ranks then leave within milliseconds.
+step. Other ranks wait for a rank that has left the step but still lives, and get no error. torch's gloo groups have no
+abort (2.13). Destroying a group waits for its pending collectives, which may wait, until the time-out, for ranks that
+are destroying the group too. So a rank that leaves an epoch closes all connections of its gloo groups itself, by their
+file descriptors. All ranks then leave within milliseconds.
 
-gloo's connections are recognized by their epoll instance. Every gloo group has one for its listening socket, its
-connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets, libuv and
-tokio have an eventfd instead of the pipe. Only Linux lists the files of an epoll instance; on other systems ranks leave
-when the group's time-out ends.
+gloo's connections are recognized by their epoll instance. Every gloo group has one epoll instance, for a listening
+socket, its connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets,
+libuv and tokio have an eventfd instead of the pipe. Only Linux lists the files of an epoll instance. On other systems
+ranks leave when the group's time-out ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FDINFO = Path("/proc/self/fdinfo")
 
 
 def close_gloo_connections() -> int:
-    """Close the connections of all gloo groups of this process. Collectives that use them then fail, on all ranks.
+    """Close the connections of all gloo groups of this process. Collectives of these groups then fail on all ranks.
 
     Returns:
         The number of closed connections.
@@ -36,37 +36,37 @@ def close_gloo_connections() -> int:
         with ExitStack() as opened:
             copies = [opened.enter_context(copy) for fd in watched if (copy := _tcp_socket(fd)) is not None]
             listening = {copy for copy in copies if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-            # Only gloo's epoll instances have both; see the top of this file.
+            # Of the libraries in a training process, only gloo watches a listening socket and a pipe together.
             if listening and any(map(_is_pipe, watched)):
                 for connection in set(copies) - listening:
                     num_closed += 1
-                    with suppress(OSError):  # the other side has closed it already
-                        # Not close(): gloo's own descriptor would keep the connection open.
+                    with suppress(OSError):  # the other side has closed the connection already
+                        # Not close(), which closes only this copy: gloo's descriptor would keep the connection open.
                         connection.shutdown(socket.SHUT_RDWR)
     return num_closed
 
 
 def _watched_by_epolls() -> list[list[int]]:
-    """For each epoll instance of this process, the numbers of the files that it watches."""
+    """List, for each epoll instance of this process, the file descriptors that it watches."""
     watched = []
     for name in os.listdir(_FDS) if _FDS.exists() else ():  # only Linux has /proc/self/fd
-        with suppress(OSError):  # closed since it was listed
+        with suppress(OSError):  # the file was closed after it was listed
             if os.readlink(_FDS / name) == "anon_inode:[eventpoll]":
                 text = (_FDINFO / name).read_text()
-                # Each line that starts with tfd has the number of one watched file.
+                # A line such as "tfd:       5 events: ..." for each watched descriptor.
                 watched.append([int(fd) for fd in re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)])
     return watched
 
 
 def _tcp_socket(fd: int) -> socket.socket | None:
-    """A second handle of a TCP socket, for the caller to close; None for files of other kinds."""
+    """Return a socket object for a copy of a descriptor, for the caller to close; None if it is not a TCP socket."""
     try:
-        copy = os.dup(fd)  # a socket object closes its descriptor, and gloo still needs the original
-    except OSError:  # closed since it was listed
+        copy = os.dup(fd)  # a copy, since a socket object closes its descriptor, and gloo needs the original
+    except OSError:  # the file was closed after it was listed
         return None
     try:
         opened = socket.socket(fileno=copy)
-    except OSError:  # not a socket, such as a pipe; `socket` has not closed it
+    except OSError:  # not a socket, such as a pipe; `socket` has not taken over the copy
         os.close(copy)
         return None
     if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM:
@@ -76,6 +76,7 @@ def _tcp_socket(fd: int) -> socket.socket | None:
 
 
 def _is_pipe(fd: int) -> bool:
-    with suppress(OSError):  # closed since it was listed
+    """Return whether a file descriptor is a pipe; False if it was closed."""
+    with suppress(OSError):  # the file was closed after it was listed
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False

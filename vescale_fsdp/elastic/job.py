@@ -1,14 +1,14 @@
 """ElasticJob: training that continues, in the same processes, when ranks are lost or join.
 
-    epoch            wait for a quorum, create the process group, move model and optimizer to its ranks
-    restore          the newest complete step: from the memory of the members, else from disk
+    epoch            agree on the members, create the process group, move model and optimizer to its ranks
+    restore          load the newest complete step: from the memory of the members, else from disk
     train            step, save (to memory after every step, to disk now and then), step, save, ..
     a rank is lost   collectives fail; each rank that notices closes its connections, so that all ranks notice
                      -> the next epoch
 
-Only saved steps count. The saved state replaces everything that an interrupted step has written into weights, optimizer
-or data, on ranks that remain and on ranks that join. So the job continues with the same bits as a job that was
-restarted on as many ranks from that step.
+After an interruption, all ranks go back to a saved step. The saved state replaces everything that the interrupted step
+has written into weights, optimizer or data, on ranks that remain and on ranks that join. So the job continues with the
+same bits as a job that was restarted from that step on the same number of ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from vescale_fsdp.runtime.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
 
 _logger = logging.getLogger("vescale_fsdp")
-_POLL_S = 0.02
+_POLL_S = 0.02  # pause between two requests to the store
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The model, optimizer and other state that a job trains.
+    """The model, the optimizer, and the other state that a job saves and restores.
 
     Args:
-        model: a sharded model, with each unit sharded over the mesh that `build` receives.
+        model: a sharded model. Each unit must be sharded over the mesh that ``build`` receives.
         optimizer: the optimizer of the model's parameters.
-        more: other state of a checkpoint, as for `vescale_fsdp.checkpoint.save`: data loaders, schedulers, counters,
+        more: the other state to save, as for `vescale_fsdp.checkpoint.save`: data loaders, schedulers, counters,
             `PerRank` values. State that is not included is not rolled back after an interrupted step. A
             `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is adapted to the ranks of each epoch.
 
@@ -62,15 +62,15 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Epoch:
-    """How an epoch began.
+    """A record of the start of an epoch.
 
     Attributes:
-        number: the quorum's `Quorum.epoch`.
+        number: the epoch's `Quorum.epoch`.
         members: names of the processes, in the order of their ranks.
-        step: the step from which training continued.
-        tier: where that step was stored: "ram", "disk", or "start" if there was none.
-        agreed_at_s, ready_at_s: when the processes had agreed on the quorum and when training could start, by
-            `time.time`.
+        step: the number of finished steps from which training continued.
+        tier: where the state of that step was stored: "ram", "disk", or "start" if no state was saved.
+        agreed_at_s: when the processes had agreed on the members, as given by `time.time`.
+        ready_at_s: when training could start, as given by `time.time`.
     """
 
     number: int
@@ -82,10 +82,10 @@ class Epoch:
 
 
 class ElasticJob:
-    """One process of a training job.
+    """One process of an elastic training job.
 
     Start each process by itself, or with Slurm's ``srun --no-kill``. torchrun cannot be used: its agent stops all
-    workers when one fails.
+    workers when one worker fails.
 
         def build(mesh):
             model = Model()
@@ -107,21 +107,22 @@ class ElasticJob:
 
     Args:
         membership: how processes agree on the members of an epoch.
-        build: makes the model and its optimizer. Called once in each process, so it must not communicate, and must
-            give the same weights in all processes. Called again only if no saved step is left.
-        checkpoints: makes the manager of an epoch, for its number of ranks. With a RAM tier of interval 1 and
+        build: makes the model and its optimizer. It must not communicate, since it is called in the first epoch of each
+            process, which other processes may have passed. It must give the same weights in all processes. It is called
+            once more in every epoch that finds no saved step, such as the first epoch of a new job.
+        checkpoints: makes the checkpoint manager of an epoch, for a number of ranks. With a RAM tier of interval 1 and
             ``replicas=1``, the loss of a node costs only the current step.
-        make_mesh: makes the mesh of an epoch, for its number of ranks; default: 1-D over all ranks.
-        backend: the backend of process groups; default: torch's choice.
+        make_mesh: makes the mesh of an epoch, for a number of ranks. Default: a 1-D mesh of all ranks.
+        backend: the backend of process groups. Default: torch's choice.
         timeout_s: the time-out of process groups: how long ranks wait for a rank whose connections stay open (a machine
             without power, a process that hangs). No step may take longer.
-        max_retries: maximum number of errors without a finished step between them; the next error is raised.
+        max_retries: maximum number of errors without a finished step between them. The next error is raised.
 
     Attributes:
         rank, num_ranks: the rank of this process and the number of ranks, in the current epoch.
-        mesh: the mesh of the current epoch.
-        training: the newest result of `build`.
-        epochs: how each epoch began.
+        mesh: the mesh of the current epoch; None between epochs.
+        training: the newest result of ``build``; None before the first epoch.
+        epochs: the start of each epoch of this process, oldest first.
 
     Examples:
         >>> def main(membership, build, checkpoints, train_step):
@@ -141,6 +142,7 @@ class ElasticJob:
         max_retries: int = 5,
     ) -> None:
         self._membership, self._build, self._checkpoints = membership, build, checkpoints
+        # The argument is not needed: the default mesh has all ranks of the epoch's default group.
         self._make_mesh = make_mesh or (lambda num_ranks: default_mesh())
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
         self._manager: CheckpointManager | None = None
@@ -151,11 +153,11 @@ class ElasticJob:
         self.epochs: list[Epoch] = []
 
     def run(self, train_step: Callable[[ElasticJob, int], None], num_steps: int) -> None:
-        """Train to the end, in as many epochs as needed.
+        """Train until ``num_steps`` steps are finished, in as many epochs as needed.
 
         Args:
-            train_step: one step, called with this job and the number of finished steps. A RuntimeError, such as a
-                lost connection, ends the epoch. Any other error ends the job in this process, and is raised.
+            train_step: trains one step; called with this job and the number of finished steps. A RuntimeError, such as
+                a lost connection, ends the epoch. Any other error ends the job in this process, and is raised.
             num_steps: number of steps of the whole job.
 
         Raises:
@@ -175,19 +177,23 @@ class ElasticJob:
                         num_failures = 0
                     if step >= num_steps:
                         return self._finish()
-                # Raised by torch if a connection is lost; other errors end the job.
+                # torch raises RuntimeError if a connection is lost. Other errors end the job.
                 except RuntimeError as error:
                     num_failures += 1
                     if num_failures > self._max_retries:
                         raise
                     _logger.warning("rank %d leaves its epoch: %s", self.rank, error)
                 self._end_epoch()
-        finally:
+        finally:  # also after the last step and after an error; ending an epoch twice does no harm
             self._end_epoch()
             self._membership.leave()
 
     def _begin_epoch(self, quorum: Quorum) -> int:
-        """Create the process group and restore the newest step. Returns the number of finished steps."""
+        """Create the process group, move the model to its ranks, and restore the newest saved step.
+
+        Returns:
+            The number of finished steps.
+        """
         agreed_at_s = time.time()
         self.rank, self.num_ranks, self._store = quorum.rank, len(quorum.members), quorum.store
         try:
@@ -199,12 +205,12 @@ class ElasticJob:
                 timeout=timedelta(seconds=self._timeout_s),
             )
         except RuntimeError:
-            _restart_group_names()  # torch has counted the group that failed
+            _restart_group_names()  # torch also counts a group that it could not create
             raise
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
             self._build_on(mesh)
-        else:
+        else:  # Parameter objects stay, since hooks and other code may refer to them
             renew_model(self.training.model, mesh)
             renew_optimizer(self.training.optimizer)
             renew_data(self.training.more, self.rank, self.num_ranks)
@@ -212,14 +218,14 @@ class ElasticJob:
         restored = self._manager.restore(self._state())
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
-            # Built for initial weights: a model of an earlier epoch is trained, or zeros after `renew_model`.
+            # Build a model with initial weights. A model of an earlier epoch has zeros as weights after `renew_model`.
             self._build_on(mesh)
-            # Forced, whatever the policy says: a later epoch needs a step to restore.
+            # `force`, whatever the manager's policy says: a later epoch needs a step to restore.
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
         _logger.log(
-            logging.INFO if self.rank == 0 else logging.DEBUG,
+            logging.INFO if self.rank == 0 else logging.DEBUG,  # one line per epoch instead of one per rank
             "epoch %d: %d ranks, from step %d (%s), %.2f s after the processes agreed",
             epoch.number,
             self.num_ranks,
@@ -230,38 +236,41 @@ class ElasticJob:
         return step
 
     def _build_on(self, mesh: DeviceMesh) -> None:
+        """Call the user's ``build``, and check that later epochs can move the model to other ranks."""
         training = self._build(mesh)
         check_renewable(training.model, mesh)
         self.training = training
 
     def _state(self) -> dict[str, Any]:
-        """The state that a checkpoint stores."""
+        """Return the state to save and to restore."""
         training = self.training
         assert training is not None
         return {"model": training.model, "optimizer": training.optimizer, "more": training.more}
 
     def _save(self, step: int) -> None:
+        """Save after ``step`` finished steps, if the manager's policy says so."""
         assert self._manager is not None
         self._manager.save(step, self._state())
 
     def _finish(self) -> None:
-        """Wait until all ranks have saved their last step: other ranks may still copy files from this rank."""
+        """Wait until all ranks have saved their last step, since other ranks may still copy files from this rank."""
         assert self._manager is not None and self._store is not None
         self._manager.wait()
-        with suppress(RuntimeError):  # the store may have ended with a process that had finished
+        # A RuntimeError means that the store is lost: its process may have finished before this one.
+        with suppress(RuntimeError):
             if self._store.add("finished", 1) == self.num_ranks:
                 self._store.set("all-finished", "")
-            deadline_s = time.monotonic() + self._timeout_s  # a rank may be lost after its last step
+            # A limit, since a rank that was lost after its last step is not counted.
+            deadline_s = time.monotonic() + self._timeout_s
             while not self._store.check(["all-finished"]) and time.monotonic() < deadline_s:
-                if (
-                    self._membership.has_changed()
-                ):  # some rank left this epoch unfinished, and will not be counted
+                # A rank has left this epoch before its end, so the count will not be reached.
+                if self._membership.has_changed():
                     return
                 time.sleep(_POLL_S)
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
-        # First: destroying a group waits for its collectives, which wait for lost ranks.
+        # Before the group is destroyed, since that waits for pending collectives, which wait for lost ranks.
         close_gloo_connections()
         manager, self._manager = self._manager, None
         if manager is not None:
@@ -269,17 +278,20 @@ class ElasticJob:
         if dist.is_initialized():
             dist.destroy_process_group()
         self.mesh = self._store = None
-        del manager  # the manager refers to process groups, and a group ends with its last reference
+        # A group closes its threads and files when its last reference is gone: those of the manager and of torch's
+        # cached meshes, and those in reference cycles.
+        del manager
         forget_meshes()
-        gc.collect()  # groups in reference cycles keep their threads and files until they are collected
+        gc.collect()
 
 
 def _restart_group_names() -> None:
-    """Number process groups from 0 again, after the default group could not be created.
+    """Make torch number process groups from 0 again, after the default group could not be created.
 
-    Ranks of a group connect through keys that contain the group's number. torch (2.11-2.15) also counts a group that
-    could not be created, and counts from 0 again when a default group is destroyed. Otherwise this rank and the other
-    ranks would use different keys, and wait for each other.
+    Ranks of a group connect through store keys that contain the group's number. torch (2.11-2.15) also counts a group
+    that it could not create. So this rank and ranks without that failure would use different keys in the next epoch,
+    and wait for each other. torch counts from 0 again when a default group is destroyed, so this creates and destroys
+    one.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()

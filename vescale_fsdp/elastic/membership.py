@@ -1,14 +1,14 @@
 """Membership: the processes of a job agree on the members of each epoch.
 
-An **epoch** is a time during which the same processes train together, in one process group. It ends when a member is
-lost or another process wants to join. The live processes then wait for the next epoch, and all get the same list
-of members.
+An **epoch** is a time during which the same processes, its **members**, train together in one process group. It ends
+when a member is lost or another process wants to join. The live processes then wait for the next epoch, and all get the
+same list of members.
 
     a process        wait() ............. train ......... has_changed()? ...... wait() ........ leave()
     gets             Quorum(0, 4 members)               True: one is lost       Quorum(1, 3 members)
 
-Implementations of `Membership`: a store that all processes reach (`StoreMembership`), and torchft's lighthouse
-(`TorchftMembership`).
+`StoreMembership` implements `Membership` through a torch store that all processes can reach, and `TorchftMembership`
+through torchft's lighthouse.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Quorum:
     """The members of an epoch. All members get the same values, except for ``rank``.
 
     Args:
-        epoch: number of the epoch, higher than in all earlier epochs.
+        epoch: number of the epoch, higher than those of all earlier epochs.
         members: names of the processes, in the order of their ranks.
-        rank: of this process.
-        store: a store for this epoch only, through which its process groups connect.
+        rank: the rank of this process.
+        store: a store for this epoch only, through which the ranks of its process groups connect.
 
     Examples:
         >>> quorum = Quorum(epoch=2, members=("node0/7", "node1/4"), rank=1, store=dist.HashStore())
@@ -50,14 +50,14 @@ class Membership(Protocol):
     """
 
     def wait(self) -> Quorum:
-        """Wait for the next epoch; returns when its members agree.
+        """Wait for the next epoch. Returns its members, when all of them agree.
 
         Raises:
             LifecycleError: if too few processes join in time.
         """
 
     def has_changed(self) -> bool:
-        """Whether a process waits for the next epoch, so this epoch must end. All members call it after each step."""
+        """Return whether this epoch must end, since a process waits for the next one. Called after each step."""
 
     def leave(self) -> None:
-        """Leave the job, so that no process waits for this one."""
+        """Leave the job, so that no other process waits for this process."""

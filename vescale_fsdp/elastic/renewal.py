@@ -1,12 +1,12 @@
-"""Renewal: moves a sharded model and its optimizer to other ranks in place.
+"""Renewal: moves a sharded model and its optimizer to other ranks, with the same Parameter and optimizer objects.
 
     stays the same                                  is created again
     modules, Parameter objects, hooks on them       mesh, layouts (planned for the new number of ranks), buffers
     the optimizer and its param groups              the optimizer's state
-    settings of units                               the schedule: as before the first forward
+    settings of units                               the schedule of collectives: as before the first forward
 
-All values are zeros afterwards, until the caller restores them. So nothing remains of a step that was interrupted, and
-the model is as `fully_shard` would make it in a new process on these ranks.
+All values are zeros afterwards, until the caller restores a checkpoint. So nothing remains of an interrupted step, and
+the model is sharded as `fully_shard` would shard it in a new process on these ranks.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
     for state in states_of(model):
         for group in state.groups:
             problem = None
+            # Not isinstance: groups of a subclass of ParamGroup have tensors that gather themselves.
             if type(group) is not ParamGroup:
                 problem = "its tensor subclass gathers itself"
             elif group.data.mesh != mesh or group.data.spmd is not None:
@@ -57,46 +58,57 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
             if problem is not None:
                 raise UnsupportedOpError(
                     "This model cannot be moved to other ranks in place.",
-                    expected=f"all units sharded over the mesh that `build` gets, {mesh}, and nothing else",
+                    expected=f"all units sharded over the mesh that `build` receives, {mesh}, and over no other mesh",
                     got=problem,
                     where=f"{group.params[0].slot.fqn} in {type(state.modules[0]).__name__}",
-                    todo="restart the job when ranks are lost: CheckpointManager.restore works on any number of ranks",
+                    todo="do not use ElasticJob for this model; restart the job when ranks are lost: "
+                    "CheckpointManager.restore works on any number of ranks",
                 )
 
 
 def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Move a sharded model to another mesh, with zeros as values. A collective of all ranks of the mesh.
+    """Move a sharded model to another mesh, and set all values to zero. A collective of all ranks of the new mesh.
 
     Args:
-        model: the root, which has passed `check_renewable`.
-        mesh: 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
+        model: the root module; `check_renewable` must have accepted it.
+        mesh: the new mesh, 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
     """
     data = DataMesh(mesh)
     states = states_of(model)
     for state in states:
-        together: dict[tuple[str, ...], list[ParamGroup]] = {}  # groups that were planned together
+        # Groups of one unit that were planned together must be planned together again: the planner may divide the same
+        # parameters into other groups for another number of ranks.
+        together: dict[tuple[str, ...], list[ParamGroup]] = {}
         for group in state.groups:
             together.setdefault(group.together, []).append(group)
         state.renew([group for olds in together.values() for group in _renewed(olds, data)])
     groups = [group for state in states for group in state.groups]
-    # One call for all units: groups over the same ranks share one new communicator.
+    # One call for all units, so that groups over the same ranks share one new communicator.
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
     for state in states:
         for kind in {group.comm.settings.memory for group in state.groups} - {None}:
-            use_memory(state.groups, kind)  # all groups of a unit have the same kind
+            use_memory(state.groups, kind)  # at most one kind: all groups of a unit have the same
 
 
 def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
-    """New, installed groups with the parameters of ``olds``, sharded over ``data``; one for each new layout."""
+    """Shard the parameters of groups that were planned together over ``data``.
+
+    Args:
+        olds: the groups on the old ranks.
+
+    Yields:
+        Each new group, filled with zeros and installed in its modules. There may be more or fewer groups than ``olds``.
+    """
     old = olds[0]
     params = {param.slot.fqn: param for group in olds for param in group.params}
+    # In the order of the first planning, so that the layouts are those of `fully_shard` on these ranks.
     slots = [params[fqn].slot for fqn in old.together]
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
     for layout in plan_buffers(specs, data.num_shards, scatter=old.scatter):
         new = _new_group(old, layout, data, [params[slot.fqn] for slot in layout.slots])
-        new.new_shard(old.shard.dtype, old.home)  # allocates the shard, which is on the meta device so far
+        new.new_shard(old.shard.dtype, old.home)  # allocates the shard, which was on the meta device
         for param in new.params:
-            # The optimizer and hooks refer to the old Parameter, so it gets the new placement and memory.
+            # The optimizer and hooks refer to the old Parameter object, so it gets the new placement and memory.
             kept, created = params[param.slot.fqn].sharded, param.sharded
             assert isinstance(kept, RaggedDTensor) and isinstance(created, RaggedDTensor)
             param.piece = new.shard[param.local]
@@ -110,11 +122,12 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
 def _new_group(
     old: ParamGroup, layout: GroupLayout, data: DataMesh, params: Iterable[ManagedParam]
 ) -> ParamGroup:
-    """A group with the settings of ``old`` for some of its parameters; its shard is not allocated yet."""
+    """Make a group with the settings of ``old`` for some of its parameters. Its shard is on the meta device."""
     outlines = {}
-    # Prior sharding is None, since `check_renewable` refuses tensor and expert parallelism.
+    # No prior sharding (None), since `check_renewable` refuses tensor and expert parallelism.
     for param in params:
         slot = param.slot
+        # On the meta device: only shape and dtype are needed, and no rank has memory for whole parameters.
         empty = torch.empty(slot.shape, dtype=old.shard.dtype, device="meta")
         outline = nn.Parameter(empty, param.sharded.requires_grad)
         outlines[slot.fqn] = OriginalParam(outline, param.owners, PriorSharding(data, None), slot.block_numel)
@@ -134,15 +147,20 @@ def _new_group(
 
 
 def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Reset an optimizer whose parameters have moved to other ranks to its state before the first step."""
-    # `__setstate__`, as in `load_state_dict`, also drops what is derived from the state, such as flat views.
+    """Reset an optimizer, whose parameters have moved to other ranks, to its initial state."""
+    # Not ``state.clear()``: `__setstate__` also drops data derived from the state, such as the flat views of
+    # `FlatOptimizer`.
     optimizer.__setstate__({"state": defaultdict(dict)})
     if isinstance(optimizer, StructuredOptimizer):
         optimizer.make_state()
 
 
 def renew_data(more: Any, rank: int, num_ranks: int) -> None:
-    """Give samplers and loaders in `Resharded` values a new rank; a restore then sets their position."""
+    """Give samplers and loaders in `Resharded` values their new rank. A restore then sets their position.
+
+    Args:
+        more: any nested value, searched through mappings, lists and tuples.
+    """
     if isinstance(more, Resharded) and isinstance(more.value, (ReshardableSampler, ReshardableLoader)):
         more.value.renew(rank, num_ranks)
     elif isinstance(more, Mapping):

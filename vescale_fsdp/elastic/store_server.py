@@ -1,7 +1,7 @@
-"""A store server for elastic jobs: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
+"""A store server for an elastic job: run ``python -m vescale_fsdp.elastic.store_server --port 29500`` once per job.
 
-The store of `StoreMembership` must outlive all ranks. On a cluster, run it next to the scheduler's script, on the
-machine that is least likely to fail.
+The store of `StoreMembership` must outlive all ranks. On a cluster, run this server on the machine that is least likely
+to fail, for example from the job's batch script.
 
 torch's store has no authentication, so it listens on the loopback address unless ``--host`` names another one. Clients
 on other machines sign their entries: set VESCALE_FSDP_SECRET in the environment of the store and of all clients.
@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.ranks.stores import bound_store, check_exposure, se
 
 
 def main() -> None:
-    """Run a store server until a signal ends this process."""
+    """Run a store server, and print its port, until a signal ends this process."""
     parser = argparse.ArgumentParser(description="Run the store of an elastic job in its own process.")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=29500, help="the port; 0 for any free port")

@@ -1,10 +1,10 @@
 """TorchftMembership: torchft's lighthouse decides on the members of each epoch.
 
-Every process is a torchft replica of one rank, whose manager server sends heartbeats. torchft's quorum, which every
-process requests after each step, gives the members. torchft's process groups and its healing of one replica from
-another are not used, since layouts are planned again for the new ranks.
+Every process is a torchft replica of one rank, whose manager server sends heartbeats. The members are those of
+torchft's quorum, which every process requests after each step. torchft can also copy the state of one replica to
+another one. This feature and torchft's process groups are not used, since layouts are planned again for the new ranks.
 
-    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --heartbeat_timeout_ms 1000 &     not in a rank
+    torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --heartbeat_timeout_ms 1000 &     in its own process
     membership = TorchftMembership("http://node0:29510", num_first=4)
 
 The lighthouse notices a lost process when its heartbeats stop, after ``heartbeat_timeout_ms``.
@@ -39,8 +39,8 @@ class TorchftMembership:
         lighthouse: address of the lighthouse, such as ``http://node0:29510``.
         num_first: number of processes at the start of the job.
         timeout_s: how long to wait for a quorum, and for the first processes.
-        host: the name or address of this machine for other processes, and the only address that it listens on;
-            default: the address from which this machine reaches the lighthouse.
+        host: name or address under which other processes reach this process, which listens on no other address.
+            Default: the address from which this machine reaches the lighthouse.
         heartbeat_s: time between two heartbeats; must be well below the lighthouse's ``heartbeat_timeout_ms``.
 
     Examples:
@@ -57,12 +57,14 @@ class TorchftMembership:
         host: str | None = None,
         heartbeat_s: float = 0.1,
     ) -> None:
+        # Imported here, since torchft is an optional dependency.
         from torchft.coordination import ManagerClient, ManagerServer
 
         if host is None:
             where = urlsplit(lighthouse)
             host = local_address(where.hostname or "127.0.0.1", where.port or 1)  # any port: nothing is sent
-        check_exposure(host, secret_of(None))  # torchft signs nothing, so its network must be private
+        # Beyond this machine a secret is required, although torchft signs nothing: the network must be private.
+        check_exposure(host, secret_of(None))
         timeout = timedelta(seconds=timeout_s)
         self._num_first, self._timeout_s = num_first, timeout_s
         self._own_store = bound_store(host, 0, timeout)
@@ -79,15 +81,16 @@ class TorchftMembership:
             quorum_retries=0,  # `wait` asks again
         )
         self._client: Any = ManagerClient(self._server.address(), connect_timeout=timeout)
-        self._epoch = -1  # none yet
-        self._epoch_store: BoundedStore | None = None  # torch keeps no reference to a store written in Python
-        self._next: Any = None  # a new quorum that `has_changed` got, for `wait`
+        self._epoch = -1  # no epoch yet
+        # Kept in an attribute, since torch keeps no reference to a store that is written in Python.
+        self._epoch_store: BoundedStore | None = None
+        self._next: Any = None  # a new quorum that `has_changed` has received, for `wait`
 
     def wait(self) -> Quorum:
-        """Ask the lighthouse for the next quorum; returns when all live processes have asked and there are enough."""
+        """Ask the lighthouse for the next quorum. Returns when all live processes have asked and are enough."""
         deadline_s = time.monotonic() + self._timeout_s
         quorum, self._next = self._next, None
-        # After the first step, any number of processes may continue. Before it, `num_first` are needed.
+        # The first epoch needs `num_first` processes: then no replica reports a step. Later, any number may continue.
         while (
             quorum is None
             or quorum.quorum_id == self._epoch
@@ -102,10 +105,10 @@ class TorchftMembership:
                     todo="start more processes, all with the same lighthouse; if they start slowly, pass a longer "
                     "timeout_s",
                 )
-            # After an epoch, the next quorum needs a new number even if it has the same members.
+            # After an epoch, report a failure: otherwise a quorum of the same members would keep its number.
             quorum = self._ask(has_failed=self._epoch >= 0)
         self._epoch = quorum.quorum_id
-        host, _, port = quorum.store_address.rpartition(":")  # IPv6 addresses have colons
+        host, _, port = quorum.store_address.rpartition(":")  # the last colon: IPv6 addresses contain colons
         store = within(
             self._timeout_s,
             lambda: dist.TCPStore(host, int(port), is_master=False),
@@ -116,7 +119,7 @@ class TorchftMembership:
         return Quorum(self._epoch, tuple(quorum.replica_ids), quorum.replica_rank, prefixed)
 
     def has_changed(self) -> bool:
-        """Whether the lighthouse has a new quorum, with other members. A collective of all members."""
+        """Return whether the lighthouse has a new quorum, with other members. A collective of all members."""
         quorum = self._ask(has_failed=False)
         self._next = quorum if quorum.quorum_id != self._epoch else None
         return self._next is not None
@@ -126,11 +129,11 @@ class TorchftMembership:
         self._server.shutdown()
 
     def _ask(self, *, has_failed: bool) -> Any:
-        """The lighthouse's quorum, once all live processes have asked; with a new number if ``has_failed``."""
-        return self._client._quorum(  # torchft has no public name for this call of its own manager
+        """Return the lighthouse's quorum, when all live processes have asked; with a new number if ``has_failed``."""
+        return self._client._quorum(  # private: torchft has no public method for this call
             group_rank=0,  # the only rank of this replica
             step=int(self._epoch >= 0),  # 0 until this process has been in an epoch
-            checkpoint_metadata="",  # for torchft's healing of replicas, which is not used
+            checkpoint_metadata="",  # for torchft's own copies between replicas, which are not used
             shrink_only=False,  # processes may join
             timeout=timedelta(seconds=self._timeout_s),
             init_sync=False,  # weights come from the checkpoint manager

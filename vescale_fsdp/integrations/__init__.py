@@ -1,4 +1,7 @@
-"""Training stacks on this package's runtime instead of torch's FSDP2. Importing it replaces nothing."""
+"""Runs training stacks (accelerate, Trainer, ..) on this package's runtime instead of torch's FSDP2.
+
+Importing this package replaces nothing; `install` and `as_fsdp2` do.
+"""
 
 from vescale_fsdp.lazy import lazily_export
 

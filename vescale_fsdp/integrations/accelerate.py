@@ -2,9 +2,9 @@
 
     accelerator = Accelerator(fsdp_plugin=VescalePlugin(granularity={"*.down_proj.weight": Rows(32)}))
 
-The plugin is a subclass of accelerate's own, with ``fsdp_version=2``. Its constructor calls `install`, which replaces
-torch's functions in the whole process until ``plugin.installation.uninstall()``. accelerate uses the newest plugin of
-a process.
+The plugin is a subclass of accelerate's plugin, with ``fsdp_version=2``. Its constructor calls `install`, which
+replaces torch's functions in the whole process until ``plugin.installation.uninstall()``. If a process makes several
+plugins, accelerate uses the newest one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from vescale_fsdp.runtime.group_plan import check_policies
 
 @dataclass
 class VescalePlugin(FullyShardedDataParallelPlugin):
-    """``FullyShardedDataParallelPlugin`` that shards with `vescale_fsdp.fully_shard`.
+    """accelerate's ``FullyShardedDataParallelPlugin``, with which models are sharded by `vescale_fsdp.fully_shard`.
 
     Args:
-        granularity: as for `vescale_fsdp.integrations.install`.
-        padding_policy: as for `vescale_fsdp.integrations.install`.
+        granularity, padding_policy: as for `vescale_fsdp.integrations.install`.
 
     Raises:
-        UnsupportedOpError: for options that are not supported, before anything is replaced.
+        UnsupportedOpError: if an option is not supported, before anything is replaced.
 
     Examples:
         >>> def accelerator():
@@ -39,14 +38,14 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
         ...     return Accelerator(fsdp_plugin=VescalePlugin(granularity={"*mlp*": "rows:32"}))
     """
 
-    fsdp_version: int | None = None  # accelerate's own default is 1
+    fsdp_version: int | None = None  # None means 2 here; accelerate's own default is 1
     granularity: GranularityRule = None
     padding_policy: PaddingPolicy | None = None
     installation: Installation = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.fsdp_version is None:
-            # The launcher sets this variable.
+            # accelerate's launcher passes the user's choice in this variable.
             self.fsdp_version = int(os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:
             raise UnsupportedOpError(
@@ -55,6 +54,6 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
                 got=f"fsdp_version={self.fsdp_version}, as an argument or in the variable FSDP_VERSION",
                 todo="set fsdp_version: 2 in the plugin, the YAML file or the launcher's options",
             )
-        super().__post_init__()  # fills in the policies that are checked next
+        super().__post_init__()  # sets the policies that are checked next
         check_policies(self.mixed_precision_policy or MixedPrecisionPolicy(), self.cpu_offload)
         self.installation = install(granularity=self.granularity, padding_policy=self.padding_policy)

@@ -1,17 +1,17 @@
-"""as_fsdp2, install: replace torch's FSDP2 functions with this package's, for stacks that call torch's functions.
+"""as_fsdp2, install: replace torch's FSDP2 functions with this package's, for training stacks that call torch's.
 
     with as_fsdp2(granularity=Rows(32)):
         trainer = Trainer(...)          # accelerate, Trainer and TRL import torch's names inside their functions
         trainer.train()
 
 **The replacement is process-wide**: while it is active, every caller in every thread of the process gets the functions
-of `stand_ins`. These call torch's functions for everything that this package did not shard. Installations are counted:
-the first one replaces the names, the end of the last one restores them, and the newest one sets granularity and
-padding.
+of `stand_ins`. These functions call torch's for all modules and tensors that this package did not shard. Installations
+are counted: the first one replaces torch's names, and the end of the last one restores them. The newest active
+installation sets granularity and padding.
 
-A name that a module has already imported (``from torch.distributed.fsdp import fully_shard`` at its top) cannot be
-replaced: a `BoundNamesWarning` lists the module. `stand_ins` lists the few modules of stacks that are known to do
-this; the names in these modules are replaced, too.
+If a module has imported a name already (``from torch.distributed.fsdp import fully_shard`` at its top), it keeps
+torch's function, and a `BoundNamesWarning` lists the module. `stand_ins` lists the few modules of stacks that are known
+to do this; the names in these modules are replaced too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vescale_fsdp.layout.padding import PaddingPolicy
 
 
 class Installation:
-    """An active installation, created by `install`.
+    """A replacement of torch's functions, created by `install` and active until `uninstall`.
 
     Args:
         settings: arguments that this installation adds to ``fully_shard``.
@@ -50,16 +50,16 @@ class Installation:
         _installed.append(self)
 
     def uninstall(self) -> None:
-        """End this installation; the end of the last one restores torch's names. A second call does nothing.
+        """End this installation. The end of the last installation restores torch's names. A second call does nothing.
 
         Warns:
             UserWarning: if a pattern of its granularity matched no parameter of any ``fully_shard`` call.
         """
         try:
-            _installed.remove(self)  # atomic: if two threads end it, only one continues
-        except ValueError:
+            _installed.remove(self)  # atomic: if two threads end this installation, only one thread continues
+        except ValueError:  # it has ended already
             return
-        # First: a stand-in that is called before `restore` then calls torch's function.
+        # Before `restore`, so that a stand-in that another thread calls meanwhile calls torch's function.
         ACTIVE.remove(self._settings)
         restore(self._stand_ins)
         rule = self._settings.granularity
@@ -85,23 +85,23 @@ def install(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy | None = None,
 ) -> Installation:
-    """Replace torch's functions in the whole process, until the installation ends.
+    """Replace torch's FSDP2 functions in the whole process, until the installation ends.
 
     Args:
-        granularity: as for `vescale_fsdp.fully_shard`, for all modules that stacks shard from now on. A pattern of a
-            mapping must match in one of their calls.
+        granularity: as for `vescale_fsdp.fully_shard`, for all modules that stacks shard from now on. Each pattern of a
+            mapping must match a parameter in at least one call of ``fully_shard``.
         padding_policy: as for `vescale_fsdp.fully_shard`.
 
     Returns:
         The installation, whose ``uninstall()`` ends it.
 
     Raises:
-        LayoutError: for a granularity that is not valid, before anything is replaced.
+        LayoutError: if the granularity is not valid, before anything is replaced.
 
     Warns:
         BoundNamesWarning: if modules have imported torch's own functions already.
-        UntriedVersionWarning: if an untested version of a stack is imported. For a stack that is imported later, the
-            warning comes when the stack shards a model.
+        UntriedVersionWarning: if an imported stack has an untested version. For a stack that is imported later, the
+            warning is issued when the stack shards a model.
 
     Examples:
         >>> installation = install(granularity="rows:32")
@@ -114,13 +114,13 @@ def install(
     settings = Settings(rule, padding, frozenset(by_stack), imported)
     stand_ins = (*STAND_INS, *(stand_in for each in by_stack.values() for stand_in in each))
     bound = bound_names(stand_ins)
-    if bound:  # before anything is replaced, because a filter may turn the warning into an error
+    if bound:  # warn before anything is replaced, because a filter may turn the warning into an error
         text = explain(
             "Some modules have imported torch's functions already, and will call torch's functions.",
             expected="imports of torch's names after vescale_fsdp.integrations.install()",
             got="; ".join(f"{module}: {', '.join(names)}" for module, names in bound.items()),
-            todo="call install() before those modules are imported, or import the names inside their functions. "
-            "Ignore modules that never call them on your model",
+            todo="call install() before those modules are imported, or import the names inside their functions. If a "
+            "module never calls these functions on your model, ignore this warning",
         )
         warnings.warn(text, BoundNamesWarning, stacklevel=_callers_level())
     return Installation(settings, stand_ins)
@@ -130,7 +130,7 @@ def install(
 def as_fsdp2(
     *, granularity: GranularityRule = None, padding_policy: PaddingPolicy | None = None
 ) -> Iterator[Installation]:
-    """A context that calls `install`, and ends the installation when it exits, also after an exception.
+    """Context manager: calls `install` at the start, and ends the installation at the end, also after an exception.
 
     Examples:
         >>> import torch
@@ -151,10 +151,15 @@ def as_fsdp2(
 
 
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
-    """The replaced functions of each stack; only for tested versions, which have these names."""
-    # transformers imports its modules lazily, so this one may be missing.
+    """Return the functions to replace in the modules of each stack.
+
+    Args:
+        stacks: imported stacks whose version was tested; other versions may not have these functions.
+    """
+    # transformers imports its modules lazily, so its loader may not be imported although transformers is.
     if "transformers" not in stacks or "transformers.core_model_loading" not in sys.modules:
         return {}
+    # Imported here, since these modules import transformers and peft.
     from vescale_fsdp.integrations.transformers import LOADER
 
     if "peft" not in stacks:
@@ -165,7 +170,7 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
 
 
 def _callers_level() -> int:
-    """The ``stacklevel`` at which a warning names the caller of this file, also through a with statement."""
+    """Return the ``stacklevel`` at which a warning names the code that called this module, directly or by ``with``."""
     level, frame = 1, sys._getframe(1)
     own = (__file__, contextmanager.__code__.co_filename)
     while frame.f_back is not None and frame.f_code.co_filename in own:
@@ -177,22 +182,22 @@ def _callers_level() -> int:
 def ours_within(
     package: str, *, granularity: GranularityRule, padding_policy: PaddingPolicy
 ) -> Iterator[None]:
-    """Replace ``fully_shard`` in the imported modules of one package only.
+    """Context manager: replace ``fully_shard`` in all imported modules of one package, and in no other module.
 
-    For stacks whose modules import the name at their top, so that `as_fsdp2` would be too late.
+    For stacks whose modules import the name at their top, for which `as_fsdp2` would come too late.
 
     Args:
         package: top-level name of the package.
-        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for all calls of the package; a pattern of a
-            mapping must match in one of the calls.
+        granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for all calls by the package. Each pattern of a
+            mapping must match a parameter in at least one call.
     """
     (stand_in,) = (each for each in STAND_INS if each.name == "fully_shard")
     homes = tuple(
         name
-        for name, module in list(sys.modules.items())  # a copy: other threads may import
+        for name, module in list(sys.modules.items())  # a copy, since other threads may import meanwhile
         if name.split(".")[0] == package
         and isinstance(module, ModuleType)  # sys.modules may contain other objects
-        # vars: getattr could make a lazy module import more.
+        # vars instead of getattr, which could make a lazy module import more modules.
         and vars(module).get(stand_in.name) is stand_in.original
     )
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity

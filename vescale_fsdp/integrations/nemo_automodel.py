@@ -1,9 +1,9 @@
-"""NeMo Automodel: its parallelizers shard with this package's runtime.
+"""NeMo Automodel: its parallelizers call this package's `fully_shard`.
 
     with automodel_with_vescale(granularity=Rows(32)):
         model = NeMoAutoModelForCausalLM.from_pretrained(...)      # or a recipe's setup
 
-Automodel 0.7 imports ``fully_shard`` at the top of its modules, so `as_fsdp2` would be too late.
+Automodel 0.7 imports ``fully_shard`` at the top of its modules, so `as_fsdp2` would come too late.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# These modules call fully_shard. They are imported here, because names are replaced in imported modules only.
+# The modules that call fully_shard. Imported here, because names are replaced only in modules that are imported.
 import nemo_automodel.components.distributed.parallelizer
 import nemo_automodel.components.moe.parallelizer  # noqa: F401
 
@@ -27,7 +27,7 @@ def automodel_with_vescale(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
 ) -> Iterator[None]:
-    """A context in which Automodel builds and shards a model. The model stays sharded by this package afterwards.
+    """Context manager: models that Automodel builds in it are sharded by this package, and stay so afterwards.
 
     Args:
         granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for every call by Automodel.

@@ -1,14 +1,14 @@
-"""peft: `merge_and_unload` of a sharded model, and loading of adapters into one.
+"""peft: `merge_and_unload` of a sharded model, and loading of adapters into a sharded model.
 
     merged = merge_and_unload(trainer.model)
     get_model_state_dict(merged, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 peft multiplies an adapter's two matrices and adds the product to the base weight, which does not work on ragged pieces.
-`merge_and_unload` gathers one layer at a time in its stored dtype, lets peft merge it, and shards it again. So every
-rank needs memory for one full layer next to its shards.
+`merge_and_unload` gathers one layer at a time in its stored dtype, lets peft merge the layer, and shards it again. So
+every rank needs memory for one full layer in addition to its shards.
 
-Under `as_fsdp2`, ``set_peft_model_state_dict``, which ``load_adapter`` calls, fills shards from whole tensors, as under
-FSDP2.
+Under `as_fsdp2`, peft's ``load_adapter`` and ``set_peft_model_state_dict`` fill shards from whole tensors, as they do
+under FSDP2.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
 
 def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module:
-    """peft's ``merge_and_unload`` for a model whose modules are sharded. A collective call.
+    """Merge the adapters of a sharded peft model into its weights, as peft's ``merge_and_unload``. A collective.
 
     Args:
-        model: peft's model, sharded.
-        safe_merge: as peft's: check each layer for NaN before it is changed.
+        model: a peft model whose modules are sharded.
+        safe_merge: as in peft: check each layer for NaN before it is changed.
 
     Returns:
-        The model without adapters, still sharded, to be saved. Only ``model`` itself can run forward.
+        The base model without adapters, still sharded, for saving. To run a forward, call ``model``, not the result.
 
     Examples:
         >>> def save_merged(model, folder):
@@ -49,7 +49,7 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
     check_version("peft")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # `_gathered` gathers ragged parameters only
+            module.reshard()  # parameters must be ragged, since `_gathered` gathers ragged ones only
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
         with _gathered(layer):
             layer.merge(safe_merge=safe_merge)
@@ -59,8 +59,9 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
 @contextmanager
 @torch.no_grad()
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """A context in which full plain parameters replace ragged ones. At its end, the shards get the changed values,
-    unless an exception was raised.
+    """Context manager: replace a module's ragged parameters by full plain parameters.
+
+    At the end, the changed values are copied into the shards, unless the block has raised an exception.
     """
     ragged: list[tuple[nn.Module, str, Any]] = [
         (owner, name, param)
@@ -68,7 +69,7 @@ def _gathered(module: nn.Module) -> Iterator[None]:
         for name, param in owner._parameters.items()
         if isinstance(param, RaggedDTensor)
     ]
-    sharded = list(dict.fromkeys(param for _, _, param in ragged))  # a tied parameter once
+    sharded = list(dict.fromkeys(param for _, _, param in ragged))  # a tied parameter only once
     full = {param: nn.Parameter(param.full_tensor(), param.requires_grad) for param in sharded}
     for owner, name, param in ragged:
         owner._parameters[name] = full[param]
@@ -81,10 +82,11 @@ def _gathered(module: nn.Module) -> Iterator[None]:
             owner._parameters[name] = param
 
 
-_peft_local_like = peft_integrations.dtensor_from_local_like  # read before it is replaced
+_peft_local_like = peft_integrations.dtensor_from_local_like  # peft's function, before the name is replaced
 
 
 def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:
+    """Replace peft's ``dtensor_from_local_like``, which cannot make ragged tensors."""
     return (
         ragged_like(local_tensor, ref)
         if isinstance(ref, RaggedDTensor)
@@ -92,5 +94,5 @@ def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:
     )
 
 
-# The replaced functions of peft.
+# The functions of peft that `install` replaces.
 ADAPTERS = (StandIn(_peft_local_like, _local_like, ("peft.utils.integrations", "peft.utils.save_and_load")),)

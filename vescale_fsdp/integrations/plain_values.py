@@ -1,4 +1,4 @@
-"""Selects and reads the values of a training stack that are saved next to the shards."""
+"""Selects and reads the values that a training stack saves in a checkpoint in addition to the shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vescale_fsdp.errors import CheckpointError
 
 
 class _AnySink(TreeSink):
-    """Accepts every tensor and per-rank value, and stores none."""
+    """A sink for `encode` that accepts every tensor and per-rank value and stores nothing."""
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         return None
@@ -29,12 +29,12 @@ class _AnySink(TreeSink):
 
 
 def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split values into those that a checkpoint can store and all others."""
+    """Split values into those that a checkpoint can store, and all others. Returns two dicts."""
     stored, others = {}, {}
     for key, value in values.items():
         try:
-            encode(value, key, _AnySink())
-        except CheckpointError:  # raised by `encode` for values that a checkpoint cannot store
+            encode(value, key, _AnySink())  # a trial: nothing is stored
+        except CheckpointError:  # raised by `encode` for a value that a checkpoint cannot store
             others[key] = value
         else:
             stored[key] = value
@@ -42,24 +42,31 @@ def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path contains a checkpoint of this package, on all ranks. A collective.
+    """Return whether a path contains a checkpoint of this package. A collective, with the same result on all ranks.
 
     Raises:
-        CheckpointError: if only some ranks see a checkpoint.
+        CheckpointError: if only some ranks find a checkpoint, as on a file system that is not shared.
     """
-    alike: dict[str, Json] = {}  # compared among the ranks when the context ends
+    alike: dict[str, Json] = {}  # its values are compared between ranks when the context ends
     with coordinator_for().together(f"looking for a checkpoint at {path}", "nothing was loaded", alike):
         alike["manifest.json exists"] = open_storage(path).exists(MANIFEST_NAME)
     return bool(alike["manifest.json exists"])
 
 
 def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Top-level values of a checkpoint by key, with whole tensors. A collective: all ranks read the same values."""
+    """Read top-level values of a checkpoint, with whole tensors. A collective: all ranks read the same values.
+
+    Args:
+        wanted: tells for each top-level key whether to read its value.
+
+    Returns:
+        The values by key.
+    """
     with coordinator_for().together(f"reading values of {path}", "tensors were loaded"):
         reader = read_state(path)
 
         def leaf(node: Mapping[str, Any]) -> Any:
-            if node["$"] != "tensor":  # a per-rank value, which is not the same on all ranks
+            if node["$"] != "tensor":  # a per-rank value is omitted, since ranks would read different values
                 return None
             value = CheckpointTensor(reader, int(node["i"])).read()
             return value.numpy() if node.get("numpy") else value

@@ -1,4 +1,4 @@
-"""StandIn: a function that replaces a function of another package in every module that exports it.
+"""StandIn: a function that replaces a function of another package, in every module that exports that function.
 
 This is the only file that assigns to names of other packages (`tests/house/test_layering.py`).
 """
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 
 class StandIn(NamedTuple):
-    """A function, its replacement, and the modules that export the function."""
+    """A function, its replacement, and the modules and classes that export the function: its homes."""
 
     original: Callable[..., Any]
     ours: Callable[..., Any]
-    homes: tuple[str, ...]  # modules, or ``module:Class``; a home that is not imported is skipped
+    homes: tuple[str, ...]  # ``module`` or ``module:Class``; homes that are not imported are skipped
 
     @property
     def name(self) -> str:
-        """The function's name, the same in all homes."""
+        """The name of the function, which is the same in all homes."""
         return self.original.__name__
 
     def loaded_homes(self) -> Iterator[Any]:
-        """The modules and classes that are imported."""
+        """Yield the homes that are imported, as module and class objects."""
         for home in self.homes:
             module, _, class_name = home.partition(":")
             if module in sys.modules:
@@ -34,11 +34,11 @@ class StandIn(NamedTuple):
 
 
 _lock = threading.RLock()  # installations may begin and end in several threads
-_counts: Counter[StandIn] = Counter()
+_counts: Counter[StandIn] = Counter()  # active replacements; the originals are restored at zero
 
 
 def replace(stand_ins: Iterable[StandIn]) -> None:
-    """Replace each function, and count how often it was replaced."""
+    """Replace each function in its imported homes, and count the replacement."""
     with _lock:
         for stand_in in stand_ins:
             _counts[stand_in] += 1
@@ -46,7 +46,7 @@ def replace(stand_ins: Iterable[StandIn]) -> None:
 
 
 def restore(stand_ins: Iterable[StandIn]) -> None:
-    """Undo one `replace`: the originals are restored when the count is zero."""
+    """Undo one `replace`. An original is restored when no replacement of it is left."""
     with _lock:
         for stand_in in stand_ins:
             _counts[stand_in] -= 1
@@ -56,23 +56,28 @@ def restore(stand_ins: Iterable[StandIn]) -> None:
 
 
 def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    # Every call swaps all homes: a home that was imported in between has copied the replacement from another home.
+    """Assign ``new`` to the function's name in all imported homes that have ``old`` under this name."""
+    # All homes, not only those of the first `replace`: a home that was imported later has copied the replacement.
     for home in stand_in.loaded_homes():
-        if vars(home).get(stand_in.name) is old:  # else another package has patched the name
+        if vars(home).get(stand_in.name) is old:  # otherwise another package has patched the name
             setattr(home, stand_in.name, new)
 
 
 def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:
-    """Module -> names under which it has imported an original, except homes, torch and this package."""
+    """Find modules that have imported a function to be replaced, and so keep the original.
+
+    Returns:
+        For each such module, the names under which it has the originals. Homes, torch and this package are skipped.
+    """
     stand_ins = tuple(stand_ins)
-    # By id: values of modules may define any ==
+    # Compared by id, since values in modules may define == in any way.
     originals = {id(stand_in.original) for stand_in in stand_ins}
     homes = {home for stand_in in stand_ins for home in stand_in.homes}
     names_by_module: dict[str, list[str]] = {}
-    # Copy the table, because other threads may import while this loop runs.
+    # A copy of the table, because other threads may import while this loop runs.
     for path, module in list(sys.modules.items()):
         is_other = path.split(".")[0] not in ("torch", "vescale_fsdp") and path not in homes
         for name, value in list(vars(module).items()) if is_other and isinstance(module, ModuleType) else ():
-            if id(value) in originals and value.__module__ != path:  # skip the module that defines it
+            if id(value) in originals and value.__module__ != path:  # the defining module is not an importer
                 names_by_module.setdefault(path, []).append(name)
     return {path: sorted(names) for path, names in names_by_module.items()}

@@ -1,4 +1,6 @@
-"""The functions that replace torch's while `as_fsdp2` is active. Each calls this package's function or torch's.
+"""The functions that replace torch's while an installation (`install`, `as_fsdp2`) is active.
+
+Each function calls either this package's function or torch's:
 
     torch's name                     calls this package's function if
     fully_shard                      an installation is active (with the settings of the newest one)
@@ -11,10 +13,10 @@
     set_state_dict                   the model has sharded modules or ragged parameters
     FullyShardedDataParallel()       never; raises while an installation is active
 
-A stack may import such a function during an installation and call it afterwards. The function chooses at each call, so
-after the installation it calls torch's function.
+A stack may import such a function during an installation and call it after the end of the installation. Since the
+function chooses at each call, it then calls torch's function.
 
-torch's ``FSDPModule`` needs no replacement: this package's class derives from it.
+torch's ``FSDPModule`` needs no replacement, since this package's class derives from it.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
 
 
 class PatternRule:
-    """A granularity mapping for all ``fully_shard`` calls of a stack; it records which patterns matched.
+    """A granularity mapping for all ``fully_shard`` calls of a stack, which records the patterns that matched.
 
-    For one `fully_shard` call of a user, every pattern must match a parameter of that call. A stack makes many calls,
-    and the user does not know which parameters each call gets, so here a pattern must match in one of the calls.
+    If a user calls `fully_shard`, every pattern must match a parameter in this call. A stack makes many calls, and the
+    user does not know which parameters are in each of them. So here, every pattern must match in at least one call.
 
     Args:
-        mapping: from name patterns (fnmatch) to granularities; the first match wins. Names are relative to the module
-            that the stack shards, so ``*down_proj.weight`` matches in every module.
+        mapping: granularities by name pattern (fnmatch); the first pattern that matches is used. Names are relative to
+            the module that the stack shards, so begin a pattern with ``*``: ``*down_proj.weight``.
     """
 
     def __init__(self, mapping: Mapping[str, Granularity | str]) -> None:
@@ -69,69 +71,70 @@ class PatternRule:
         self._names: dict[str, None] = {}
 
     def __call__(self, fqn: str, param: nn.Parameter) -> Granularity:
-        """The granularity of one parameter; Element where no pattern matches."""
+        """Return the granularity of one parameter; Element if no pattern matches. Records the patterns that match."""
         self._names[fqn] = None
         self._matched.update(pattern for pattern in self._mapping if fnmatch.fnmatchcase(fqn, pattern))
         return resolve_granularity(self._mapping, fqn, param)
 
     def unmatched(self) -> dict[str, list[str]]:
-        """Each pattern that matched no parameter -> similar names. Empty before the first ``fully_shard``."""
+        """Return similar names for each pattern that matched no parameter. Empty before the first ``fully_shard``."""
         if not self._names:
             return {}
         return {
-            # Below difflib's default, because wildcards make a pattern unlike the name that it means.
+            # A cutoff below difflib's default of 0.6, because wildcards make a pattern less similar to names.
             pattern: difflib.get_close_matches(pattern, self._names, n=3, cutoff=0.3)
             for pattern in self._mapping
             if pattern not in self._matched
         }
 
 
-@dataclass(frozen=True, eq=False)  # eq: two installations may have equal settings
+# eq=False: `ACTIVE.remove` must find this installation's settings, and other installations may have equal ones.
+@dataclass(frozen=True, eq=False)
 class Settings:
-    """Arguments that one installation adds to every ``fully_shard`` call, and the stacks that it knows."""
+    """The arguments that one installation adds to every ``fully_shard`` call, and the stacks that it has prepared."""
 
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
-    stacks: frozenset[str] = frozenset()  # stacks in which names were replaced as well
-    checked: set[str] = field(default_factory=set)  # stacks whose version was checked already
+    stacks: frozenset[str] = frozenset()  # stacks in whose own modules functions were replaced
+    checked: set[str] = field(default_factory=set)  # stacks whose version was checked, to warn only once
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)
 
 
-# Settings of the active installations, oldest first. Only `installation` changes the list.
+# Settings of the active installations, oldest first. Only the module `installation` changes this list.
 ACTIVE: list[Settings] = []
 
-# The module that shards for ``from_pretrained``, which then loads weights into the shards.
+# The module of transformers that shards a model for ``from_pretrained``, which then loads weights into the shards.
 _LOADER_MODULE = "transformers.distributed.fsdp"
 
 _torch_fully_shard = torch_fsdp.fully_shard
-_torch_from_local = vars(DTensor)["from_local"]  # the static method itself, not its function
+_torch_from_local = vars(DTensor)["from_local"]  # the staticmethod object, which getattr would unwrap
 _torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
 
 
 @functools.wraps(_torch_fully_shard)
 def fully_shard(module: Any, **kwargs: Any) -> Any:
-    """This package's `fully_shard` with the settings of the newest installation; torch's if there is none."""
+    """Call this package's `fully_shard` with the settings of the newest installation; torch's if none is active."""
     try:
-        settings = ACTIVE[-1]  # no test before: another thread may end the installation after the test
+        settings = ACTIVE[-1]  # not tested before, since another thread may end the installation after a test
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
     caller = str(sys._getframe(1).f_globals.get("__name__"))  # the module that calls fully_shard
     stack = caller.partition(".")[0]
-    if stack in TRIED and stack not in settings.checked:  # the stack was imported after the installation
+    if stack in TRIED and stack not in settings.checked:  # the stack was imported after `install`
         settings.checked.add(stack)
         check_version(stack)
     if "transformers" not in settings.stacks and caller == _LOADER_MODULE:
         raise LifecycleError(
             "The loader of transformers cannot load into the shards of vescale_fsdp yet.",
-            expected="transformers' models, of a tested version, imported before install() or as_fsdp2()",
-            got="an installation from before the import, or an untested version",
+            expected="a tested version of transformers, whose models were imported before install() or as_fsdp2()",
+            got="an import after the installation, or an untested version",
             where="from_pretrained(distributed_config=...)",
-            todo="move the imports before the installation; Trainer and TRL work in both orders",
+            todo="import transformers' models before the installation (for Trainer and TRL, the order does not matter)",
         )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    # Stacks pass None for a policy that was not chosen, as torch's signature allows.
+    # Without None: stacks pass None for a policy that the user has not chosen, which our function does not accept.
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     return our_fully_shard(module, **{**added, **chosen})
 
@@ -144,13 +147,14 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """This package's function if a placement is ragged, else torch's. Both send the first rank's values by default."""
+    """Call this package's function if a placement is ragged, else torch's. Both send the first rank's values."""
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
+    # torch's function also chooses defaults for arguments that are None.
     if not is_ours or device_mesh is None or placements is None:
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     is_placed = isinstance(tensor, RaggedDTensor) and tensor.placements == tuple(placements)
     if is_placed and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
-        # As torch's function does for a tensor that has these placements.
+        # torch's function, too, returns a tensor itself if it already has these placements.
         return tensor  # type: ignore[return-value]
     return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
@@ -165,7 +169,10 @@ def from_local(
     grad_placements: Sequence[Placement] | None = None,
     **kwargs: Any,
 ) -> DTensor:
-    """This package's function if a placement is ragged, because torch's operators reject such tensors; else torch's."""
+    """Call this package's function if a placement is ragged, else torch's.
+
+    For ragged placements, torch's function would return a DTensor that torch's operators reject.
+    """
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
         return _torch_from_local(  # type: ignore[no-any-return]
@@ -174,7 +181,7 @@ def from_local(
     if shape is None or grad_placements is not None:
         raise PlacementError(
             "DTensor.from_local of a ragged piece needs the global shape.",
-            expected="shape=, which does not follow from a flat piece, and no grad_placements",
+            expected="shape=, which cannot be computed from a flat piece, and no grad_placements",
             got=f"shape={shape}, grad_placements={grad_placements}",
             where="DTensor.from_local",
             todo="DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
@@ -184,23 +191,25 @@ def from_local(
 
 @functools.wraps(_torch_fsdp1_init)
 def fsdp1_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse FSDP1 while an installation is active: the model would silently train without vescale_fsdp."""
+    """Raise an error for FSDP1 while an installation is active: the model would silently train without vescale_fsdp."""
     if not ACTIVE:
         return _torch_fsdp1_init(self, *args, **kwargs)
     raise UnsupportedOpError(
         "The stack uses FSDP1, which vescale_fsdp does not replace.",
         expected="FSDP2: fsdp_version=2 (accelerate), fsdp_config={'version': 2} (Trainer, TRL)",
         got="torch.distributed.fsdp.FullyShardedDataParallel, which is fsdp_version: 1",
-        todo="switch the stack to FSDP2, or leave vescale_fsdp.integrations out",
+        todo="switch the stack to FSDP2, or do not use vescale_fsdp.integrations",
     )
 
 
 def _is_sharded(module: object) -> bool:
+    """Return whether this package's `fully_shard` has sharded the module."""
     return isinstance(module, FSDPModule)
 
 
 def _has_shards(model: nn.Module) -> bool:
-    # Check modules as well: between forward and backward they have unsharded parameters.
+    """Return whether a model has sharded modules or ragged parameters."""
+    # Modules are checked too, since between forward and backward they have unsharded parameters.
     return any(map(_is_sharded, model.modules())) or any(
         isinstance(param, RaggedDTensor) for param in model.parameters()
     )
@@ -209,7 +218,11 @@ def _has_shards(model: nn.Module) -> bool:
 def _choice(
     torchs: Callable[..., Any], ours: Callable[..., Any], argument: str, is_ours: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """A function that calls ``ours`` if ``is_ours(first argument)``, else ``torchs``; ``argument``: its name."""
+    """Make a function that calls ``ours`` if ``is_ours`` accepts the first argument, else ``torchs``.
+
+    Args:
+        argument: name of the first argument, which callers may pass by keyword.
+    """
 
     @functools.wraps(torchs)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -219,8 +232,8 @@ def _choice(
     return call
 
 
-# The modules in which each name is replaced. Modules inside torch that only use the names (pipelining, DCP's helpers)
-# are not listed. A module of a stack is listed if it imports the name at its top and calls it on users' models.
+# The modules in which each name is replaced: torch's modules that export the name, but not those that only use it
+# (pipelining, DCP's helpers), and modules of stacks that import the name at their top and call it on users' models.
 _FSDP2_HOMES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",

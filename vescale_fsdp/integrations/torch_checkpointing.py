@@ -1,4 +1,4 @@
-"""torch_checkpointing, PyTorch's library of checkpoint files per rank: a resharder for ragged tensors.
+"""A resharder of ragged tensors for torch_checkpointing, PyTorch's library that writes one checkpoint file per rank.
 
     spec = ItemSpec(resharder=RaggedResharder())
     manager = CheckpointManager.Config(items={"model": spec, "optimizer": spec}).build()
@@ -7,10 +7,10 @@
     loaded = manager.load(path, into={"model": pieces(model_state), "optimizer": pieces(optimizer_state)})
     set_optimizer_state_dict(model, optimizer, rejoin(optimizer_state, loaded["optimizer"]))
 
-The files are in the format of ``torch.save``, which would not store the position of a ragged tensor's piece. `pieces`
+The files are in the format of ``torch.save``, which does not store where a piece is in its global tensor. `pieces`
 returns plain tensors that share the shards' memory and have their position as an attribute. The resharder writes all
-positions into the checkpoint's metadata, and a load fills the memory, on any number of ranks and under any layout. It
-also reads checkpoints of FSDP2, and with it FSDP2 reads checkpoints of ragged tensors.
+positions into the checkpoint's metadata. A load fills the shards' memory, on any number of ranks and under any layout.
+The resharder also reads checkpoints of FSDP2 models, and FSDP2 models can use it to read checkpoints of ragged tensors.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.torch_private import local_of
 
-KeyPath = tuple[str | int, ...]  # keys and indices from an item to a leaf
-# Attribute of a piece: (global shape, boxes of the global tensor in the order of the piece's elements).
+KeyPath = tuple[str | int, ...]  # keys and indices that lead from an item to a leaf
+# Attribute of a piece: (global shape, boxes of the global tensor in the order of the piece's elements). Files contain
+# the name.
 _POSITION = "vescale_fsdp_place"
 
 
@@ -50,34 +51,34 @@ class RaggedSharding(ShardingMetadata, type_name="vescale_fsdp_v1"):  # type: ig
     boxes: tuple[Box, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         boxes = [[list(box.offsets), list(box.sizes)] for box in self.boxes]
         return {"global_shape": list(self.global_shape), "boxes": boxes}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> RaggedSharding:
-        """The inverse of `to_dict`."""
+        """Restore an object from the result of `to_dict`."""
         boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in d["boxes"])
         return cls(tuple(d["global_shape"]), boxes)
 
     @property
     def equivalent_ranks(self) -> tuple[int, ...] | None:
-        """None: every rank has different elements."""
+        """None, which means that every rank has different elements."""
         return None
 
 
 class _Copy(NamedTuple):
-    """A box to copy from a tensor of a file into a tensor of this rank."""
+    """A box to copy from a tensor in a file into a tensor of this rank."""
 
     path: KeyPath
-    shared: Box  # the box to copy, in the global tensor
-    # For the source and the target tensor: all boxes of the tensor, and the index of the box that contains `shared`.
+    shared: Box  # the box to copy, in indices of the global tensor
+    # For the source tensor and for the target tensor: all its boxes, and the index of the box that contains `shared`.
     source: tuple[Sequence[Box], int]
     target: tuple[Sequence[Box], int]
 
 
 def pieces(state: Any) -> Any:
-    """The tree with this rank's piece instead of each ragged tensor: a plain tensor that shares the shard's memory."""
+    """Replace each ragged tensor of a state by this rank's piece: a plain tensor that shares the shard's memory."""
 
     def piece(_: KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, RaggedDTensor):
@@ -91,26 +92,31 @@ def pieces(state: Any) -> Any:
 
 
 def rejoin(state: Any, loaded: Any) -> Any:
-    """The result of a load into ``pieces(state)``, with the ragged tensors of ``state`` in place of their pieces."""
+    """Replace pieces in ``loaded`` by the ragged tensors of ``state`` with the same memory: the inverse of `pieces`.
+
+    Args:
+        state: the state that was passed to `pieces`.
+        loaded: the result of a load into ``pieces(state)``.
+    """
     ragged = {path: leaf for path, leaf in _leaves(state) if isinstance(leaf, RaggedDTensor)}
     return _mapped(loaded, (), lambda path, leaf: ragged.get(path, leaf))
 
 
 class RaggedResharder(Resharder):  # type: ignore[misc]
-    """Reads each rank's elements from the files of all ranks, for ragged tensors, DTensors and plain tensors.
+    """Reads this rank's elements of ragged tensors, DTensors and plain tensors from the files of all ranks.
 
-    Plain tensors are assumed to be equal on all ranks, and are read from the first rank's file. Other values are read
-    from this rank's own file, or from the first rank's file if the checkpoint has fewer ranks.
+    Plain tensors are assumed to be equal on all ranks, and are read from the file of rank 0. Values that are not
+    tensors are read from this rank's own file, or from the file of rank 0 if the checkpoint has fewer ranks.
     """
 
     def __init__(self) -> None:
         check_version("torch_checkpointing")
 
     def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[KeyPath, ShardingMetadata]:
-        """The position of every tensor of an item.
+        """Return the position of every tensor of an item, by path.
 
         Raises:
-            CheckpointError: for a ragged tensor that was not passed through `pieces`.
+            CheckpointError: if the item has a ragged tensor, since the user has not called `pieces`.
         """
         return {
             path: _sharding_of(leaf, item_key, path)
@@ -123,11 +129,12 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         source_metadata: DistributedItemMetadata | None,
         target_metadata: dict[KeyPath, ShardingMetadata] | None,
     ) -> bool:
-        """Whether the item has tensors. If so, it is resharded: a rank's own file may contain other elements than the
-        rank's tensors do now.
+        """Return whether to load an item by `load`: always, if the item has tensors.
+
+        Even on the same number of ranks, a rank's own file may contain other elements than the rank's tensors have now.
 
         Raises:
-            CheckpointError: if the checkpoint has no positions.
+            CheckpointError: if the checkpoint does not contain the positions of tensors.
         """
         if not target_metadata:
             return False
@@ -149,10 +156,10 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         target: Any,
         storage: Storage,
     ) -> list[KeyPath]:
-        """Fill the tensors of ``target`` in place.
+        """Fill the tensors of ``target`` in place, and copy values that are not tensors into it.
 
         Returns:
-            Paths that the checkpoint does not have.
+            The paths of tensors that the checkpoint does not contain.
 
         Raises:
             CheckpointError: if the shape of a tensor differs from its shape in the checkpoint, or the checkpoint lacks
@@ -160,26 +167,28 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         """
         stored = source_metadata.nested_path_to_metadata
         own = dist.get_rank() if dist.is_initialized() else 0
+        # The file for values that are not tensors. Rank 0's if the checkpoint has fewer ranks.
         rank_of_values = own if own in source_metadata.rank_to_layout_info else 0
+        # With this rank's entry, so that its file is read even if no tensor is copied from it.
         by_rank: dict[int, list[_Copy]] = {rank_of_values: []}
         for path, sharding in target_metadata.items():
             for rank, copy in _copies(path, sharding, stored.get(path, ())):
                 by_rank.setdefault(rank, []).append(copy)
         target_leaves = dict(_leaves(target))
-        for rank, copies in by_rank.items():  # file by file, so that only one file is in memory
+        for rank, copies in by_rank.items():  # file by file, so that only one file is in memory at a time
             item = _read(source_path, item_key, rank, source_metadata, storage)
             if rank == rank_of_values:
                 _take_values(target, item)
             leaves = dict(_leaves(item))
             for copy in copies:
                 part = _part(leaves[copy.path], copy.source, copy.shared)
-                with torch.no_grad():
+                with torch.no_grad():  # the target may be a parameter, which requires a gradient
                     _part(target_leaves[copy.path], copy.target, copy.shared).copy_(part)
         return [path for path in target_metadata if path not in stored]
 
 
 def _mapped(tree: Any, path: KeyPath, change: Callable[[KeyPath, Any], Any]) -> Any:
-    """A copy of a tree of dicts, lists and tuples, with ``change(path, leaf)`` instead of each leaf."""
+    """Copy a tree of dicts, lists and tuples, and replace each leaf by ``change(path, leaf)``."""
     if isinstance(tree, Mapping):
         return {key: _mapped(value, (*path, key), change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -188,12 +197,19 @@ def _mapped(tree: Any, path: KeyPath, change: Callable[[KeyPath, Any], Any]) -> 
 
 
 def _leaves(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Return the leaves of a tree of dicts, lists and tuples, each with its path."""
     leaves: list[tuple[KeyPath, Any]] = []
     _mapped(tree, (), lambda path, leaf: leaves.append((path, leaf)))
     return iter(leaves)
 
 
 def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> ShardingMetadata:
+    """Return the position of a tensor's elements in its global tensor.
+
+    Raises:
+        CheckpointError: for a ragged tensor.
+    """
+    # torch.save would store the whole DTensor object, so a ragged tensor must be a piece here.
     if isinstance(tensor, RaggedDTensor):
         raise CheckpointError(
             "A ragged tensor cannot be stored without its position.",
@@ -204,12 +220,14 @@ def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> Sharding
         )
     if isinstance(tensor, DTensor):
         return DTensorShardingMetadata.from_dtensor(tensor)  # type: ignore[no-any-return]
+    # A plain tensor without the attribute is whole: one box with all indices.
     whole = tuple(tensor.shape), (((0,) * tensor.ndim, tuple(tensor.shape)),)
     shape, boxes = vars(tensor).get(_POSITION, whole)
     return RaggedSharding(shape, tuple(Box(*box) for box in boxes))
 
 
 def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
+    """Return the boxes of the global tensor that ``rank`` stores."""
     if isinstance(sharding, RaggedSharding):
         return sharding.boxes
     sizes, offsets = compute_local_shard_info(sharding, rank)
@@ -217,10 +235,21 @@ def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
 
 
 def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> Iterator[tuple[int, _Copy]]:
-    """Pairs (rank of a file, copy from this file) for one tensor of this rank; the copies cover every element once."""
+    """Find the boxes to copy into one tensor of this rank, which together cover every element once.
+
+    Args:
+        target: the position of this rank's tensor.
+        groups: the positions of the tensor in the checkpoint, each with the ranks that it applies to.
+
+    Yields:
+        The rank whose file contains a box, and the copy from this file.
+
+    Raises:
+        CheckpointError: if shapes differ, or the checkpoint does not contain every element exactly once.
+    """
     if not groups:
         return
-    # Box -> (the first rank that stores the box, all boxes of that rank, the box's index among them).
+    # For each box: the first rank that stores the box, all boxes of that rank, and the box's index among these.
     stored: dict[Box, tuple[int, Sequence[Box], int]] = {}
     for group in groups:
         shapes = [tuple(sharding.global_shape) for sharding in (target, group.sharding_metadata)]
@@ -235,7 +264,7 @@ def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> I
         for rank in group.ranks:
             rank_boxes = _boxes_of(group.sharding_metadata, rank)
             for number, box in enumerate(rank_boxes):
-                stored.setdefault(box, (rank, rank_boxes, number))  # one copy: replicas store the same box
+                stored.setdefault(box, (rank, rank_boxes, number))  # only the first of the replicas of a box
     own_boxes = _boxes_of(target, dist.get_rank() if dist.is_initialized() else 0)
     for own_number, box in enumerate(own_boxes):
         missing = box.numel
@@ -255,6 +284,7 @@ def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> I
 
 
 def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadata, storage: Storage) -> Any:
+    """Read an item from the file of one rank, to the CPU."""
     layout = source.get_layout_info(rank, item_key)
     if not isinstance(layout.serialization_format, TorchSerialization):
         raise CheckpointError(
@@ -268,11 +298,16 @@ def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadat
 
 
 def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box) -> torch.Tensor:
-    """The elements of ``shared`` as a view of a tensor whose boxes are stored one after another."""
+    """Return the elements of the box ``shared``, as a view of a tensor.
+
+    Args:
+        tensor: a tensor whose boxes are stored one after another.
+        position: all boxes of the tensor, and the index of the box that contains ``shared``.
+    """
     boxes, number = position
     memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     box = boxes[number]
-    # A tensor with the shape of its only box is used as it is, since it may not be contiguous.
+    # A tensor that has the shape of its only box needs no reshaping, which would fail if it is not contiguous.
     if len(boxes) > 1 or memory.shape != torch.Size(box.sizes):
         start = sum(before.numel for before in boxes[:number])
         memory = memory.view(-1)[start : start + box.numel].view(box.sizes)
@@ -281,6 +316,7 @@ def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box
 
 def _take_values(target: Any, source: Any) -> None:
     """Copy all values that are not tensors into the dicts and lists of ``target``."""
+    # Only dicts and lists can be changed in place.
     if isinstance(target, dict) and isinstance(source, Mapping):
         pairs = [(key, source[key]) for key in target if key in source]
     elif isinstance(target, list) and isinstance(source, Sequence):

@@ -1,13 +1,13 @@
-"""torchtitan: its models on this package's runtime, and its CheckpointManager on this package's checkpoints.
+"""torchtitan: runs its models on this package's runtime, and stores its checkpoints in this package's format.
 
     def my_config() -> Trainer.Config:                  # torchtitan.train --module my_package --config my_config
         return with_vescale(llama3_8b(), granularity=Rows(32))
 
 The model's own ``parallelize_fn`` runs unchanged (tensor parallelism, activation checkpointing, compile, FSDP of
-blocks, and of experts on their own mesh). Meanwhile the ``fully_shard`` of torchtitan's modules is this package's. The
-checkpoint manager keeps torchtitan's policies (interval, number of kept steps, contents of the last step, initial
-loads). It writes and reads folders of `vescale_fsdp.checkpoint`, and also reads steps that DCP wrote. Hugging Face
-checkpoints are read and written by the converter's rules: each rank reads and writes its own parts only.
+blocks, and of experts on their own mesh). While it runs, this package's `fully_shard` replaces torch's in torchtitan's
+modules. The checkpoint manager keeps torchtitan's policies (interval, number of kept steps, contents of the last step,
+initial loads). It writes and reads folders of `vescale_fsdp.checkpoint`, and also reads steps that DCP has written. The
+converter's rules map names for Hugging Face checkpoints, of which each rank reads and writes only its own parts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
-_STEP = re.compile(r"step-(\d+)")
-# torchtitan's name of a model -> the converter's rules for it (with experts, without experts)
+_STEP = re.compile(r"step-(\d+)")  # torchtitan's name of a step's folder
+# For torchtitan's name of a model: the converter's rules for (models with experts, models without experts).
 _RULES = {
     "llama3": ("torchtitan-llama", "torchtitan-llama"),
     "qwen3": ("torchtitan-qwen3-moe", "torchtitan-qwen"),
@@ -57,12 +57,15 @@ def with_vescale(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
 ) -> Any:
-    """A ``Trainer.Config`` with this package's runtime in ``model_spec`` and its checkpoints in ``checkpoint``.
+    """Copy a ``Trainer.Config`` and put this package's runtime and checkpoints into the copy.
 
     Args:
-        config: torchtitan's configuration; not modified.
-        granularity, padding_policy: as for `vescale_fsdp.fully_shard`. Patterns match names relative to each of
-            torchtitan's units: ``"*w2.weight"`` matches in all of them.
+        config: torchtitan's configuration; it does not change.
+        granularity, padding_policy: as for `vescale_fsdp.fully_shard`. Patterns match names relative to each unit of
+            torchtitan, so begin a pattern with ``*``: ``"*w2.weight"``.
+
+    Returns:
+        The new configuration.
 
     Raises:
         ValueError: if the checkpoint manager of the configuration is not torchtitan's own.
@@ -73,7 +76,7 @@ def with_vescale(
         ...     return with_vescale(llama3_debugmodel(), granularity={"*w2.weight": "rows:32"})
     """
     check_version("torchtitan")
-    # Not isinstance: a subclass has behavior of its own, which would be lost.
+    # Not isinstance: the behavior of a subclass would be lost.
     if type(config.checkpoint) is not TitanCheckpointManager.Config:
         raise ArgumentError(
             "with_vescale replaces torchtitan's own CheckpointManager only.",
@@ -85,6 +88,7 @@ def with_vescale(
     parallelize = parallelize_with(
         spec.parallelize_fn, granularity=granularity, padding_policy=padding_policy
     )
+    # None for other models: an error only if the configuration reads or writes Hugging Face checkpoints.
     with_experts, dense = _RULES.get(spec.name, (None, None))
     rules = with_experts if any(spec.model.traverse(MoE.Config)) else dense
     # Not asdict, which would turn nested configurations into dicts.
@@ -104,7 +108,7 @@ def parallelize_with(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
 ) -> Callable[..., nn.Module]:
-    """A model's ``parallelize_fn``, sharding with `vescale_fsdp.fully_shard`; see `with_vescale`.
+    """Wrap a model's ``parallelize_fn``, so that it shards with `vescale_fsdp.fully_shard`; see `with_vescale`.
 
     Examples:
         >>> def parallelize_llama():
@@ -122,34 +126,34 @@ def parallelize_with(
 
 
 def _check_flags(parallelism: Any) -> None:
-    """Refuse flags that are not supported, before the model is changed."""
+    """Raise an UnsupportedOpError for flags that are not supported, before the model is changed."""
     if parallelism.enable_fsdp_symm_mem:
         raise UnsupportedOpError(
-            "torchtitan's symmetric memory cannot be used: parameters are views of this package's own buffers.",
+            "torchtitan's symmetric memory is not supported: parameters are views of this package's own buffers.",
             expected="parallelism.enable_fsdp_symm_mem = False",
             got=True,
         )
     if parallelism.spmd_backend == "spmd_types":
         raise UnsupportedOpError(
-            "fully_shard does not support spmd_types, neither this package's nor torch 2.13's.",
+            "spmd_types is not supported by fully_shard, neither by this package's nor by torch 2.13's.",
             expected="parallelism.spmd_backend = 'partial_dtensor' or 'full_dtensor'",
             got="spmd_types",
         )
 
 
 class _SaveFuture(Future[None]):
-    """An asynchronous save, as the future that torchtitan waits on."""
+    """An asynchronous save, in the form of a future, for which torchtitan waits before the next save."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
         self._handle = handle
 
     def result(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint is committed; raises the error of a failed save."""
+        """Wait until the checkpoint is committed; raises the error of a failed save."""
         self._handle.wait(timeout)
 
     def done(self) -> bool:
-        """Whether the save has ended."""
+        """Return whether the save has ended, successfully or with an error."""
         return self._handle.done()
 
 
@@ -163,10 +167,10 @@ class VescaleCheckpoints(TitanCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanCheckpointManager.Config):
-        """torchtitan's options. ``async_with_pinned_mem`` means ``async``, which always reuses its staging buffer."""
+        """torchtitan's options. ``async_with_pinned_mem`` is the same as ``async``, which always reuses its buffer."""
 
         hf_rules: str | None = None
-        """Converter rules from torchtitan's names to Hugging Face's: the name of a shipped set, or a TOML file."""
+        """Rules that map torchtitan's names to Hugging Face's: the name of shipped rules, or a TOML file."""
 
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
@@ -175,7 +179,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
         if (self.last_save_in_hf or self.initial_load_in_hf) and config.hf_rules is None:
             raise CheckpointError(
                 "There are no rules that map this model's names to Hugging Face's.",
-                expected=f"one of the models {', '.join(_RULES)}, or rules of your own",
+                expected=f"one of the models {', '.join(_RULES)}, or a rule file",
                 got="checkpoint.hf_rules = None",
                 where="checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf",
                 todo="write a rule file (conversion/DESIGN.md) and name it in checkpoint.hf_rules",
@@ -192,7 +196,11 @@ class VescaleCheckpoints(TitanCheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[None] | None:
-        """Write the entries that torchtitan has selected as a step."""
+        """Write the entries of a step that torchtitan has selected, synchronously or not. Replaces torchtitan's method.
+
+        Returns:
+            The future of an asynchronous save; None for a synchronous one.
+        """
         if async_mode is not AsyncMode.DISABLED:
             return _SaveFuture(async_save(checkpoint_id, state_dict, overwrite=True))
         target: Format = "native"
@@ -206,26 +214,34 @@ class VescaleCheckpoints(TitanCheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load the selected entries from a step (this package's or DCP's) or from a Hugging Face folder."""
+        """Load the entries that torchtitan has selected, from a step or a Hugging Face folder.
+
+        A step may have the format of this package or of DCP.
+        """
         if from_hf:
             self._load_hf(state_dict, checkpoint_id)
         elif holds_checkpoint(checkpoint_id):
             loader = Loader(open_storage(checkpoint_id), coordinator_for())
-            # "missing": torchtitan may select fewer entries than the step has.
+            # strict="missing" ignores entries that only the step has: torchtitan may select fewer.
             loader.load(state_dict, strict="missing", include=None)
         else:
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)  # the state has copies of fused weights
+            # The loaded state may have copies of fused weights, which torchtitan copies back into the model.
+            self.states[MODEL].load_state_dict(state_dict)
         return None
 
     def _load_hf(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
+        """Load the model from a Hugging Face folder.
+
+        Raises:
+            CheckpointError: if a parameter is missing or has another shape. Missing buffers are accepted.
+        """
         names = SourceOptions(rules=self._hf_rules)
-        # strict=False: the report is judged below, where missing buffers are accepted.
+        # strict=False, since Hugging Face files lack buffers; the report is checked below.
         report = load(checkpoint_id, state_dict, source=names, dtype="state", strict=False)
         buffers = {name for part in self.states[MODEL].model for name, _ in part.named_buffers()}
         wrong = [f"{name}: {stored}, not {live}" for name, (stored, live) in report.mismatched.items()]
-        # Hugging Face files have no buffers.
         missing = [f"without {name}" for name in report.missing if name not in buffers]
         with coordinator_for().together(f"loading {checkpoint_id}", "matching parameters were loaded"):
             if wrong or missing:
@@ -239,9 +255,13 @@ class VescaleCheckpoints(TitanCheckpointManager):
                 )
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest complete step, of this package or DCP. All ranks must see the same step."""
+        """Return the number of the newest complete step, in the format of this package or of DCP; -1 if none exists.
+
+        Raises:
+            CheckpointError: if ranks find different steps, as on a file system that is not shared.
+        """
         folder = folder or self.folder
-        alike: dict[str, Any] = {}  # compared among the ranks when the context ends
+        alike: dict[str, Any] = {}  # its values are compared between ranks when the context ends
         with coordinator_for().together(f"looking for steps in {folder}", "nothing was loaded", alike):
             steps = [TitanCheckpointManager._find_load_step(self, folder)]
             for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():

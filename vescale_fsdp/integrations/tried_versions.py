@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from vescale_fsdp.errors import UntriedVersionWarning, explain
 
-# Package -> versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json and
-# pyproject's extras list the same versions (tests/vescale_fsdp/integrations/test_tried_versions.py).
+# For each package, the versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json
+# and pyproject's extras list the same versions (checked by tests/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
@@ -26,10 +26,10 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def check_version(package: str) -> bool:
-    """Whether the installed version of a stack was tested; warns if not."""
+    """Return whether the installed version of a stack was tested. If not, issue an `UntriedVersionWarning`."""
     try:
         installed = version(package)
-    except PackageNotFoundError:  # imported from a source tree
+    except PackageNotFoundError:  # the package was imported from a source tree, without metadata
         installed = "of unknown version"
     if installed in TRIED[package]:
         return True
@@ -41,6 +41,6 @@ def check_version(package: str) -> bool:
             todo="compare a few losses with stock FSDP2, or install a version that docs/compatibility.md lists",
         ),
         UntriedVersionWarning,
-        stacklevel=3,  # past this function and the package function that calls it
+        stacklevel=3,  # the user's code, which called the function of this package that calls `check_version`
     )
     return False

@@ -1,7 +1,7 @@
 """Whole tensors of a sharded trainer, for inference engines that do not expose their sharding.
 
-`Transfer` sends shards to the shards of an engine and gathers nothing. `WholeTensors` gives every tensor whole, in
-buckets, to engines that accept whole tensors only (``load_weights`` of most engines, checkpoint-engine)::
+`Transfer` sends shards directly to the shards of an engine, without whole tensors. `WholeTensors` gathers whole
+tensors, in buckets, for engines that accept nothing else (``load_weights`` of most engines, checkpoint-engine)::
 
     tensors = WholeTensors(dict(model.named_parameters()), receivers=(0,))
     for step in range(steps):
@@ -9,8 +9,8 @@ buckets, to engines that accept whole tensors only (``load_weights`` of most eng
         for name, tensor in tensors:        on all ranks of the trainer
             engine.load_weights([(name, tensor)])
 
-A `WholeTensors` plans once. A receiver stores one bucket at a time next to its shards. Ranks that are not receivers get
-tensors on the meta device.
+A `WholeTensors` plans its transfers once. A receiver needs memory for one bucket in addition to its shards. Ranks that
+are not receivers get tensors on the meta device.
 
     for bucket in tensors.buckets():        checkpoint-engine: its workers read a shared buffer
         buffer.copy_(bucket.data)           1D bytes
@@ -44,13 +44,13 @@ from vescale_fsdp.transfer.links import Link, SourceTensor, leaves_of
 from vescale_fsdp.transfer.plan import BUDGET_BYTES, TransferPlan, plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
-BUCKET_BYTES = 256 << 20  # 256 MiB
-_ALIGN_BYTES = 256  # every tensor of a bucket starts at a multiple: enough for any kernel of an engine
-_WHOLE = Distribution((), ())
+BUCKET_BYTES = 256 << 20  # 256 MiB: default size of a bucket
+_ALIGN_BYTES = 256  # tensors in a bucket start at multiples of this size: enough for any kernel of an engine
+_WHOLE = Distribution((), ())  # no axis cuts the tensor
 
 
 class WholeTensor(NamedTuple):
-    """Name, dtype and shape of a whole tensor."""
+    """The name, dtype and shape of a whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -58,12 +58,12 @@ class WholeTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Number of bytes of the tensor."""
         return numel_of(self.shape) * self.dtype.itemsize
 
 
 class BucketPart(NamedTuple):
-    """The position of a tensor in a bucket."""
+    """A tensor's name, shape, dtype, and position in a bucket."""
 
     name: str
     shape: torch.Size
@@ -78,7 +78,7 @@ class TensorBucket(NamedTuple):
     parts: list[BucketPart]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors; the tensors are views of the bucket."""
+        """Yield the name of each tensor, and the tensor as a view of the bucket."""
         for name, shape, dtype, offset in self.parts:
             if self.data.is_meta:
                 yield name, torch.empty(shape, dtype=dtype, device="meta")
@@ -97,23 +97,24 @@ class _PlannedBucket(NamedTuple):
 
 
 class WholeTensors:
-    """The whole tensors of a sharded state. All ranks construct it, and all ranks iterate over it (collectives).
+    """An iterable of the whole tensors of a sharded state. The constructor and each iteration are collectives.
 
     Args:
-        state: nested dicts and lists of live tensors, read again in each pass; None on ranks without a part of it.
-        links: name of each whole tensor -> the source tensors that it is computed from (see `vescale_fsdp.transfer`);
-            default: every tensor of the state.
-        dtype: dtype of floating-point results other than codes; default: the dtype of the source.
-        receivers: ranks that get values; default: all.
+        state: nested dicts and lists of live tensors, which each iteration reads again; None on ranks that store
+            nothing of the state.
+        links: for the name of each whole tensor, the link that makes it from tensors of the state (see
+            `vescale_fsdp.transfer`). Default: every tensor of the state.
+        dtype: dtype of floating-point results other than codes and scales. Default: the dtype of the source.
+        receivers: the ranks that get the values of whole tensors. Default: all ranks.
         bucket_bytes: size of a bucket; a larger tensor gets a bucket of its own.
         budget_bytes: memory for messages, as for `plan_transfer`.
         ranks, group, verify: as for `Transfer`.
 
     Attributes:
-        tensors: the whole tensors, in the order of iteration.
+        tensors: name, dtype and shape of the whole tensors, in the order of iteration.
 
     Raises:
-        PlacementError: on all ranks, with every tensor that cannot be computed.
+        PlacementError: on all ranks; lists every tensor that cannot be made, or the receivers that are not valid.
 
     Examples:
         >>> whole = WholeTensors({"w": torch.ones(4), "b": torch.zeros(2)})
@@ -140,12 +141,12 @@ class WholeTensors:
         source, _ = describe_states(state, None, ranks=own)
         self._state = {} if state is None else dict(named_tensors(state))
         self._receivers = tuple(range(own.world_size)) if receivers is None else tuple(sorted(receivers))
-        all_tensors = {name: name for name in source.numbers_by_name}
+        all_tensors = {name: name for name in source.numbers_by_name}  # a name alone is a link
         self._links = dict(links or all_tensors)
         arguments = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
         with own.together("planning whole tensors", alike=arguments):
             valid = all(0 <= rank < own.world_size for rank in self._receivers)
-            # At least one receiver (max), and no rank twice (set).
+            # No rank twice (set), and at least one receiver (max).
             if not valid or len(set(self._receivers)) != max(1, len(self._receivers)):
                 raise PlacementError(
                     "These ranks cannot receive.",
@@ -153,12 +154,12 @@ class WholeTensors:
                     got=list(self._receivers),
                 )
             self.tensors = tuple(self._described(source, name, dtype) for name in self._links)
-            # One plan of all tensors, so that an error lists every problem; each bucket is planned again below.
+            # A plan of all tensors, so that an error lists every problem. Each bucket gets a plan of its own below.
             plan = self._plan(source, self.tensors, budget_bytes)
         reads: dict[str, list[str]] = {}  # whole tensor -> source tensors
         for leaf in plan.leaves:
             reads.setdefault(plan.target.entries[leaf.target].name, []).append(leaf.source.name)
-        pool = StagingPool()  # shared: buckets are filled one after another
+        pool = StagingPool()  # shared by all transfers, since buckets are filled one after another
         self._buckets = []
         for tensors in _buckets_of(self.tensors, bucket_bytes):
             names = list(dict.fromkeys(name for tensor in tensors for name in reads.get(tensor.name, ())))
@@ -176,7 +177,7 @@ class WholeTensors:
             self._buckets.append(_PlannedBucket(parts, offset, names, transfer))
 
     def _described(self, source: StateDescription, name: str, dtype: torch.dtype | None) -> WholeTensor:
-        """Dtype and shape of the whole tensor of this name; placeholders if its link is not valid."""
+        """Return the dtype and shape of the whole tensor called ``name``; placeholders if its link is not valid."""
         leaves: list[SourceTensor] = []
 
         def shape_of(item: Any) -> tuple[int, ...]:
@@ -185,17 +186,19 @@ class WholeTensors:
 
         try:
             shape, _ = leaves_of(self._links[name], shape_of)
-        except (KeyError, PlacementError):  # `_plan` raises again, with the problems of all links
+        except (KeyError, PlacementError):  # `_plan` raises an error that lists the problems of all links
             shape = ()
         if not leaves:
             return WholeTensor(name, torch.float32, shape)
         own_dtype = dtype_named(leaves[0].dtype)
+        # The codec determines the dtype of codes and scales.
         casts = dtype is not None and own_dtype.is_floating_point and leaves[0].codec is None
         return WholeTensor(name, dtype if casts and dtype is not None else own_dtype, shape)
 
     def _plan(
         self, source: StateDescription, tensors: Sequence[WholeTensor], budget_bytes: int
     ) -> TransferPlan:
+        """Plan the transfer of some whole tensors to all receivers."""
         receivers = RankSet.of(self._receivers)
         target = StateDescription.of(
             DescribedTensor(tensor.name, dtype_name(tensor.dtype), tensor.shape, _WHOLE, receivers)
@@ -205,31 +208,36 @@ class WholeTensors:
         return plan_transfer(source, target, links=links, cast=self._cast, budget_bytes=budget_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors. A collective: every rank iterates to the end.
+        """Yield the name of each whole tensor and the tensor. A collective: every rank must iterate to the end.
 
         Raises:
-            CheckpointError: on all ranks, if one failed, or if the state was modified between two buckets.
+            CheckpointError: on all ranks, if any rank failed, or if the state was modified between two buckets.
         """
         for bucket in self.buckets():
             yield from bucket.tensors()
 
     def buckets(self) -> Iterator[TensorBucket]:
-        """The whole tensors, a bucket at a time, each bucket in new memory. A collective; raises like iteration."""
+        """Yield the whole tensors in buckets, each in new memory. A collective: every rank must iterate to the end.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank failed, or if the state was modified between two buckets.
+        """
         own, first_versions = self._coordinator, self._versions()
         receives = own.rank in self._receivers
         locals_ = map(local_of, self._state.values())
         device = next((local.device for local in locals_), torch.device("cpu"))
         for planned in self._buckets:
+            # Buckets of different versions would give the engine a mixture of weights.
             with own.together(
-                "filling a bucket of whole tensors", "the buckets before it are of one version"
+                "filling a bucket of whole tensors", "all earlier buckets have the same version"
             ):
                 if self._versions() != first_versions:
                     raise CheckpointError(
                         "The state was written to between two buckets.",
                         expected="no optimizer step before the last bucket",
-                        got="another version of some tensor",
+                        got="a tensor with another version than at the first bucket",
                         where=f"rank {own.rank}",
-                        todo="iterate to the end, then step",
+                        todo="iterate to the end before the next optimizer step",
                     )
                 data = torch.empty(
                     planned.nbytes, dtype=torch.uint8, device=device if receives else torch.device("meta")
@@ -238,16 +246,18 @@ class WholeTensors:
             state = {name: self._state[name] for name in planned.reads if name in self._state}
             planned.transfer.run(state or None, dict(bucket.tensors()) if receives else None)
             yield bucket
-            del data, bucket, state  # freed before the next bucket is allocated
+            del data, bucket, state  # so that the memory is freed before the next bucket is allocated
 
     def _versions(self) -> list[int]:
-        # A write may go through the DTensor or through its local tensor. Inference tensors have no version counter.
+        """Return the version counters of all tensors, which change when a tensor is written to."""
+        # DTensors and their local tensors have counters of their own, and a write may go through either. Inference
+        # tensors have no counter.
         watched = (item for tensor in self._state.values() for item in (tensor, local_of(tensor)))
         return [version_of(item) for item in watched if not item.is_inference()]
 
 
 def _only(source: StateDescription, names: Set[str]) -> StateDescription:
-    """The description of a source, reduced to the named tensors."""
+    """Reduce a description to the tensors with these names."""
     kept = [number for number, entry in enumerate(source.entries) if entry.name in names]
     structure = source.structure
     entries = tuple(source.entries[number] for number in kept)
@@ -258,7 +268,7 @@ def _only(source: StateDescription, names: Set[str]) -> StateDescription:
 
 
 def _buckets_of(tensors: Sequence[WholeTensor], bucket_bytes: int) -> Iterator[list[WholeTensor]]:
-    """Consecutive tensors that share a bucket."""
+    """Divide tensors, in order, into buckets of at most ``bucket_bytes``; a larger tensor is a bucket of its own."""
     bucket: list[WholeTensor] = []
     room = bucket_bytes
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Optimizers for ragged shards: Muon, Shampoo, 8-bit AdamW, and torch's own on flat shards."""
+"""Optimizers for ragged shards: Muon, Shampoo, 8-bit AdamW, and torch's element-wise optimizers on flat shards."""
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.flat_optimizer import FlatOptimizer

@@ -1,22 +1,24 @@
 """AdamW whose two moments are 8-bit codes with one scale per block: 2.03 bytes of state per parameter.
 
-The codes of a moment are a uint8 tensor with the parameter's placements; the scales are an fp32 tensor of one value per
-block, with rank boundaries between the same blocks. If no rank boundary cuts a block, a step has no communication and
-its result has the same bits on 1 and on N ranks; otherwise the constructor raises.
+The codes of a moment are a uint8 tensor with the parameter's placements. Its scales are an fp32 tensor with one value
+per block, cut between the same blocks as the parameter. If a rank boundary cuts a block, the constructor raises.
+Otherwise a step needs no communication, and its result has the same bits on 1 and on N ranks.
 
-A parameter's role and *global* size decide whether its state is 8-bit, never the size of a rank's piece: 2-D and above,
-at least ``min_8bit_numel`` elements, in a group without ``state_bits=32``. All other state is fp32. The arithmetic is
-torchao's: decode, update both moments in fp32, step the parameter with the unrounded moments, encode.
+State is 8-bit if the parameter is 2-D or above, has at least ``min_8bit_numel`` elements over all ranks, and is in a
+group without ``state_bits=32``. All other state is fp32. The size of a rank's piece does not matter, since precision
+would then depend on the number of ranks. The arithmetic is torchao's: decode, update both moments in fp32, step the
+parameter with the unrounded moments, encode.
 
-If an element's gradient is NaN or infinite, this element of the parameter becomes NaN, as in AdamW. The rest of its
-block does not: the element's moments are stored as 0, so that the block's scale stays finite.
+If the gradient of an element is NaN or infinite, this element of the parameter becomes NaN, as in AdamW. The other
+elements of its block do not: the element's moments are stored as 0, so that the block's scale stays finite.
 
 Codes use the dynamic 8-bit map of block-wise optimizers (Dettmers et al., arXiv 2110.02861): 256 values in [-1, 1]. The
-map has seven decades; decade i has 2^i points per sign (2^(i+1) if there is no sign): the midpoints of equal steps over
+map has seven decades. Decade i has 2^i points per sign (2^(i+1) in the unsigned map): the midpoints of equal steps over
 [0.1, 1], times 10^(i - 6). The values 0 and 1 are added. So steps are fine for small values and coarse for large ones.
-First moments use the signed map, second moments the unsigned one. A block is stored as one fp32 scale, its largest
-magnitude, and codes: the nearest entry of value / scale. Tables and rounding have the same bits as torchao's (a test
-compares them). torchao itself is not used: it does not support a short last block, and its import loads kernels.
+First moments use the signed map, second moments the unsigned map. A block is stored as one fp32 scale, its largest
+magnitude, and one code per element: the index of the map's value that is nearest to element / scale. Tables and
+rounding have the same bits as torchao's (a test compares them). torchao itself is not used: it does not support a short
+last block, and its import loads kernels.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from vescale_fsdp.torch_private import foreach_copy_
 MAP_NAME = "dynamic8"
 """The map's name in checkpoints. The table is computed, never stored."""
 
-_DECADES = 7
-_LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: no division by zero
+_DECADES = 7  # of the published map, and of torchao's
+_LEAST_SCALE = 1e-12  # scale of a block of zeros, as in torchao: avoids a division by zero
 
 
-@lru_cache(maxsize=16)  # an entry per device and map
+@lru_cache(maxsize=16)  # one entry per device and map
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
-    """The 256 values in ascending order, fp32."""
+    """Return the 256 values of the dynamic 8-bit map in ascending order, fp32: code i stands for entry i."""
     values = [0.0, 1.0]
     for decade in range(_DECADES):
         points = torch.linspace(
@@ -56,21 +58,23 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # one entry per device and map
 def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
-    """255 values: entry i is the least fp32 number that is rounded to code i + 1.
+    """Compute the 255 thresholds between codes: entry i is the least fp32 number that is rounded to code i + 1.
 
-    A number x between entries a < b is rounded up if ``x - a >= (b - a) * 0.5`` in fp32. This is monotone in x, so one
-    comparison with the least such x is enough. The search starts at the midpoint and moves by one fp32 number.
+    As in torchao, a number x between entries a < b of the map is rounded up if ``x - a >= (b - a) * 0.5`` in fp32. This
+    is monotone in x, so one comparison with the least such x gives the same code. The search for the least x starts at
+    the midpoint of a and b, and moves by one fp32 number at a time.
     """
     table = dynamic_map(signed, torch.device("cpu"))
     low, high = table[:-1], table[1:]
     up, down = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device="cpu")
 
     def rounds_up(x: torch.Tensor) -> torch.Tensor:
+        """Return whether each x is rounded to the higher of its two entries."""
         return x - low >= (high - low) * 0.5
 
-    x = (low + high) / 2
+    x = (low + high) / 2  # due to rounding, the least x may be some fp32 numbers above or below
     while not rounds_up(x).all():
         x = torch.where(rounds_up(x), x, torch.nextafter(x, up))
     while rounds_up(torch.nextafter(x, down)).any():
@@ -80,12 +84,12 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def zero_code(signed: bool) -> int:
-    """The code of the value 0."""
+    """Return the code of the value 0."""
     return 127 if signed else 0  # the signed map has 127 values below 0
 
 
 def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of blocks.
+    """Quantize blocks: one fp32 scale per block, and one code per element.
 
     Args:
         tiles: [bands, rows, blocks, cols] as `BlockGrid.tiled` returns them, fp32, finite.
@@ -102,8 +106,8 @@ def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, tor
 
 
 def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The fp32 values of blocks; shapes as `encode_dynamic` returns them."""
-    # int: torch reads a uint8 index as a mask
+    """Dequantize blocks: the fp32 values of codes and scales, which have the shapes that `encode_dynamic` returns."""
+    # As int, since torch interprets a uint8 index as a mask.
     return dynamic_map(signed, codes.device)[codes.int()] * scales[:, None, :, None]
 
 
@@ -115,11 +119,11 @@ class AdamW8bit(BatchedOptimizer):
     """AdamW with block-wise 8-bit state.
 
     Args:
-        params: parameters or param groups. A group with ``state_bits=32`` keeps fp32 state, which embeddings need in
-            some models.
+        params: parameters or param groups. A group with ``state_bits=32`` has fp32 state, which embeddings need in some
+            models.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
         block: elements that share a scale: ``Flat(256)``, ``Tiles(32, 32)``, ... The last block may be short.
-        min_8bit_numel: parameters with fewer elements, over all ranks, keep fp32 state.
+        min_8bit_numel: parameters with fewer elements (over all ranks) have fp32 state.
 
     Raises:
         LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
@@ -147,10 +151,10 @@ class AdamW8bit(BatchedOptimizer):
         block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
         min_8bit_numel: int = 4096,
     ) -> None:
-        check_rates(float(lr), betas, eps, weight_decay)
-        grid_of((1,), block)  # raises for another granularity
+        check_rates(float(lr), betas, eps, weight_decay)  # float, since a learning rate may be a tensor
+        grid_of((1,), block)  # raises if `block` is neither Flat nor Tiles
         self._block = block
-        # As text, because every checkpoint format can store text; `parse_granularity` reads it.
+        # As text, because every checkpoint format can store text; `parse_granularity` reads this text.
         text = f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
         defaults = {
             "lr": lr,
@@ -170,14 +174,15 @@ class AdamW8bit(BatchedOptimizer):
         block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
         min_8bit_numel: int = 4096,
     ) -> Callable[[str, Any], Granularity]:
-        """The granularity rule for ``fully_shard(model, granularity=AdamW8bit.granularity())``.
+        """Make a rule that keeps quantization blocks whole, for ``fully_shard(model, granularity=...)``.
 
         Args:
-            block, min_8bit_numel: as passed to the optimizer.
+            block, min_8bit_numel: the same values as for the optimizer.
         """
         return lambda fqn, param: block if _is_8bit(tuple(param.shape), 8, min_8bit_numel) else Element()
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Make the initial state of a parameter: a step count, and two moments as codes and scales or in fp32."""
         if group["state_bits"] not in (8, 32):
             raise LayoutError(
                 "Optimizer state has 8 or 32 bits.",
@@ -185,7 +190,7 @@ class AdamW8bit(BatchedOptimizer):
                 got=group["state_bits"],
                 todo="correct state_bits of the param group",
             )
-        # On the host, as in torch's AdamW, so that reading it does not wait for a device.
+        # The step count is on the host, as in torch's AdamW, so that reading it does not wait for a device.
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
@@ -193,30 +198,34 @@ class AdamW8bit(BatchedOptimizer):
         grid = grid_of(tuple(param.shape), self._block)
         numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "parameter"))
         for name, signed in _MOMENTS.items():
+            # Not zeros: in the signed map, code 0 stands for -1.
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
             state[f"{name}_scales"] = zeros_sharded_with(param, pieces, grid.scales_shape, numels)
         return state
 
     def _kind(self, param: torch.Tensor) -> Hashable:
+        """Return the shape of a parameter's blocks, as part of the key of its batch; empty for fp32 state."""
+        # Blocks are concatenated along the first dim, so all other dims of a batch must be equal. Parameters with fp32
+        # state are stepped as flat elements, so their batch may have parameters of any shapes.
         stepped = self._stepped(param)
         grid = stepped.grid
-        # Parameters with fp32 state are stepped as flat elements, so one batch may contain parameters of any shapes.
         return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
+        """Return the parameter with its state and its grid of blocks."""
         return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Step parameters as blocks if their state is 8-bit, else as flat elements. Zeros pad short blocks."""
+        """Step a batch of parameters: as blocks padded with zeros if their state is 8-bit, else as flat elements."""
         batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
-        step = batch[0].state["step"]
+        step = batch[0].state["step"]  # equal for all parameters of a batch
         locals_ = [local_tensor(each.param) for each in batch]
         grad = _joined([each.laid_out(local_grad(each.param).float()) for each in batch])
         exp_avg = _load(batch, "exp_avg").lerp(grad, 1 - beta1)
         exp_avg_sq = _load(batch, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
         values = _joined([each.laid_out(local.float()) for each, local in zip(batch, locals_, strict=True)])
-        # fp32, so that a learning rate given as a float and one given as a tensor lead to the same rounding.
+        # As an fp32 tensor, so that a float and a tensor as learning rate give the same rounding.
         lr = group["lr"]
         home = lr.device if isinstance(lr, torch.Tensor) else "cpu"
         lr = torch.as_tensor(lr, dtype=torch.float32, device=home)
@@ -228,7 +237,7 @@ class AdamW8bit(BatchedOptimizer):
 
 
 class _Stepped(NamedTuple):
-    """A parameter in one step."""
+    """A parameter in one step, with its state and its grid of blocks."""
 
     param: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -236,23 +245,25 @@ class _Stepped(NamedTuple):
 
     @property
     def is_8bit(self) -> bool:
+        """Whether the parameter has 8-bit state."""
         return "exp_avg_codes" in self.state
 
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """This rank's elements of a tensor of the parameter's shape, reshaped to blocks if the state is 8-bit."""
+        """Reshape this rank's elements, 1-D, to blocks if the state is 8-bit; ``fill`` pads short blocks."""
         return self.grid.tiled(flat, fill) if self.is_8bit else flat
 
     def local(self, name: str) -> torch.Tensor:
-        """This rank's part of a state tensor, 1-D."""
+        """Return this rank's part of a state tensor, 1-D."""
         return local_tensor(self.state[name], "state")
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors along the first dim; a single tensor is returned itself, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
-    """A moment of all parameters of a batch, fp32, in the shape of `_Stepped.laid_out`."""
+    """Read a moment of all parameters of a batch, fp32, concatenated in the shape of `_Stepped.laid_out`."""
     if not batch[0].is_8bit:
         return _joined([each.local(name) for each in batch])
     signed = _MOMENTS[name]
@@ -262,11 +273,12 @@ def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
 
 
 def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: torch.Tensor) -> None:
+    """Write a moment of all parameters of a batch into their state, encoded if the state is 8-bit."""
     if not batch[0].is_8bit:
         _write(batch, [each.local(name) for each in batch], moment)
         return
-    # A NaN in a moment would make the block's scale NaN, and so the whole block. nan_to_num_: the square of a finite
-    # gradient may be infinite.
+    # 0 for elements without a finite gradient: a NaN would make the block's scale NaN, and so the whole block.
+    # nan_to_num_, because the square of a finite gradient may be infinite.
     finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
     codes, scales = encode_dynamic(finite, _MOMENTS[name])
     _write(batch, [each.local(f"{name}_codes") for each in batch], codes)
@@ -275,7 +287,7 @@ def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: tor
 
 
 def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out: torch.Tensor) -> None:
-    """Copy the result of a batch into one tensor per parameter."""
+    """Copy a result of the batch, in the shape of `_Stepped.laid_out`, into one 1-D tensor per parameter."""
     if batch[0].is_8bit:
         bands = [each.grid.bands_of(target.numel()) for each, target in zip(batch, targets, strict=True)]
         parts = [
@@ -288,6 +300,7 @@ def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, on accelerators with one launch for all."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     else:
@@ -295,4 +308,5 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _is_8bit(shape: tuple[int, ...], state_bits: int, min_8bit_numel: int) -> bool:
+    """Return whether a parameter with this global shape has 8-bit state; vectors (norms, biases) never have."""
     return state_bits == 8 and len(shape) >= 2 and numel_of(shape) >= min_8bit_numel

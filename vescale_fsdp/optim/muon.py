@@ -1,12 +1,13 @@
 """Muon on ragged shards: momentum is sharded like the parameter; a matrix that is cut over ranks is sent to one owner.
 
-Per matrix: momentum ``m <- lerp(m, g)`` and update ``u = lerp(g, m)`` on the pieces; ``o`` = Newton-Schulz of the whole
-matrix ``u``; weight decay and ``p -= lr' * o`` on the pieces. Only Newton-Schulz needs whole matrices:
+Each rank computes on its pieces the momentum ``m <- lerp(m, g)``, the update ``u = lerp(g, m)``, weight decay, and at
+the end ``p -= lr' * o``. Here ``o`` is the Newton-Schulz iteration of the whole matrix ``u``. Only this iteration needs
+whole matrices:
 
     matrix                                       where the iteration runs          collectives
     plain tensor, or whole on one rank           on that rank                      0
-    cut over ranks (ragged, or FSDP2 Shard(0))   one owner, balanced by FLOPs      2 per bucket of many
-    DTensor placed otherwise (TP)                every rank                        torch's own, per matrix
+    cut over ranks (ragged, or FSDP2 Shard(0))   one owner, balanced by FLOPs      2 per bucket of matrices
+    DTensor with other placements (TP)           every rank                        torch's own, per matrix
 
 Buckets form a pipeline::
 
@@ -15,8 +16,9 @@ Buckets form a pipeline::
                         ^ in flight while 0 is iterated       ^ in flight while 1 is iterated
 
 The result has the same bits as `torch.optim.Muon` on one process (fp32 on CPU), because the same function runs on the
-same whole matrix. Matrices of equal shape are iterated as a stack, with torch's operations in torch's order: on CPU
-with the same bits (a test compares them); on accelerators batched and single matrix products may round differently.
+same whole matrix. Matrices of equal shape are iterated as a stack, with torch's operations in torch's order. On CPU,
+stacks and single matrices give the same bits (a test compares them); on accelerators, batched and single matrix
+products may round differently.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ _ADJUST_LR = (None, "original", "match_rms_adamw")
 
 @set_module("vescale_fsdp.optim")
 class Muon(StructuredOptimizer):
-    """Muon for matrices and stacks of matrices, AdamW for the rest, in one optimizer.
+    """One optimizer that steps matrices and stacks of matrices with Muon, and other parameters with AdamW.
 
     Args:
         params: 2-D and 3-D parameters (3-D: a stack, one matrix per expert), or param groups of them. A group with
@@ -82,7 +84,7 @@ class Muon(StructuredOptimizer):
             `torch.optim.Muon`, with its defaults.
         adamw_params: parameters for AdamW: embeddings, output head, norms, biases.
         adamw: options of AdamW.
-        bucket_bytes: bytes that a rank receives per collective, approximately; two buckets are in memory at a time.
+        bucket_bytes: approximate bytes that a rank receives per collective. Two buckets are in memory at a time.
 
     Raises:
         LayoutError: for a parameter that is not a matrix, or arguments that are not valid.
@@ -116,8 +118,9 @@ class Muon(StructuredOptimizer):
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
         bucket_bytes: int = 8 << 20,  # 8 MiB
     ) -> None:
-        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)  # momentum has the range of a beta
-        if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:  # torch's limit of steps
+        # Momentum must be in [0, 1), like a beta. float, since a learning rate may be a tensor.
+        check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
+        if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:  # 100, as in torch.optim.Muon
             raise LayoutError(
                 "Muon does not accept these arguments.",
                 expected=f"adjust_lr_fn in {_ADJUST_LR} and 0 <= ns_steps < 100",
@@ -125,6 +128,7 @@ class Muon(StructuredOptimizer):
             )
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], MuonPlan] = {}  # key: indices of the parameters with a gradient
+        # Kept, since making an entry may create a process group.
         self._ranks: dict[tuple[DeviceMesh, int], Ranks] = {}
         defaults = {
             "lr": lr,
@@ -136,20 +140,22 @@ class Muon(StructuredOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "row_splits": None,
-            # m <- mu m + (1 - mu) g. Recorded, because the other common form, mu m + g, is 1 / (1 - mu) times larger.
+            # m <- mu m + (1 - mu) g. Recorded in checkpoints, because momentum of the other common form, mu m + g, is
+            # 1 / (1 - mu) times larger.
             "momentum_form": "ema",
         }
         super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
 
     @staticmethod
     def granularity(*, whole: Sequence[str] = ()) -> Callable[[str, Any], Granularity]:
-        """The granularity rule for ``fully_shard(model, granularity=Muon.granularity())``.
+        """Make a rule for cutting parameters: ``fully_shard(model, granularity=Muon.granularity())``.
 
-        Stacks of matrices (3-D) are cut only between matrices, so that experts need no communication. Other parameters
-        may be cut anywhere: sending a cut matrix to its owner costs less than the padding that whole matrices need.
+        Stacks of matrices (3-D) are cut only between matrices, so that steps of experts need no communication. Other
+        parameters may be cut anywhere: sending a cut matrix to its owner costs less than the padding that whole
+        matrices would need.
 
         Args:
-            whole: name patterns (fnmatch) of other matrices to keep whole.
+            whole: name patterns (fnmatch) of 2-D parameters that must not be cut.
         """
 
         def rule(fqn: str, param: Any) -> Granularity:
@@ -163,11 +169,14 @@ class Muon(StructuredOptimizer):
     def split_params(
         model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Parameters for Muon (matrices and stacks) and for AdamW (all others), each once.
+        """Split a model's parameters into those for Muon (matrices and stacks) and those for AdamW (all others).
 
         Args:
-            model: a module. Parameters that do not require a gradient are left out.
+            model: a module. Parameters that do not require a gradient are omitted; a shared one is listed once.
             adamw: name patterns (fnmatch) of matrices for AdamW: embeddings and output heads.
+
+        Returns:
+            The parameters for Muon, and the parameters for AdamW.
 
         Examples:
             >>> matrices, others = Muon.split_params(torch.nn.Linear(8, 4))
@@ -184,19 +193,23 @@ class Muon(StructuredOptimizer):
         return matrices, rest
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is created at once."""
+        """Add parameters, and create their state."""
         super().add_param_group(param_group)
-        self._plans.clear()  # the keys are indices of parameters
+        self._plans.clear()  # their keys, indices of parameters, may now mean other parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._ranks = {}, {}  # plans are for the old layout, and process groups cannot be copied
+        # Not copied or pickled: plans belong to the old layout, and process groups cannot be copied.
+        self._plans, self._ranks = {}, {}
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        matrices_of(tuple(param.shape), group["row_splits"])  # raises for other shapes
+        """Make the initial state of a parameter: a momentum of zeros."""
+        matrices_of(tuple(param.shape), group["row_splits"])  # raises if Muon does not support the shape
         return {"momentum_buffer": torch.zeros_like(param)}
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Step all parameters that have a gradient, by a plan that is made at the first step and reused."""
+        # A plan is valid for the parameters that have a gradient, so their indices are its key.
         members = [(p, group) for group in groups for p in group["params"]]
         present = tuple(index for index, (p, _) in enumerate(members) if p.grad is not None)
         if present not in self._plans:
@@ -218,7 +231,11 @@ class Muon(StructuredOptimizer):
         run_step(plan, jobs, meanwhile=self._step_adamw)
 
     def _updates(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
-        """Update the momenta; returns this rank's elements of the updates to orthogonalize."""
+        """Update the momenta.
+
+        Returns:
+            For each parameter, this rank's elements of the update that is to be orthogonalized, 1-D.
+        """
         momenta = [local_tensor(self.state[p]["momentum_buffer"], "state") for p, _ in stepped]
         grads = [local_grad(p).to(m.dtype) for (p, _), m in zip(stepped, momenta, strict=True)]
         updates = list(momenta)
@@ -227,6 +244,7 @@ class Muon(StructuredOptimizer):
             for (_, group), m in zip(stepped, momenta, strict=True)
         ]
         numels = [m.numel() for m in momenta]
+        # Without a limit of size, since all updates stay in memory until the step uses them.
         for alike in batches_of(zip(kinds, numels, range(len(kinds)), strict=True), sum(numels)):
             _, _, momentum, nesterov = kinds[alike[0]]
             some_grads, some = [grads[index] for index in alike], [momenta[index] for index in alike]
@@ -253,12 +271,13 @@ class NewtonSchulz:
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """Orthogonalize every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
-        if len(stack) == 1:  # torch's own function, so the bits of torch.optim.Muon
+        if len(stack) == 1:  # torch's own function gives the bits of torch.optim.Muon
             return zeropower_via_newtonschulz(stack[0], self.coefficients, self.steps, self.eps).unsqueeze(0)
         a, b, c = self.coefficients
+        # As in torch: with the short side first, A = X X' is the smaller of the two possible products.
         tall = stack.size(-2) > stack.size(-1)
         x = stack.mT if tall else stack
-        # One norm per matrix over all its elements, as in torch: a norm over two dims rounds differently.
+        # One norm per matrix, over all its elements, as in torch. A norm of the stack over two dims rounds differently.
         norms = torch.stack(foreach_norm_of(list(x.unbind()))).clamp(min=self.eps)
         x = x / norms.view(-1, 1, 1)
         for _ in range(self.steps):
@@ -269,38 +288,44 @@ class NewtonSchulz:
 
 
 _STACK_NUMEL = 32 << 20
-"""Maximum elements of a stack, 64 MiB in bf16. An iteration has up to four such tensors: X, A, B and the next X."""
+"""Maximum elements of a stack, 64 MiB in bf16. An iteration needs up to four such tensors: X, A, B and the next X."""
 
 _WIDENED_NUMEL = 8 << 20
-"""Maximum elements subtracted in one launch: 32 MiB of fp32 copies, and twice that for 16-bit parameters."""
+"""Maximum elements to subtract in one launch: bounds fp32 copies to 32 MiB, or to 64 MiB for 16-bit parameters."""
 
 
 class ParamJob(NamedTuple):
-    """A parameter in one step."""
+    """A parameter in one step, with its param group and this rank's part of its update."""
 
     param: torch.Tensor
     group: dict[str, Any]
-    pieces: PieceMap | None
+    pieces: PieceMap | None  # None: the parameter's placements give no contiguous pieces
     update: torch.Tensor  # 1D [own piece], the update to orthogonalize
 
     def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
-        """The elements ``wanted`` of the parameter, from a 1-D tensor with the elements of this rank's piece."""
+        """Return a view of the elements ``wanted`` of the parameter.
+
+        Args:
+            flat: 1-D, the elements of this rank's piece.
+            wanted: a range of the parameter, inside of this rank's piece.
+        """
         assert self.pieces is not None
         start = self.pieces.own_piece.start
         return flat[wanted.start - start : wanted.stop - start]
 
     def iteration(self) -> NewtonSchulz:
-        """The iteration with the constants of the param group."""
+        """Return the iteration with the constants of the param group."""
+        # A tuple, so that iterations can be hashed: a loaded checkpoint may have a list.
         return NewtonSchulz(tuple(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"])
 
     def scaled_lr(self, matrix: Matrix) -> float:
-        """The learning rate of a matrix, which depends on the shape of the whole matrix."""
+        """Return the learning rate of a matrix, which depends on the shape of the whole matrix."""
         shape = torch.Size((matrix.rows, matrix.cols))
         return muon_adjust_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], shape)
 
 
 class _Result(NamedTuple):
-    """A range of a parameter, and the elements of the orthogonalized update in this range."""
+    """The elements of an orthogonalized update in one range of its parameter."""
 
     job: ParamJob
     matrix: Matrix
@@ -312,13 +337,13 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
     """Orthogonalize all updates and subtract them.
 
     Args:
-        plan: plan for the same parameters in the same order.
-        jobs: one per parameter.
-        meanwhile: other work of the step, which runs while the first bucket is in flight.
+        plan: the plan for the same parameters, in the same order.
+        jobs: one job per parameter.
+        meanwhile: other work of the step, which hides the time of the first gather.
     """
     gathering = _start_gather(plan.buckets[0], jobs) if plan.buckets else None
     meanwhile()
-    _decay(jobs)
+    _decay(jobs)  # before any subtraction: as in torch, decay multiplies the old values
     _orthogonalize_here(plan.here, jobs)
     for index in plan.gathered:
         _orthogonalize_everywhere(index, jobs)
@@ -340,7 +365,14 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
 def _stacks(
     matrices: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]
 ) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
-    """Groups of matrices of equal shape and constants, of bounded size: the iteration, the shape, and the positions."""
+    """Group matrices of equal shape and equal iteration into stacks of bounded size.
+
+    Args:
+        matrices: (index of the job, matrix) pairs.
+
+    Yields:
+        The iteration, the shape of the matrices, and their positions in ``matrices``.
+    """
     items = (
         ((jobs[index].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
         for position, (index, matrix) in enumerate(matrices)
@@ -351,20 +383,22 @@ def _stacks(
 
 
 def _decay(jobs: Sequence[ParamJob]) -> None:
+    """Apply decoupled weight decay to this rank's elements of all parameters."""
     factors = [1 - float(job.group["lr"]) * job.group["weight_decay"] for job in jobs]
     kinds = [(job.param.dtype, job.param.device, factor) for job, factor in zip(jobs, factors, strict=True)]
-    # Sizes of 0: nothing is allocated, so a batch may be of any size.
+    # Sizes of 0, since nothing is allocated: a batch may have any number of elements.
     for alike in batches_of(zip(kinds, (0 for _ in jobs), range(len(jobs)), strict=True), 0):
         locals_ = [local_tensor(jobs[index].param) for index in alike]
         if launches(locals_[0].device):
             foreach_mul_(locals_, factors[alike[0]])
             continue
-        for local in locals_:  # torch 2.13's foreach on the CPU would round the factor to 16 bits
+        # One by one: on the CPU, torch 2.13's foreach rounds the factor to the dtype of 16-bit parameters.
+        for local in locals_:
             local.mul_(factors[alike[0]])
 
 
 def _subtract(results: Iterable[_Result]) -> None:
-    """``p -= lr' * o``: one launch per dtype and learning rate, in batches of bounded memory."""
+    """Compute ``p -= lr' * o``, with one launch per dtype and learning rate, in batches of bounded memory."""
     items = (
         (
             (each.job.param.dtype, each.job.param.device, each.job.scaled_lr(each.matrix)),
@@ -378,8 +412,8 @@ def _subtract(results: Iterable[_Result]) -> None:
         targets = [each.job.own(local_tensor(each.job.param), each.wanted) for each in alike]
         sums = targets
         if job.param.dtype in (torch.bfloat16, torch.float16):
-            # torch's 16-bit CPU kernel rounds the last elements of a tensor differently from the others, so the result
-            # would depend on where ranks cut the parameter.
+            # Subtract in fp32: torch's 16-bit CPU kernel rounds the last elements of a tensor differently from the
+            # other elements, so the result would depend on where ranks cut the parameter.
             sums = _widened(targets)
         foreach_add_(sums, _widened([each.orthogonal for each in alike]), alpha=-job.scaled_lr(matrix))
         if sums is not targets:
@@ -387,7 +421,7 @@ def _subtract(results: Iterable[_Result]) -> None:
 
 
 def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """fp32 copies of 1-D tensors, in one launch."""
+    """Return copies of 1-D tensors in fp32, made in one launch."""
     numels = [part.numel() for part in parts]
     wide = list(torch.empty(sum(numels), dtype=torch.float32, device=parts[0].device).split(numels))
     foreach_copy_(wide, list(parts))
@@ -395,7 +429,7 @@ def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _orthogonalize_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
-    """Orthogonalize and subtract the matrices that are whole on this rank."""
+    """Orthogonalize the updates of matrices that are whole on this rank, and subtract the results."""
     for iteration, shape, positions in _stacks(here, jobs):
         members = [(jobs[here[position][0]], here[position][1]) for position in positions]
         stack = torch.empty(len(members), *shape, dtype=WIRE_DTYPE, device=members[0][0].update.device)
@@ -409,10 +443,10 @@ def _orthogonalize_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Param
 
 
 def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
-    """Step a parameter without contiguous pieces: every rank gathers the update and subtracts its own part."""
+    """Step a parameter without contiguous pieces: every rank gathers and orthogonalizes the whole update."""
     job = jobs[index]
     assert isinstance(job.param, DTensor)
-    spread = torch.zeros_like(job.param)  # the update as a DTensor, so that torch can gather it
+    spread = torch.zeros_like(job.param)  # becomes the update as a DTensor, which torch can gather
     local_tensor(spread, "update").copy_(job.update)
     assert isinstance(spread, DTensor)
     update = spread.full_tensor()
@@ -428,11 +462,12 @@ def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
 
 
 def _device(bucket: Bucket, jobs: Sequence[ParamJob]) -> torch.device:
+    """Return the device of a bucket's parameters; a bucket is never empty."""
     return jobs[bucket.cuts[0].param].update.device
 
 
 def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
-    """Send this rank's parts of a bucket's matrices to their owners."""
+    """Start to send this rank's parts of a bucket's updates to the owners of the matrices."""
     shard = bucket.ranks.shard
     parts = [
         jobs[t.param].own(jobs[t.param].update, t.part(shard))
@@ -446,14 +481,21 @@ def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
 def _orthogonalize_arrived(
     bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]
 ) -> list[torch.Tensor]:
-    """The orthogonalized updates of the matrices that this rank owns, flat, in their order in the bucket."""
+    """Orthogonalize the updates of the matrices that this rank owns.
+
+    Args:
+        arrived: 1-D, the parts that the gather has received.
+
+    Returns:
+        One flat tensor per matrix, in the order of `Bucket.owned`.
+    """
     owned = bucket.owned
     # Parts arrive in the order of ranks, and from each rank in the order of the bucket. Inside a matrix, parts are in
     # the order of shards.
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
     chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))
-    # Placeholders, all replaced below: stacks are not in the order of the bucket.
+    # ``arrived`` is only a placeholder: stacks replace all entries, but not in the order of the bucket.
     results = [arrived] * len(owned)
     for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
@@ -465,7 +507,7 @@ def _orthogonalize_arrived(
 
 
 def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[ParamJob]) -> Pending:
-    """Send every rank its parts of the orthogonalized updates."""
+    """Start to send every rank its parts of the updates that this rank has orthogonalized."""
     wanted = [
         (result, t.part(shard).shift(-t.matrix.start))
         for _, shard in bucket.everyone
@@ -476,7 +518,7 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
 
 
 def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:
-    """Subtract this rank's parts of a bucket's orthogonalized updates."""
+    """Subtract this rank's parts of a bucket's orthogonalized updates, which the scatter has received."""
     shard = bucket.ranks.shard
     parts = arrived.split([t.part(shard).numel for t in bucket.inbound])
     _subtract(

@@ -1,23 +1,23 @@
-"""The plan of a Muon step: matrices, the rank that orthogonalizes each, and the exchange of matrices cut over ranks.
+"""The plan of a Muon step: which rank orthogonalizes each matrix, and the exchange of matrices that are cut over ranks.
 
 Newton-Schulz needs a whole matrix. A matrix is one flat range of its parameter, because rows are contiguous:
 
     shape (m, k)                      one matrix, the whole tensor
-    shape (m, k), row_splits (q, r)   one per row block: fused projections, each with its own scale
-    shape (E, m, k)                   one per expert
+    shape (m, k), row_splits (q, r)   one matrix per projection of a fused weight: each gets its own scale
+    shape (E, m, k)                   one matrix per expert
 
 A plan depends on the parameters that have a gradient, their shapes and their pieces. Every rank computes the same plan,
-including the owners of matrices, so plans need no communication. A plan is kept while these inputs stay the same. It is
-never saved: after a load, perhaps on another number of ranks, it is computed again.
+including the owners of matrices, so planning needs no communication. A plan is reused while these inputs stay the same.
+It is never saved: after a load, perhaps on another number of ranks, it is computed again.
 
-Cut matrices are sent to their owners, and the results back, in one collective per bucket and direction. With 2 ranks
-and matrices a (owner 0), b (owner 1)::
+One collective per bucket sends the updates of cut matrices to their owners, and another one sends the results back.
+With 2 ranks and matrices a (owner 0), b (owner 1)::
 
     gather     rank 0 sends  [its part of a        | its part of b        ] ->  rank 0 has all of a, rank 1 all of b
     scatter    rank 0 sends  [rank 0's part of a   | rank 1's part of a   ] ->  every rank has its parts of a and b
 
-In an HSDP mesh all replicas have the same values. So a matrix is gathered only inside its owner's replica, and its
-result is sent to every rank of every replica: replicas divide the iterations among them. Elements are sent in bf16:
+In an HSDP mesh all replicas have the same values. So a matrix is gathered only inside its owner's replica, and the
+result is sent to every rank of every replica. In this way the replicas share the work. Elements are sent in bf16:
 Newton-Schulz begins with a cast to bf16 and ends in bf16, so no precision is lost.
 """
 
@@ -62,11 +62,11 @@ class Matrix:
 
 
 def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None) -> tuple[Matrix, ...]:
-    """The non-empty matrices of a parameter, in flat order.
+    """Return the non-empty matrices of a parameter, in flat order.
 
     Args:
         shape: global shape, 2-D or 3-D (a stack of matrices).
-        row_splits: rows of each block of a fused matrix, such as (q_rows, k_rows, v_rows); None: one block.
+        row_splits: rows of each matrix in a fused matrix, such as (q_rows, k_rows, v_rows); None: not fused.
 
     Raises:
         LayoutError: for other numbers of dims, or splits that do not add up to the rows.
@@ -93,14 +93,14 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     return tuple(
         Matrix((index * rows + top) * cols, height, cols)
         for index in stack
-        for top, height in zip(tops, heights, strict=False)  # `tops` also has the end
-        if height * cols
+        for top, height in zip(tops, heights, strict=False)  # `tops` has one more entry, the end
+        if height * cols  # an empty matrix has no update
     )
 
 
 @dataclass(frozen=True)
 class SteppedParam:
-    """The planner's input for one parameter with a gradient."""
+    """A parameter with a gradient, as input of `plan_step`."""
 
     pieces: PieceMap | None  # None: the parameter's placements give no contiguous pieces
     matrices: tuple[Matrix, ...]
@@ -109,13 +109,13 @@ class SteppedParam:
 
 @dataclass(frozen=True)
 class MuonPlan:
-    """A step's work for this rank; parameters are identified by their index in ``params``.
+    """The work of this rank in a step. Parameters are identified by their index in ``params``.
 
     Args:
-        params: the parameters.
-        here: matrices that are whole on this rank, which need no communication.
-        buckets: cut matrices, with two collectives per bucket; the same on all ranks of a mesh.
-        gathered: parameters without contiguous pieces, which are gathered to every rank; this is slower.
+        params: the parameters with a gradient.
+        here: (parameter, matrix) pairs of matrices that are whole on this rank and need no communication.
+        buckets: the cut matrices, in buckets with two collectives each; the same on all ranks of a mesh.
+        gathered: parameters without contiguous pieces. Every rank gathers them, which is slower.
     """
 
     params: tuple[SteppedParam, ...]
@@ -132,7 +132,7 @@ def plan_step(
     Args:
         params: the parameters with a gradient, in the same order on every rank.
         bucket_bytes: approximate bytes that a rank receives per bucket and direction.
-        ranks_of: ranks of each (mesh, axis). Missing entries are added, which is collective over the mesh.
+        ranks_of: a cache: the ranks of each (mesh, axis). Adding a missing entry is a collective of the mesh's ranks.
     """
     here: list[tuple[int, Matrix]] = []
     gathered: list[int] = []
@@ -150,11 +150,12 @@ def plan_step(
                 assert key is not None  # a matrix that is cut has an axis that cuts it
                 cut.setdefault(key, []).append((index, matrix, pieces))
                 continue
-            if key is not None:
+            if key is not None:  # work that its rank has anyway, for the balance of owners
                 whole.setdefault(key, []).append((index, matrix, holder))
             if holder == pieces.shard_rank:
                 here.append((index, matrix))
-    for key in cut:  # the same keys in the same order on all ranks, because new groups are collective
+    # Creating a group is a collective: all ranks have the same keys in the same order.
+    for key in cut:
         if key not in ranks_of:
             ranks_of[key] = _make_ranks(*key)
     buckets = [
@@ -172,13 +173,19 @@ def _buckets(
     ranks: Ranks,
     bucket_bytes: int,
 ) -> list[Bucket]:
-    """Buckets of bounded size with the cut matrices of one mesh and their owners."""
+    """Choose the owners of the cut matrices of one mesh, and divide the matrices into buckets of bounded size.
+
+    Args:
+        cut: (parameter, matrix, pieces) of matrices that are cut over ranks.
+        whole: (parameter, matrix, shard rank) of matrices that are whole on a rank, whose work is balanced too.
+    """
     num_shards = len(ranks.numbers[0])
     loads = [0] * num_shards
-    for index, matrix, holder in whole:  # whole matrices are iterated by their holder, in every replica
+    for index, matrix, holder in whole:  # the rank that stores a whole matrix iterates it, in every replica
         loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps)
     flops = [newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
+    # For each matrix, the elements on each rank. Ranks are numbered replica by replica.
     parts = [
         {
             replica * num_shards + shard: matrix.range.intersect(pieces.piece(shard)).numel
@@ -187,9 +194,9 @@ def _buckets(
         }
         for _, matrix, pieces in cut
     ]
-    owners = assign_owners(flops, parts, loads * replicas)
+    owners = assign_owners(flops, parts, loads * replicas)  # all replicas have the same loads so far
     cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
-    # The matrices of a bucket have owners on all ranks, so a rank receives about an equal share of the bucket.
+    # `bucket_bytes` is what one rank receives. Owners are on all ranks, so each receives a similar part of the bucket.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
     buckets: list[list[CutMatrix]] = []
     free_numel = 0  # elements that still fit into the last bucket
@@ -203,13 +210,16 @@ def _buckets(
 
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
-    """The ranks of a mesh; ``axis`` shards, the mesh's other axes replicate."""
-    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    """Make or find a process group of all ranks of a mesh. ``axis`` shards; the mesh's other axes replicate."""
+    # Global ranks, one row per replica.
+    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+    # An existing group with exactly these ranks is reused, since it has a communicator already.
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
-        group = dist.group.WORLD  # all ranks: the existing communicator is enough
+        group = dist.group.WORLD
     else:
+        # Sorted: all ranks must pass the members in the same order.
         group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None
     numbers = tuple(tuple(dist.get_group_rank(group, rank) for rank in row) for row in table)
@@ -222,9 +232,9 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
-    """Floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
+    """Return the number of floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
 
-    With s the short and l the long side, a step is X X' and B X (2 s s l each) and one A A (2 s s s).
+    With s the short and l the long side, a step computes X X' and B X (2 s s l each), and A A (2 s s s).
     """
     short, long = sorted((rows, cols))
     return steps * (4 * short * short * long + 2 * short**3)
@@ -233,24 +243,25 @@ def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
 def assign_owners(
     flops: Sequence[int], owned_numels: Sequence[Mapping[int, int]], fixed_loads: Sequence[int]
 ) -> list[int]:
-    """The owner of each matrix: the heaviest first, each to the rank with the least work so far.
+    """Choose the owner of each matrix, from the most work to the least: the rank with the least work so far.
 
     Args:
         flops: work of each matrix.
-        owned_numels: for each matrix, the number of elements that each rank has. Among the ranks with the least work,
-            the rank with the most elements becomes the owner, because it need not send its part.
-        fixed_loads: work of each rank for the matrices that are whole on it.
+        owned_numels: for each matrix, the number of elements that each rank stores. Among the ranks with the least
+            work, the rank with the most elements becomes the owner, because it need not send its part.
+        fixed_loads: for each rank, the work for matrices that are whole on this rank.
 
     Returns:
-        One rank per matrix.
+        The owner of each matrix.
     """
     loads = list(fixed_loads)
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     owners = [0] * len(flops)
-    # Ties are broken by index and by rank, so that all ranks compute the same owners.
+    # Matrices with equal work are ordered by index, and ranks with equal work by number: all ranks choose alike.
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        while heap[0][0] != loads[heap[0][1]]:  # an outdated entry: the rank has got a matrix since
+        # Drop outdated entries: assigning a matrix adds an entry for its owner, and keeps the old one.
+        while heap[0][0] != loads[heap[0][1]]:
             heapq.heappop(heap)
         least, owner = heap[0]
         numels = owned_numels[index]
@@ -263,12 +274,12 @@ def assign_owners(
     return owners
 
 
-WIRE_DTYPE = torch.bfloat16  # dtype in which matrices are sent and iterated
+WIRE_DTYPE = torch.bfloat16  # matrices are sent and iterated in this dtype, as in torch's Newton-Schulz
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``; this rank is (replica, shard)."""
+    """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``. This rank is at (replica, shard)."""
 
     group: dist.ProcessGroup
     numbers: tuple[tuple[int, ...], ...]
@@ -277,7 +288,7 @@ class Ranks:
 
 
 class CutMatrix(NamedTuple):
-    """A matrix that is cut over ranks: its parameter's index and pieces, and the owner's (replica, shard)."""
+    """A matrix that is cut over ranks, with its parameter's index and pieces, and its owner's (replica, shard)."""
 
     param: int
     matrix: Matrix
@@ -285,7 +296,7 @@ class CutMatrix(NamedTuple):
     owner: tuple[int, int]
 
     def part(self, shard: int) -> FlatRange:
-        """A shard rank's part of this matrix, as a range of the parameter."""
+        """Return the part of this matrix that shard rank ``shard`` stores, as a flat range of the parameter."""
         return self.matrix.range.intersect(self.pieces.piece(shard))
 
 
@@ -298,13 +309,14 @@ class Bucket:
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
-        """(replica, shard) of all ranks in the order of the collective."""
+        """(replica, shard) of all ranks, in the order of their numbers in the process group."""
         numbers = self.ranks.numbers
         ranks = ((replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
         return tuple(sorted(ranks, key=lambda rank: numbers[rank[0]][rank[1]]))
 
     @cached_property
     def _by_owner(self) -> dict[tuple[int, int], list[CutMatrix]]:
+        """The matrices of each owner (replica, shard); empty lists for ranks that own none."""
         by_owner: dict[tuple[int, int], list[CutMatrix]] = {rank: [] for rank in self.everyone}
         for cut in self.cuts:
             by_owner[cut.owner].append(cut)
@@ -322,12 +334,12 @@ class Bucket:
 
     @cached_property
     def inbound(self) -> list[CutMatrix]:
-        """The matrices whose parts this rank receives in the scatter, in the order of their owners."""
+        """The matrices whose parts this rank receives in the scatter, in the order in which they arrive: by owner."""
         return [cut for owner in self.everyone for cut in self._by_owner[owner]]
 
     @cached_property
     def gather_numels(self) -> tuple[list[int], list[int]]:
-        """Numbers of elements to send to each rank of the group, and to receive from it, in the gather."""
+        """For the gather: the numbers of elements to send to, and to receive from, each rank of the group."""
         mine = self.ranks.shard
         sends = [sum(t.part(mine).numel for t in cuts) for cuts in self.outbound]
         receives = [
@@ -338,7 +350,7 @@ class Bucket:
 
     @cached_property
     def scatter_numels(self) -> tuple[list[int], list[int]]:
-        """Numbers of elements to send to each rank of the group, and to receive from it, in the scatter."""
+        """For the scatter: the numbers of elements to send to, and to receive from, each rank of the group."""
         mine = self.ranks.shard
         sends = [sum(t.part(s).numel for t in self.owned) for _, s in self.everyone]
         receives = [sum(t.part(mine).numel for t in self._by_owner[owner]) for owner in self.everyone]
@@ -346,14 +358,14 @@ class Bucket:
 
 
 class Pending(NamedTuple):
-    """A collective in flight. ``sent`` is kept because the collective reads it."""
+    """A collective in flight. It refers to ``sent``, which must not be freed while the collective reads it."""
 
     received: torch.Tensor  # 1D [sum(receive_numels)], bf16
     sent: torch.Tensor
     work: Work | None
 
     def wait(self) -> torch.Tensor:
-        """Wait, and return the received elements in the order of sending ranks."""
+        """Wait for the collective; returns the received elements in the order of the sending ranks."""
         if self.work is not None:
             self.work.wait()
         return self.received
@@ -365,17 +377,17 @@ def start_exchange(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Pending:
-    """Pack 1-D parts into one bf16 buffer and start the collective.
+    """Copy 1-D parts into one bf16 buffer, and start to send each part to its rank: an all-to-all.
 
     Args:
-        parts: in the order of destination ranks.
-        numels: numbers of elements to send to each rank of the group, and to receive from it.
-        group: the ranks.
-        device: device of the collective.
+        parts: the non-empty parts, in the order of destination ranks.
+        numels: numbers of elements to send to, and to receive from, each rank of the group.
+        group: the process group.
+        device: device of the buffers.
     """
     sends, receives = numels
     sent = torch.empty(sum(sends), dtype=WIRE_DTYPE, device=device)
-    if parts:
+    if parts:  # foreach refuses empty lists
         foreach_copy_(list(sent.split([part.numel() for part in parts])), list(parts))
     received = torch.empty(sum(receives), dtype=WIRE_DTYPE, device=device)
     work = all_to_all_into(received, sent, receives, sends, group)

@@ -1,9 +1,10 @@
 """Blocked Shampoo without communication, for shards of whole rows of blocks.
 
-Shampoo here works on blocks of at most b x b: factors, roots and grafting norms belong to a block. So a rank with whole
-bands of b rows steps them without communication, and the result has the same bits on 1 and on N ranks. The planner
-makes such shards for ``granularity=Shampoo.granularity(block_size=b)``. Other cuts raise, because other blocks would
-give other updates. Factors are ragged tensors indexed by block, so they are resharded like the parameter's rows.
+Matrices are divided into blocks of at most b x b, each with its own factors, inverse roots and grafting norm. So a rank
+that stores whole bands of b rows steps them without communication, and the result has the same bits on 1 and on N
+ranks. ``fully_shard(model, granularity=Shampoo.granularity(block_size=b))`` makes such shards. If a rank boundary cuts
+a band, the constructor raises, because other blocks would give other updates. Factors are ragged tensors indexed by
+block, so they are resharded like the parameter's rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vescale_fsdp.optim.shampoo_blocks import BlockJob, factor_grid_of, granular
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
-_RELATIVE_EPS = 1e-6  # ten times the rounding of fp32 factors
+_RELATIVE_EPS = 1e-6  # ten times the rounding error of fp32 factors
 
 
 @set_module("vescale_fsdp.optim")
@@ -35,16 +36,17 @@ class Shampoo(BatchedOptimizer):
     Args:
         params: parameters or param groups.
         lr: learning rate; with grafting, choose it as for AdamW.
-        betas: decay rates of the averaged gradient and of the factors (1.0: plain sums).
-        eps: lower bound of a factor's eigenvalues; it has an effect if gradients are zero.
+        betas: decay rates of the averaged gradient and of the factors (a second rate of 1.0: factors are plain sums).
+        eps: lower bound of a factor's eigenvalues, which matters if all gradients of a block are zero.
         relative_eps: lower bound of a factor's eigenvalues, as a fraction of its largest eigenvalue. The default is ten
-            times the rounding of fp32 factors, so that a step does not depend on the rounding of a BLAS library.
+            times the rounding error of fp32 factors, so that a step does not depend on the BLAS library.
         weight_decay: decoupled weight decay, as in AdamW.
         block_size: b, the largest number of rows and columns of a block.
-        update_every: number of steps between two computations of the inverse roots, the most expensive part.
-        start_step: the first step that uses inverse roots; earlier steps are Adam's. Default: update_every.
+        update_every: number of steps between two computations of the inverse roots, the most expensive part of a step.
+        start_step: the first step that uses inverse roots; before it, parameters are stepped as by Adam. Default:
+            update_every.
         grafting: ``"adam"`` scales each block's direction to the norm of Adam's direction; ``"none"`` does not.
-        graft_beta2, graft_eps: beta2 and eps of the Adam used for grafting.
+        graft_beta2, graft_eps: beta2 and eps of the Adam whose norms grafting uses.
         adamw_params: parameters for AdamW, such as embeddings.
         adamw: options of AdamW.
 
@@ -80,7 +82,7 @@ class Shampoo(BatchedOptimizer):
         adamw_params: Iterable[Any] | None = None,
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        check_rates(float(lr), betas, eps, weight_decay)
+        check_rates(float(lr), betas, eps, weight_decay)  # float, since a learning rate may be a tensor
         if (
             block_size < 1
             or update_every < 1
@@ -105,6 +107,7 @@ class Shampoo(BatchedOptimizer):
             "grafting": grafting,
             "graft_beta2": graft_beta2,
             "graft_eps": graft_eps,
+            # Recorded in checkpoints, because a sum of gradients would be 1 / (1 - beta) times larger.
             "momentum_form": "ema",
         }
         super().__init__(params, defaults, adamw_params=adamw_params, adamw=adamw)
@@ -113,11 +116,11 @@ class Shampoo(BatchedOptimizer):
     def granularity(
         *, block_size: int = 1024, adamw: Sequence[str] = ()
     ) -> Callable[[str, Any], Granularity]:
-        """The granularity rule for ``fully_shard(model, granularity=Shampoo.granularity(block_size=...))``.
+        """Make a rule that keeps rows of blocks whole: ``fully_shard(model, granularity=Shampoo.granularity(...))``.
 
         Args:
-            block_size: the optimizer's ``block_size``.
-            adamw: name patterns (fnmatch) of parameters for AdamW; they may be cut anywhere.
+            block_size: the same value as for the optimizer.
+            adamw: name patterns (fnmatch) of parameters for AdamW, which may be cut anywhere.
         """
 
         def rule(fqn: str, param: Any) -> Granularity:
@@ -132,13 +135,14 @@ class Shampoo(BatchedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             if group["algorithm"] == self.algorithm:
-                group.setdefault("relative_eps", _RELATIVE_EPS)  # not in checkpoints of version 0.1
+                group.setdefault("relative_eps", _RELATIVE_EPS)  # missing in checkpoints of version 0.1
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Make the initial state of a parameter: the step count, averages, and for each side factors and roots."""
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
         pieces = contiguous_pieces_of(param, "adamw_params=[...]")
         bands = pieces.count_in_blocks(grid.period, lambda piece: len(grid.bands_in(piece)))
-        # On the host, so that reading it does not wait for a device.
+        # The step count is on the host, so that reading it does not wait for a device.
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if group["grafting"] == "adam":
@@ -150,8 +154,9 @@ class Shampoo(BatchedOptimizer):
         return state
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Step a batch of parameters: flat tensors of all parameters, and stacks of all blocks of one size."""
         states = [self.state[param] for param in params]
-        # The step count is on the host, so reading it does not wait for a device.
+        # Equal for all parameters of a batch. On the host, so that reading it does not wait for a device.
         step, beta1 = int(states[0]["step"].item()), group["betas"][0]
         locals_ = [local_tensor(param) for param in params]
         numels = [local.numel() for local in locals_]
@@ -159,7 +164,7 @@ class Shampoo(BatchedOptimizer):
         averages = [local_tensor(state["exp_avg"], "state") for state in states]
         foreach_lerp_(averages, list(grad.split(numels)), 1 - beta1)
         average = _joined(averages) / (1 - beta1**step)  # Adam's bias correction
-        plain = average  # the direction of the grafted optimizer
+        plain = average  # the direction before `start_step`, and with grafting the one whose norm is used
         if group["grafting"] != "none":
             beta2 = group["graft_beta2"]
             squares = [local_tensor(state["exp_avg_sq"], "state") for state in states]
@@ -171,6 +176,7 @@ class Shampoo(BatchedOptimizer):
         write_directions(jobs, step, group)
         values = _joined(locals_)
         update.add_(values, alpha=group["weight_decay"])  # decoupled, as in AdamW
+        # In fp32; the copy rounds to the dtype of the parameters.
         stepped = torch.add(values, update, alpha=-float(group["lr"]))
         foreach_copy_(locals_, list(stepped.split(numels)))
 
@@ -178,6 +184,11 @@ class Shampoo(BatchedOptimizer):
 def _job(
     param: torch.Tensor, state: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], block_size: int
 ) -> BlockJob:
+    """Return a parameter's blocks on this rank.
+
+    Args:
+        parts: this rank's gradient, averaged gradient, Adam direction and update, each 1-D.
+    """
     grid = factor_grid_of(tuple(param.shape), block_size)
     piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
     *lines, update = (part.view(-1, grid.cols) for part in parts)
@@ -189,7 +200,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors concatenated in fp32; a single fp32 tensor is returned itself, without a copy."""
+    """Concatenate 1-D tensors in fp32; a single fp32 tensor is returned itself, without a copy."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

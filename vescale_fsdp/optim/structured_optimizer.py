@@ -1,16 +1,17 @@
-"""StructuredOptimizer: the base of optimizers with block state: Muon, Shampoo and AdamW8bit.
+"""StructuredOptimizer: the base of Muon, Shampoo and AdamW8bit, whose updates need whole matrices or blocks.
 
-`adamw8bit.py` shows how to write another such optimizer: a `BatchedOptimizer` with ``granularity()`` for `fully_shard`,
-``_init_state`` with a tensor of one value per block (`zeros_sharded_with`), ``_kind`` and ``_step_batch``.
+`adamw8bit.py` is an example for writing such an optimizer: a `BatchedOptimizer` with ``granularity()`` for
+`fully_shard`, ``_init_state`` with a tensor of one value per block (`zeros_sharded_with`), ``_kind`` and
+``_step_batch``.
 
 - State is created at construction, for every parameter on every rank, so that a checkpoint has the same keys on all
   ranks and can be loaded before the first step.
 - Each param group records the options that define the meaning of its state (momentum form, block size, map). Loading a
   checkpoint with other options raises.
-- A param group with ``algorithm="adamw"`` is stepped by torch's AdamW, on this rank's elements.
+- torch's AdamW steps a param group with ``algorithm="adamw"``, on this rank's elements.
 - State keeps its dtype when loaded. `torch.optim.Optimizer.load_state_dict` casts floating-point state to the
-  parameter's dtype: an fp32 scale or counter of a bf16 parameter would lose its value (a bf16 counter stops at 256).
-  Here loading copies values into the tensors created at construction (`copy_state`).
+  parameter's dtype: an fp32 scale or counter of a bf16 parameter would lose precision (a bf16 counter stops at 256).
+  Here, loading copies values into the tensors that were created at construction (`copy_state`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
-_BATCH_NUMEL = 8 << 20  # elements of a batch; a step has up to a dozen fp32 temporaries of this size
+_BATCH_NUMEL = 8 << 20  # bounds memory: a step has up to a dozen fp32 temporaries with this many elements
 
 
 @set_module("vescale_fsdp.optim")
 @dataclass(frozen=True)
 class AdamWOptions:
-    """Options of AdamW for the parameters that AdamW steps, with torch.optim.AdamW's defaults.
+    """Options for the parameters that AdamW steps; the defaults are those of `torch.optim.AdamW`.
 
     Examples:
         >>> AdamWOptions(lr=3e-4, weight_decay=0.1).betas
@@ -60,32 +61,32 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
     """Check the rates of AdamW and related optimizers.
 
     Raises:
-        LayoutError: with the names of rates that are out of range.
+        LayoutError: if rates are out of range; lists their names.
     """
     bad = {
-        "lr": not lr >= 0,  # `not >=` refuses NaN, too
-        "betas": not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1),  # 1: Shampoo's plain sums
+        "lr": not lr >= 0,  # not `lr < 0`, which accepts NaN
+        "betas": not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1),  # a second beta of 1: Shampoo's plain sums
         "eps": not eps >= 0,
         "weight_decay": not weight_decay >= 0,
     }
     if any(bad.values()):
         raise LayoutError(
             f"The optimizer does not accept these values: {', '.join(n for n, is_bad in bad.items() if is_bad)}.",
-            expected="lr, eps, weight_decay >= 0 and betas in [0, 1)",
+            expected="lr, eps, weight_decay >= 0 and betas in [0, 1) (for Shampoo, the second may be 1)",
             got=f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
             todo="correct the optimizer's arguments",
         )
 
 
 class StructuredOptimizer(torch.optim.Optimizer, ABC):
-    """Base of optimizers that use the placements of parameters. Subclasses are final."""
+    """Base of optimizers whose steps depend on how parameters are sharded. Subclasses must not be subclassed."""
 
     algorithm: ClassVar[str]
     recorded: ClassVar[tuple[str, ...]] = ()
-    """Keys of a param group that define the meaning of its state. A loaded checkpoint must have the same values."""
+    """Keys of a param group that define the meaning of its state. A checkpoint to load must have the same values."""
 
     pickled: ClassVar[tuple[str, ...]] = ("_adamw",)
-    """Names of attributes that copies and pickles of the optimizer keep, in addition to torch's."""
+    """Attributes that copies and pickles of the optimizer contain, in addition to those of torch's optimizers."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The complete state, before the first step, of a parameter that this optimizer's own algorithm steps.
+        """Make the complete initial state of a parameter that this optimizer's own algorithm steps.
 
         Raises:
             LayoutError: if the algorithm does not support this parameter or its placements.
@@ -114,10 +115,14 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Step all parameters that have a gradient: ``groups`` by this optimizer's algorithm, the rest by AdamW."""
+        """Step all parameters that have a gradient: ``groups`` by this optimizer's algorithm, other groups by AdamW."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is created at once."""
+        """Add parameters, and create their state.
+
+        Raises:
+            LayoutError: if the group's algorithm is unknown, or a parameter is not supported.
+        """
         algorithm = param_group.setdefault("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
             raise LayoutError(
@@ -133,21 +138,22 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         self._make_state(self.param_groups[-1])
 
     def make_state(self) -> None:
-        """Recreate all state, as before the first step. Called when parameters were moved to other ranks."""
+        """Recreate the initial state of all parameters. Called after the parameters have moved to other ranks."""
         for group in self.param_groups:
             self._make_state(group)
 
     def _make_state(self, group: dict[str, Any]) -> None:
+        """Create the initial state of all parameters of a group."""
         own = group["algorithm"] == self.algorithm
         for param in group["params"]:
             if param.is_meta or not param.is_floating_point():
                 raise LayoutError(
-                    f"{type(self).__name__} cannot keep state for this parameter.",
+                    f"{type(self).__name__} cannot create state for this parameter.",
                     expected="a floating-point tensor with storage",
                     got=f"{param.dtype} on device {param.device}",
                     where=f"parameter of shape {tuple(param.shape)}",
-                    todo="materialize the model first: model.to_empty(device=...), initialize it, then build "
-                    "the optimizer",
+                    todo="allocate the model first: call model.to_empty(device=...), initialize the parameters, then "
+                    "build the optimizer",
                 )
             local_tensor(param)  # raises for a tensor that is not contiguous
             if own:
@@ -159,7 +165,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One optimizer step. Parameters without a gradient do not change.
+        """Step all parameters that have a gradient.
 
         Args:
             closure: evaluates the model and returns the loss; optional.
@@ -168,7 +174,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             What the closure returned, or None.
         """
         loss = evaluated(closure)
-        # Plainly: state must not depend on the caller's autocast or inference mode.
+        # `plainly`, so that state does not depend on the caller's autocast or inference mode.
         plainly(self._step_groups)([g for g in self.param_groups if g["algorithm"] == self.algorithm])
         return loss
 
@@ -185,7 +191,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                 [local_grad(p) for p in params],
                 [local_tensor(s["exp_avg"], "state") for s in states],
                 [local_tensor(s["exp_avg_sq"], "state") for s in states],
-                [],  # maxima, only for amsgrad
+                [],  # running maxima, which only amsgrad needs
                 [s["step"] for s in states],
                 amsgrad=False,
                 beta1=beta1,
@@ -197,16 +203,16 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load state into the existing tensors. If any part does not fit, nothing changes.
+        """Load state into the existing tensors. If any value does not fit, nothing changes.
 
         Raises:
-            CheckpointError: if the checkpoint recorded another momentum form, block size or map, or its state has
-                other names or shapes.
+            CheckpointError: if the checkpoint's param groups record other options for the meaning of state (momentum
+                form, block size, map), or the names or shapes of its state differ.
         """
         self._check_recorded(state_dict["param_groups"])
         own = dict(self.state)
         own_groups = self.param_groups
-        # torch's method matches keys to parameters, but would cast tensors: it does not see through the wrapper.
+        # torch's method matches keys to parameters, but it also casts tensors, unless they are wrapped.
         wrapped = {
             key: {name: _Opaque(value) for name, value in parts.items()}
             for key, parts in state_dict["state"].items()
@@ -216,49 +222,53 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             param: {name: opaque.value for name, opaque in parts.items()}
             for param, parts in self.state.items()
         }
-        self.state = defaultdict(dict, own)  # undo torch's load: values are copied after all checks
+        self.state = defaultdict(dict, own)  # undo torch's load: values are copied only after all checks
         try:
             for param, _, where in self._params_with_keys(state_dict):
-                if param in loaded or param.requires_grad:  # frozen parameters may have no saved state
+                # A parameter that was frozen when the state was saved may have no saved state.
+                if param in loaded or param.requires_grad:
                     check_state(loaded.get(param, {}), self.state[param], where)
         except CheckpointError:  # a load that does not fit changes nothing
             self.param_groups = own_groups
             raise
-        # Copies between placements are collectives, so all ranks need the same order; the loaded order may differ.
+        # Copies between placements are collectives, so all ranks need the same order. The order in which states were
+        # loaded may differ between ranks.
         for param, parts in own.items():
             if param in loaded:
                 copy_state(loaded[param], parts)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check the recorded options and the names of a state before its tensors are read.
+        """Check recorded options and the names of state, so that a wrong checkpoint fails before tensors are read.
 
         Args:
-            state_dict: as for `load_state_dict`, with any values in place of tensors.
+            state_dict: a state dict as for `load_state_dict`; its tensors may be replaced by any values.
 
         Raises:
-            CheckpointError: as `load_state_dict`, except for shapes and dtypes.
+            CheckpointError: as for `load_state_dict`. Shapes and dtypes are not checked.
         """
         self._check_recorded(state_dict["param_groups"])
         for param, key, where in self._params_with_keys(state_dict):
-            if key in state_dict["state"] or param.requires_grad:  # frozen ones may have no saved state
+            # A parameter that was frozen when the state was saved may have no saved state.
+            if key in state_dict["state"] or param.requires_grad:
                 check_parts(state_dict["state"].get(key, {}), self.state[param], where)
 
     def _params_with_keys(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any, str]]:
-        """Each parameter, its key in the state dict, and its description for errors."""
+        """Yield each parameter, its key in the state dict, and a description of it for errors."""
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         for number, (group, saved) in enumerate(groups):
             for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
                 yield param, key, f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
 
     def _check_recorded(self, saved_groups: list[dict[str, Any]]) -> None:
-        # strict=False: torch's own loading reports a different number of groups.
+        """Check that saved param groups record the same options as this optimizer's groups."""
+        # strict=False, since torch's own loading raises an error for a different number of groups.
         for number, (own, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
             keys = ("algorithm", *(self.recorded if own["algorithm"] == self.algorithm else ()))
             expected = {key: _plain(own[key]) for key in keys}
             got = {key: _plain(saved.get(key, "not recorded")) for key in keys}
             if got != expected:
                 raise CheckpointError(
-                    "The checkpoint's optimizer state was made with other options than this optimizer's.",
+                    "The optimizer state in the checkpoint was made with other options than this optimizer has.",
                     expected=expected,
                     got=got,
                     where=f"param group {number} of {type(self).__name__}",
@@ -268,45 +278,49 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
 
 
 class BatchedOptimizer(StructuredOptimizer):
-    """An optimizer that steps similar parameters as one batch on devices where operators are kernel launches."""
+    """Base of optimizers that step similar parameters as one batch on accelerators, to save kernel launches."""
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Step all parameters that have a gradient: with AdamW, then in batches with this optimizer's algorithm."""
         self._step_adamw()
         for group in groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
-                self.state[param]["step"] += 1
+                self.state[param]["step"] += 1  # before batches are made: their key contains the step count
             items = ((self._alike(param), local_tensor(param).numel(), param) for param in params)
             for batch in batches_of(items, _BATCH_NUMEL):
                 self._step_batch(batch, group)
 
     def _alike(self, param: torch.Tensor) -> Hashable:
-        """A key that is equal for parameters of one batch."""
+        """Return a hashable key. Parameters with equal keys are stepped in the same batch."""
         if not launches(param.device):
-            return id(param)  # on the CPU every parameter is a batch
-        # The bias corrections of a batch come from one step count.
+            return id(param)  # on the CPU there are no launches to save, so every parameter is a batch
+        # With the step count, since a batch has one bias correction.
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 
     def _kind(self, param: torch.Tensor) -> Hashable:
-        """The part of the key that depends on the algorithm."""
+        """Return what else must be equal in a batch, such as the shape of blocks; depends on the algorithm."""
         return ()
 
     @abstractmethod
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Step a batch of similar parameters; their step counts include this step."""
+        """Step a batch of similar parameters, whose step counts already include this step."""
 
 
 def launches(device: torch.device) -> bool:
-    """Whether an operator is a kernel launch, so that stepping many tensors at once is faster."""
+    """Return whether operators on this device are kernel launches, so that stepping many tensors at once is faster."""
     return device.type != "cpu"
 
 
 def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Iterator[list[T]]:
-    """Batches of items of equal kind, with a bounded number of elements.
+    """Divide items into batches of items of equal kind, with a bounded number of elements.
 
     Args:
         items: tuples (kind, number of elements, item).
-        most_numel: maximum elements of a batch; a larger item is a batch of its own.
+        most_numel: maximum number of elements of a batch. A larger item is a batch of its own.
+
+    Yields:
+        The items of a batch.
     """
     batches: dict[Hashable, list[T]] = {}
     numels: dict[Hashable, int] = {}
@@ -321,19 +335,20 @@ def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Ite
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The result of a step's closure, evaluated with gradients enabled; None if there is no closure."""
+    """Call the closure of a step and return its result; None if there is no closure."""
     if closure is None:
         return None
-    with torch.enable_grad():
+    with torch.enable_grad():  # `step` runs without gradients, but the closure calls backward
         return closure()
 
 
 def _plain(value: Any) -> Any:
-    """The value with lists in place of tuples, so that both compare equal: some formats save tuples as lists."""
+    """Replace tuples in a value by lists, since some checkpoint formats save tuples as lists."""
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Convert the ``params`` argument of an optimizer to param groups; empty if it has no parameters."""
     if isinstance(params, torch.Tensor):
         raise LayoutError(
             "An optimizer takes an iterable of parameters.",
@@ -343,20 +358,23 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
         )
     items = list(params)
     if items and isinstance(items[0], dict):
-        return [dict(group) for group in items]
-    # No empty group: all parameters may be in adamw_params.
+        return [dict(group) for group in items]  # copies, since torch adds defaults to the dicts
+    # No group without parameters: all parameters may be in adamw_params. With no group at all, torch raises an error.
     return [{"params": items}] if items else []
 
 
 @dataclass(frozen=True, eq=False)
 class _Opaque:
-    """A wrapped value, which torch's loading does not cast because the wrapper is not a tensor."""
+    """A wrapper that is not a tensor, so that torch's loading does not cast the value."""
 
     value: Any
 
 
 def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
-    """Check that saved state can be copied into a parameter's state.
+    """Check that ``saved`` state of a parameter can be copied into its existing ``state``.
+
+    Args:
+        where: description of the parameter, for errors.
 
     Raises:
         CheckpointError: if names or shapes differ, or if dtypes differ for a tensor that is not floating-point.
@@ -366,7 +384,7 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
         value = saved[name]
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         got_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        # The dtype of codes must match exactly; `copy_` converts floats.
+        # `copy_` converts floats without harm, but codes of another dtype have another meaning.
         exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
         if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
             raise CheckpointError(
@@ -379,24 +397,27 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
 
 
 def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
-    """Check that saved state has the same names as a parameter's state.
+    """Check that ``saved`` state of a parameter has the same names as its existing ``state``.
+
+    Args:
+        where: description of the parameter, for errors.
 
     Raises:
         CheckpointError: if names differ.
     """
     if set(saved) != set(state):
         raise CheckpointError(
-            "The saved optimizer state has other parts than this optimizer's state.",
+            "The saved optimizer state of a parameter has other names than this optimizer's state.",
             expected=sorted(state),
             got=sorted(saved),
             where=where,
-            todo="build the optimizer with the param groups and options of the saved one; loading never "
+            todo="build the optimizer with the param groups and options of the optimizer that was saved; loading never "
             "quantizes or dequantizes state",
         )
 
 
 def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Copy checked values into the tensors of ``state``. Collective if placements differ.
+    """Copy values that `check_state` has checked into the tensors of ``state``. Collective if placements differ.
 
     saved value                   tensor of ``state``               copied
     DTensor                       DTensor, same placements          the local tensor
@@ -409,9 +430,10 @@ def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _copy_value(value: Any, target: torch.Tensor) -> None:
-    if value is target:
+    """Copy one value into a tensor, as the table in `copy_state` says."""
+    if value is target:  # an optimizer may load its own state dict
         return
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):  # such as a step count that was saved as a number
         target.fill_(value)
         return
     if not isinstance(target, DTensor):
@@ -424,7 +446,8 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
         local.copy_(local_of(value).view(local.shape))
         return
     pieces = pieces_of(target)
-    if pieces is None:
+    if pieces is None:  # placements without contiguous pieces, such as tensor parallelism
+        # To the target's device, since a checkpoint's tensors may be on the CPU.
         local.copy_(local_part_of(value.to(local.device), target))
         return
     piece = pieces.own_piece

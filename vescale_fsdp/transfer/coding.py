@@ -5,16 +5,16 @@
     scales     the codec computes them from the magnitudes
     codes      item by item, for any box that is sent
 
-A codec views a tensor as a matrix of lines and gives each block of the matrix one scale. A *band* is the lines of one
-row of blocks. Any region of the tensor is a few boxes of the matrix. The rank that stores the first item of a block
-owns the block's scale.
+A codec views a tensor as a matrix, whose rows are called *lines*, and gives each block of the matrix a scale. A *band*
+is one row of blocks. Any region of the tensor is a few boxes of the matrix. The rank that stores the first item of a
+block owns the block's scale.
 
     lines of 6, blocks of 2 x 3, two ranks        a a a b b b      a whole on rank 0, with its scale
                                                   a a a b b b      c cut: first item and scale on rank 0
                                                   c c|c d d d      d whole on rank 1, with its scale
                                                   c c c d d d
 
-The result is, bit for bit, this rank's part of what the codec computes from the whole tensor.
+The codes and scales are, bit for bit, this rank's part of those that the codec computes from the whole tensor.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-_SLAB_NUMEL = 1 << 18  # items that are processed at once: intermediate results stay in a cache
+_SLAB_NUMEL = 1 << 18  # items that are processed at once: intermediate results stay in a CPU cache
 
 
 class MatrixBox(NamedTuple):
-    """Rows [row, row + rows) and columns [col, col + cols) of a tensor's lines.
+    """Rows [row, row + rows) and columns [col, col + cols) of the matrix as which a codec views a tensor.
 
     Attributes:
-        start: index of the first item in the region's flat memory, in which items follow row by row.
+        start: index of the box's first item in the rank's flat memory, which has the box's items row by row.
     """
 
     row: int
@@ -51,7 +51,7 @@ class MatrixBox(NamedTuple):
     start: int
 
     def blocks(self, grid: BlockGrid) -> tuple[range, range]:
-        """The bands and the columns of blocks in which the box has items."""
+        """Return the rows of blocks (bands) and the columns of blocks in which the box has items."""
         return (
             range(self.row // grid.rows, -(-(self.row + self.rows) // grid.rows)),
             range(self.col // grid.cols, -(-(self.col + self.cols) // grid.cols)),
@@ -59,9 +59,13 @@ class MatrixBox(NamedTuple):
 
 
 def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[MatrixBox]:
-    """Matrix boxes that tile a region, in memory order."""
+    """Yield the boxes of the codec's matrix that tile a region of a tensor, in the order of the region's memory.
+
+    Args:
+        shape: shape of the whole tensor.
+    """
     line = grid.line_numel
-    if len(shape) < 2:  # the lines of a vector are runs of its items
+    if len(shape) < 2:  # a vector has no rows, so it is cut into lines of `line` items
         first = region.box.offsets[0] if shape else 0
         offset = 0
         for box in boxes_of_range((-(-numel_of(shape) // line), line), *region.span.shift(first)):
@@ -71,33 +75,43 @@ def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[Matr
         return
     for box, offset in region.pieces():
         col, cols = box.offsets[-1], box.sizes[-1]
+        # One box per run of adjacent lines: all dims but the last are flattened into the matrix's rows.
         for run in runs_of_box(shape[:-1], Box(box.offsets[:-1], box.sizes[:-1]), max_gap_numel=0):
             yield MatrixBox(run.start, run.numel, col, cols, offset)
             offset += run.numel * cols
 
 
 def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]:
-    """Regions of the tensor of scales that the rank with this region owns."""
+    """Return the regions of the tensor of scales that a rank owns, if it stores ``region`` of a tensor of ``shape``."""
     regions = []
     for box in matrix_boxes(region, shape, grid):
-        # The rank owns the blocks whose first item is in the box.
+        # Rounded up at both ends: the rank owns the scales of blocks whose first item is in the box.
         bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
         cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
         if bands and cols:
-            num_dims = len(grid.scales_shape)
+            num_dims = len(grid.scales_shape)  # 1 if bands have one block each, so one scale per band
             corners = Box((bands.start, cols.start)[:num_dims], (len(bands), len(cols))[:num_dims])
             regions.append(Region(corners, FlatRange(0, corners.numel)))
     return regions
 
 
 def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
-    """Row-major numbers of the blocks that a region may have only part of.
+    """Return the row-major numbers of the blocks of which a region may contain only a part.
 
     Some of these blocks may be whole, since several boxes of one region can together cover a block.
+
+    Args:
+        shape: shape of the whole tensor.
     """
 
     def cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
-        """The first and the last of some blocks, if [start, start + size) has only part of them."""
+        """Return the first and the last block, each only if [start, start + size) has only a part of it.
+
+        Args:
+            blocks: numbers of the blocks in which [start, start + size) has items.
+            step: items of a block.
+            full: items of the whole dim. Its last block may be shorter than ``step``, and is then not cut.
+        """
         edges = (
             (blocks.start, start % step != 0),
             (blocks.stop - 1, start + size < full and (start + size) % step != 0),
@@ -116,7 +130,11 @@ def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
 
 
 def hull_of(box: Box, shape: Shape, grid: BlockGrid) -> FlatRange:
-    """A range of the tensor's items that contains the first items of all blocks of a box of scales."""
+    """Return a range of the tensor's flat items that contains the first item of each block of a box of scales.
+
+    The rank that stores the first item of a block owns its scale, so ranks outside of this range own no scale of the
+    box.
+    """
     bands = box.offsets[0], box.offsets[0] + box.sizes[0] - 1
     cols = (box.offsets[1], box.offsets[1] + box.sizes[1] - 1) if len(box.sizes) > 1 else (0, 0)
     first, last = (
@@ -126,10 +144,11 @@ def hull_of(box: Box, shape: Shape, grid: BlockGrid) -> FlatRange:
 
 
 class _Slab(NamedTuple):
-    """Rows of a box: whole bands, or part of one band.
+    """Rows [row, row + rows) of a matrix box: several whole bands, or part of one band.
 
     Attributes:
-        bands: rows of `CodedTensor.amax` that hold the slab's bands.
+        bands: the rows of `CodedTensor.amax` for the slab's bands.
+        num_bands: number of these bands.
     """
 
     row: int
@@ -139,16 +158,17 @@ class _Slab(NamedTuple):
 
 
 class CodedTensor:
-    """One rank's part of a tensor that a codec quantizes.
+    """One rank's part of a tensor that a codec quantizes. Measures the largest magnitudes when it is created.
 
     Args:
-        region: the rank's part.
-        shape: of the whole tensor.
+        region: the part that the rank stores.
+        shape: shape of the whole tensor.
         local: 1D, the items of the part.
 
     Attributes:
-        amax: 2D [bands, blocks per band], the largest magnitude of each block, in bands with items of this rank.
-        first_block: number of the first block of ``amax`` among all blocks of the tensor.
+        amax: 2D [bands, blocks per band], the largest magnitude of each block, for the bands that have items on this
+            rank. Ranks agree on the blocks that they share before codes or scales are computed.
+        first_block: row-major number, in the whole tensor, of the first block of ``amax``.
     """
 
     def __init__(self, codec: BlockCodec, region: Region, shape: Shape, local: torch.Tensor) -> None:
@@ -157,7 +177,7 @@ class CodedTensor:
         self._local = local
         self._boxes = list(matrix_boxes(region, shape, self._grid))
         bands = [box.blocks(self._grid)[0] for box in self._boxes]
-        self._first_band = min((band.start for band in bands), default=0)  # default: no part on this rank
+        self._first_band = min((band.start for band in bands), default=0)  # default: this rank has no items
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
         per_band = self._grid.scales_per_band
         self.first_block = self._first_band * per_band
@@ -168,8 +188,9 @@ class CodedTensor:
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
-        """Split the rows of a box into slabs: as many whole bands as fit a cache, and cut bands one by one."""
+        """Split the rows of a box into slabs: as many whole bands as fit a CPU cache; each cut band is a slab."""
         height = self._grid.rows
+        # At least one band, even if it exceeds the cache. max(box.cols, 1): no division by zero for empty boxes.
         many = max(1, _SLAB_NUMEL // (max(box.cols, 1) * height)) * height
         row, stop = box.row, box.row + box.rows
         while row < stop:
@@ -184,40 +205,43 @@ class CodedTensor:
         """Update ``amax`` with the magnitudes of a slab's items."""
         start = box.start + (slab.row - box.row) * box.cols
         items = self._local[start : start + slab.rows * box.cols]
-        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()  # cast last: fewer items
+        # The cast comes last, when few items are left.
+        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
-        # Padding with zeros changes no maximum of magnitudes.
+        # Pad to whole blocks. Zeros do not change a maximum of magnitudes.
         largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
+        # A block may get items from several boxes and slabs.
         known = self.amax[slab.bands, cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))
 
     @property
     def _factors_and_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._results is None:  # computed at first use, when ranks have agreed on the magnitudes
+        """The codec's factors and scales of the blocks of `amax`."""
+        if self._results is None:  # at first use, not earlier: ranks must first agree on the magnitudes
             self._results = self._codec.scales_of(self.amax)
         return self._results
 
     def scales(self, regions: Sequence[tuple[Region, int]]) -> torch.Tensor:
-        """The scales in these regions of the tensor of scales, concatenated, 1D."""
+        """Return the scales of all ``regions`` of the tensor of scales, concatenated, 1D."""
         scales = self._factors_and_scales[1]
         parts = []
         for region, _ in regions:
-            # 1D scales have no second dim: column 0, one column.
+            # 1D scales (one per band) have no second dim: use column 0, one column.
             band, col = region.box.offsets[0] - self._first_band, (*region.box.offsets, 0)[1]
             bands, cols = region.box.sizes[0], (*region.box.sizes, 1)[1]
             parts.append(scales[band : band + bands, col : col + cols].reshape(-1))
         return torch.cat(parts) if parts else scales.new_empty(0)
 
     def encode(self, out: torch.Tensor, sizes: Shape, strides: Shape, start: int) -> None:
-        """Write the codes of a strided box of the local items.
+        """Write the codes of a strided box of this rank's items into ``out``.
 
         Args:
-            out: uint8 of shape ``sizes``, to be filled.
-            strides, start: strides in the local memory, and the index of the first item there.
+            out: uint8 of shape ``sizes``.
+            strides, start: strides of the box in this rank's flat memory, and the index of its first item there.
         """
-        if strides == (1,):
+        if strides == (1,):  # contiguous items may span several matrix boxes
             self._encode_run(out, start, start + sizes[0])
             return
         if len(sizes) == 1:  # a strided vector is a matrix of one column
@@ -233,10 +257,11 @@ class CodedTensor:
                 self.encode(out[index], sizes[1:], strides[1:], start + index * strides[0])
 
     def _box_at(self, index: int) -> MatrixBox:
+        """Return the matrix box that contains the item at ``index`` of the flat memory."""
         return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]
 
     def _encode_run(self, out: torch.Tensor, start: int, stop: int) -> None:
-        """Write the codes of items [start, stop)."""
+        """Write the codes of items [start, stop) of the flat memory into ``out``, 1D."""
         at = start
         while at < stop:
             box = self._box_at(at)
@@ -250,7 +275,12 @@ class CodedTensor:
     def _encode_box(
         self, out: torch.Tensor, box: MatrixBox, row: int, col: int, sizes: tuple[int, int]
     ) -> None:
-        """Write the codes of part of a matrix box; ``row`` and ``col`` count from the box's first item."""
+        """Write the codes of a part of a matrix box into ``out``.
+
+        Args:
+            row, col: the first item of the part, relative to the box.
+            sizes: rows and columns of the part.
+        """
         rows, cols = sizes
         factors = self._factors_and_scales[0]
         first_col = box.col + col
@@ -261,7 +291,7 @@ class CodedTensor:
             start = box.start + (row + here) * box.cols + col
             by_band = (slab.num_bands, slab.rows // slab.num_bands, cols)
             steps = (by_band[1] * box.cols, box.cols, 1)
-            # `as_strided` counts from the start of the storage.
+            # `as_strided` counts from the start of the storage, not of the tensor.
             values = self._local.as_strided(by_band, steps, self._local.storage_offset() + start).float()
             by_col = factors[slab.bands].index_select(1, block_of)
             codes = self._codec.codes_of(values, by_col[:, None, :])

@@ -1,9 +1,9 @@
 """Demand: the bytes that each rank of a target takes from each set of ranks of a source.
 
-A *set* is ranks of the source that store the same part of a tensor. A *cell* is the number of a part: its coordinates
-on the axes that cut the tensor, flattened, the first axis slowest. `Distribution.region` gives the region of one cell.
-Totals over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares.
-Closed formulas give the regions and the shared items, and numpy evaluates the formulas without a loop over ranks.
+A *set* is all ranks of the source that store the same part of a tensor. A *cell* is the number of a part: the row-major
+index of its coordinates on the axes that cut the tensor. `Distribution.region` computes the region of one cell. Totals
+over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares. Both have
+closed formulas, which numpy evaluates without a loop over ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 
 Ints = npt.NDArray[np.int64]
-# 1D [pairs]: cells of the source and of the target, and how many items they share.
+# Three columns, 1D [pairs]: a cell of the source, a cell of the target, and the number of items that they share.
 Overlaps = tuple[Ints, Ints, Ints]
 _NO_INTS: Ints = np.zeros(0, np.int64)
-_MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once: 16 MiB per int64 column
+_MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once; bounds a column of int64 to 16 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Bytes that ranks of a target take from sets of ranks of a source.
+    """The bytes that each rank of a target takes from each set of ranks of a source.
 
     Attributes:
-        sets: sets of ranks of the source, ascending.
-        targets: ranks of the target, ascending.
-        sent: 2D [sets, targets], bytes; zero where the target's rank is itself in the set.
-        kept: 1D [targets], bytes that ranks copy from their own memory.
+        sets: the sets of source ranks from which bytes are sent, ascending.
+        targets: the ranks of the target, ascending.
+        sent: 2D [sets, targets], bytes; zero if the target rank is in the set, since it then has the bytes already.
+        kept: 1D [targets], bytes that each rank copies within its own memory.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -48,25 +48,26 @@ class Demand:
 
     @cached_property
     def row_of(self) -> dict[tuple[int, ...], int]:
-        """Row of each set."""
+        """The row of `sent` for each set."""
         return {ranks: row for row, ranks in enumerate(self.sets)}
 
     @cached_property
     def column_of(self) -> dict[int, int]:
-        """Column of each rank."""
+        """The column of `sent` for each target rank."""
         return {rank: column for column, rank in enumerate(self.targets)}
 
     @cached_property
     def starts(self) -> Ints:
-        """2D [sets, targets + 1], prefix sums of ``sent``: where each rank's bytes begin among a set's bytes."""
+        """2D [sets, targets + 1], prefix sums of `sent`: where each receiver's bytes begin among a set's bytes."""
         return np.pad(np.cumsum(self.sent, axis=1), ((0, 0), (1, 0)))
 
 
 def demand_of(source: StateDescription, target: StateDescription, leaves: Sequence[PlacedLeaf]) -> Demand:
-    """Bytes that every rank of a target takes from every set of ranks of a source."""
+    """Compute the bytes that each rank of a target takes from each set of ranks of a source."""
     overlaps = _OverlapCache(source, target)
-    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks of each cell
-    # 2D [source cells, target cells], bytes: summed over tensors whose cells are stored by the same ranks.
+    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks that store each cell
+    # Matrices of bytes, 2D [source cells, target cells], each summed over all leaves whose cells are on the same ranks:
+    # most tensors of a state share one matrix, so the loop over cells below runs once for them.
     sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
         key = leaf.source.holders, target.holders_of(leaf.target)
@@ -79,7 +80,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             sums[key] = np.zeros([len(ranks_at[holders]) for holders in key], np.int64)
         stored_at, wanted_at, numels = overlaps.of(leaf)
         pairs = stored_at * sums[key].shape[1] + wanted_at
-        # `add.at` also adds repeated pairs of cells; ``+=`` would keep only one of them.
+        # A pair of cells may occur several times. `add.at` adds all of its values; ``+=`` would add only one of them.
         np.add.at(sums[key].reshape(-1), pairs, numels * leaf.itemsize)
 
     targets = target.all_ranks
@@ -87,7 +88,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
     for (owners, takers), matrix in sums.items():
-        cell_of = np.full(len(targets), -1)  # by column; -1: the rank has no part of these tensors
+        cell_of = np.full(len(targets), -1)  # the cell of each target rank; -1: none of these tensors
         for cell, ranks in enumerate(ranks_at[takers]):
             cell_of[[columns[rank] for rank in ranks]] = cell
         for cell, ranks in enumerate(ranks_at[owners]):
@@ -96,16 +97,20 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             taken = np.where(cell_of >= 0, matrix[cell][cell_of], 0)
             own = [columns[rank] for rank in ranks if rank in columns]
             kept[own] += taken[own]
-            taken[own] = 0  # copied within the rank, not sent
+            taken[own] = 0  # not sent, but copied within the rank
             row = rows.setdefault(ranks, np.zeros(len(targets), np.int64))
             row += taken
-    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))  # the same order on all ranks
+    # Sorted, so that all ranks balance and number the sets in the same order.
+    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))
     sent = np.array([rows[ranks] for ranks in sets], np.int64).reshape(len(sets), len(targets))
     return Demand(sets, targets, sent, kept)
 
 
 class _OverlapCache:
-    """Overlaps of leaves, computed once for leaves that differ only in the names of their tensors."""
+    """Computes overlaps of leaves, once for all leaves that differ only in the names of their tensors.
+
+    The layers of a model usually have equal shapes and cuts, so most leaves are in the cache.
+    """
 
     def __init__(self, source: StateDescription, target: StateDescription) -> None:
         self._target = target
@@ -114,7 +119,7 @@ class _OverlapCache:
         self._tables: dict[tuple[Any, ...], RegionTable] = {}
 
     def of(self, placed: PlacedLeaf) -> Overlaps:
-        """Items that each cell of the leaf's source shares with each cell of its target."""
+        """Return the number of items that each cell of the leaf's source shares with each cell of its target."""
         source, leaf = placed.source, placed.leaf
         shape = self._target.entries[placed.target].shape
         cut, layouts = self._target.distributions[placed.target], self._layouts
@@ -137,12 +142,13 @@ class _OverlapCache:
 
 
 def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tuple[Any, ...]:
-    """A key that is equal for distributions with the same regions.
+    """Return a hashable key that is equal for distributions with equal regions.
 
-    Layouts of different layers often differ only in names, which do not change the regions.
+    Not the distribution itself: layouts of different layers often differ only in names, which do not change regions.
     """
 
     def key(cut: Cut) -> Any:
+        """Return the cut itself; for a cut by layout, the fields that determine its regions."""
         if not isinstance(cut, LayoutCut):
             return cut
         layout, slot = layouts[cut.layout], layouts[cut.layout].slots[cut.slot]
@@ -153,12 +159,12 @@ def _cuts_key(distribution: Distribution, layouts: Sequence[GroupLayout]) -> tup
 
 
 class RegionTable(NamedTuple):
-    """A table of regions. Each row is a flat range of a box's items.
+    """A table of regions. Each row is a flat range of the items of a box.
 
     Attributes:
         cells: 1D [rows], the cell of each row; a cell with several boxes has several rows.
-        offsets, sizes: 2D [rows, dims], the boxes.
-        starts, stops: 1D [rows], ranges of the boxes' items.
+        offsets, sizes: 2D [rows, dims], the box of each row.
+        starts, stops: 1D [rows], the range of each row, in items of its box in row-major order.
     """
 
     cells: Ints
@@ -169,23 +175,23 @@ class RegionTable(NamedTuple):
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, Region]], num_dims: int) -> RegionTable:
-        """A table of regions, each with its cell."""
+        """Make a table from (cell, region) pairs of a tensor with ``num_dims`` dims."""
         rows = [(cell, region.box.offsets, region.box.sizes, *region.span) for cell, region in items]
-        columns = zip(*rows, strict=True) if rows else [()] * 5
+        columns = zip(*rows, strict=True) if rows else [()] * 5  # `zip` of no rows would give no columns
         cells, offsets, sizes, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
         shape = (len(rows), num_dims)
         return cls(cells, offsets.reshape(shape), sizes.reshape(shape), starts, stops)
 
     def chosen(self, rows: Any) -> RegionTable:
-        """The rows that a mask, slice or list of indices selects."""
+        """Return the table of the rows that a mask, a slice or an array of indices selects."""
         return RegionTable(*(column[rows] for column in self))
 
     def box(self, row: int) -> Box:
-        """The box of a row."""
+        """Return the box of one row."""
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def boxes(self) -> RegionTable:
-        """The same items, split into rows of which each covers its whole box."""
+        """Return a table with the same items, in which the range of every row is its whole box."""
         whole = (self.starts == 0) & (self.stops == self.sizes.prod(1))
         if whole.all():
             return self
@@ -199,7 +205,12 @@ class RegionTable(NamedTuple):
         return RegionTable(*(np.concatenate(pair) for pair in parts))
 
     def flat(self, shape: tuple[int, ...]) -> RegionTable | None:
-        """The same items as 1D boxes of the flattened tensor; None if the items of some row are not one range."""
+        """Return a table with the same items, as 1D boxes of the flattened tensor of ``shape``.
+
+        Returns:
+            None if the items of some row are not contiguous in the flattened tensor.
+        """
+        # Boxes with all indices of all dims but the first are contiguous in the tensor.
         if (self.sizes[:, 1:] != np.array(shape[1:], dtype=np.int64)).any():
             return None
         first = self.offsets[:, 0] * numel_of(shape[1:]) if shape else np.zeros_like(self.starts)
@@ -211,9 +222,10 @@ class RegionTable(NamedTuple):
 def region_table(
     distribution: Distribution, shape: tuple[int, ...], layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """The regions of all cells of a tensor."""
+    """Return the table of the regions of all cells of a tensor, in the order of the cells."""
     table = RegionTable.of([(0, whole_region(shape))], len(shape))
     for axis, cut in zip(distribution.axes, distribution.cuts, strict=True):
+        # Each axis splits every row into one row per coordinate, so the first axis changes slowest.
         rows = np.repeat(np.arange(len(table.cells)), axis.size)
         coordinates = np.tile(np.arange(axis.size), len(table.cells))
         table = table.chosen(rows)
@@ -225,22 +237,29 @@ def region_table(
 def _narrowed(
     table: RegionTable, cut: Cut, coordinates: Ints, size: int, layouts: Sequence[GroupLayout]
 ) -> RegionTable:
-    """Apply `Cut.narrow` to every row, at the row's coordinate."""
-    if isinstance(cut, ShardCut):
+    """Cut every row at its coordinate, as `Cut.narrow` does for one region, for all rows at once.
+
+    Args:
+        coordinates: 1D [rows], the coordinate of each row on the axis of ``cut``.
+        size: size of this axis.
+    """
+    if isinstance(cut, ShardCut):  # chunks as torch's Shard makes them: equal, except at the end
         full = table.sizes[:, cut.dim]
         chunk = -(-full // size)
         start = np.minimum(chunk * coordinates, full)
-        offsets, sizes = table.offsets.copy(), table.sizes.copy()
+        offsets, sizes = table.offsets.copy(), table.sizes.copy()  # the caller's table must not change
         offsets[:, cut.dim] += start
         sizes[:, cut.dim] = np.minimum(start + chunk, full) - start
         return table._replace(offsets=offsets, sizes=sizes, starts=np.zeros_like(start), stops=sizes.prod(1))
+    # A tensor in a slot that is not scattered is one range of its group's buffer.
     if isinstance(cut, LayoutCut) and not layouts[cut.layout].slots[cut.slot].is_scattered:
         layout, slot = layouts[cut.layout], layouts[cut.layout].slots[cut.slot]
         edges = coordinates * layout.shard_numel - slot.offset
         numel = numel_of(slot.shape)
+        # Shards that end before the tensor or start after it get an empty range.
         starts, stops = np.clip(edges, 0, numel), np.clip(edges + layout.shard_numel, 0, numel)
         return table._replace(starts=starts, stops=stops)
-    spans = []  # cuts without a closed formula, which are rare: row by row
+    spans = []  # row by row: the remaining kinds of cuts have no closed formula, and are rare
     for row, coordinate in enumerate(coordinates.tolist()):
         box = table.box(row)
         spans.append(cut.narrow(Region(box, FlatRange(0, box.numel)), coordinate, size, layouts).span)
@@ -255,36 +274,43 @@ def overlaps_of_tables(
     shape: tuple[int, ...],
     target_shape: tuple[int, ...],
 ) -> Overlaps:
-    """All pairs of cells that share items of a leaf. A pair may occur several times.
+    """Return all pairs of cells that share items of a leaf. A pair of cells may occur several times.
 
     Args:
-        shape, target_shape: of the leaf's source tensor and of its target tensor.
+        shape: shape of the leaf's source tensor.
+        target_shape: shape of the leaf's target tensor.
     """
+    # Without empty rows.
     source = source.chosen(source.starts < source.stops)
     target = target.chosen(target.starts < target.stops)
     if leaf.is_identity and shape == target_shape and leaf.box.sizes == shape:
         flat, target_flat = source.flat(shape), target.flat(shape)
         if flat is not None and target_flat is not None:
             return _shared(flat, target_flat)
-        if target_flat is not None:  # one side must be cut into boxes, and the source makes fewer of them
+        # `_shared` needs whole boxes on one side. Here the target's rows are flat ranges of the tensor, so cutting the
+        # source's rows gives fewer boxes.
+        if target_flat is not None:
             takers, owners, numels = _shared(target, _mapped(source.boxes(), leaf))
             return owners, takers, numels
     return _shared(source, _mapped(target.boxes(), leaf))
 
 
 def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
-    """For each box of the target that the leaf fills, at least in part, the box of the source that fills it."""
+    """Replace boxes of the target with the boxes of the source from which the leaf fills them.
+
+    Rows that the leaf does not fill are dropped. Each row of ``target`` must be a whole box.
+    """
     rows, dims = len(target.cells), len(leaf.box.sizes)
     offsets = np.tile(np.array(leaf.box.offsets, np.int64).reshape(1, dims), (rows, 1))
     sizes = np.ones((rows, dims), np.int64)
-    meets = np.ones(rows, bool)
+    meets = np.ones(rows, bool)  # whether the leaf fills items of the row
     filled = leaf.target_box
     for target_dim, dim in enumerate(leaf.dims):
         low = np.maximum(target.offsets[:, target_dim], filled.offsets[target_dim])
         stops = target.offsets[:, target_dim] + target.sizes[:, target_dim]
         high = np.minimum(stops, filled.offsets[target_dim] + filled.sizes[target_dim])
         meets &= low < high
-        if dim >= 0:
+        if dim >= 0:  # -1: the source lacks this dim
             offsets[:, dim] += low - filled.offsets[target_dim]
             sizes[:, dim] = high - low
     numels = sizes.prod(1)
@@ -292,51 +318,57 @@ def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
 
 
 def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
-    """Overlaps of flat ranges of boxes (``source``) with whole boxes (``wanted``) of the same tensor."""
+    """Return the overlaps of the rows of ``source`` and of ``wanted``, which must be whole boxes of the same tensor."""
     parts: list[Overlaps] = [(_NO_INTS, _NO_INTS, _NO_INTS)]
     for row, wanted_row in _candidates(source, wanted):
         numels = shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
-        some = numels > 0
+        some = numels > 0  # rows that overlap along the first dim may still share no item
         parts.append((source.cells[row][some], wanted.cells[wanted_row][some], numels[some]))
     owners, takers, numels = (np.concatenate(column) for column in zip(*parts, strict=True))
     return owners, takers, numels
 
 
 def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints, Ints]]:
-    """Rows of both tables whose extents along the first dim overlap, a bounded number at a time."""
+    """Yield pairs of rows, one of each table, whose boxes may overlap, since their extents along the first dim do.
+
+    Yields:
+        Indices into ``source`` and into ``wanted``, at most `_MAX_PAIRS` pairs at a time if possible.
+    """
     if not len(source.cells) or not len(wanted.cells):
         return
     if not source.offsets.shape[1]:  # scalars: all pairs overlap
         row, wanted_row = np.indices((len(source.cells), len(wanted.cells))).reshape(2, -1)
         yield row, wanted_row
         return
-    step = np.maximum(source.sizes[:, 1:].prod(1), 1)  # 1: no division by zero for empty boxes
+    step = np.maximum(source.sizes[:, 1:].prod(1), 1)  # at least 1: no division by zero for empty boxes
     lows = source.offsets[:, 0] + source.starts // step
     highs = source.offsets[:, 0] + -(-source.stops // step)
     order = np.argsort(lows, kind="stable")
-    lows, highs = lows[order], np.maximum.accumulate(highs[order])  # ascending, for the searches below
+    # Both ascending, for `searchsorted`. Running maxima of the upper ends may add candidates, but lose none.
+    lows, highs = lows[order], np.maximum.accumulate(highs[order])
     low, high = wanted.offsets[:, 0], wanted.offsets[:, 0] + wanted.sizes[:, 0]
     first, last = np.searchsorted(highs, low, "right"), np.searchsorted(lows, high, "left")
     counts = np.maximum(last - first, 0)
     start = 0
     while start < len(counts):
         totals = np.cumsum(counts[start:])
-        # At least one row of the target, even if its pairs alone exceed the limit.
+        # At least one row of ``wanted``, even if its pairs alone exceed the limit: the loop must advance.
         stop = start + max(1, int(np.searchsorted(totals, _MAX_PAIRS, "right")))
         part = counts[start:stop]
         wanted_row = np.repeat(np.arange(start, stop), part)
+        # 0, 1, .. for each row of ``wanted``: the number of the candidate.
         within = np.arange(len(wanted_row)) - np.repeat(np.cumsum(part) - part, part)
         yield order[np.repeat(first[start:stop], part) + within], wanted_row
         start = stop
 
 
 def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
-    """Number of items that the flat range in each row shares with the box in the same row."""
+    """Count the items that each row of ``source`` shares with the box in the same row of ``offsets`` and ``sizes``."""
     low = np.maximum(source.offsets, offsets) - source.offsets
     high = np.minimum(source.offsets + source.sizes, offsets + sizes) - source.offsets
-    high = np.maximum(high, low)  # no negative sizes: disjoint boxes share nothing
+    high = np.maximum(high, low)  # size 0 instead of a negative one where boxes are disjoint
     numels = (high - low).prod(1)
-    # For a range that is not the whole box: items before its stop, minus items before its start.
+    # If a row is only a part of its box: shared items before the row's stop, minus those before its start.
     cut = np.flatnonzero((numels > 0) & ((source.starts > 0) | (source.stops < source.sizes.prod(1))))
     if len(cut):
         within = (source.sizes[cut], low[cut], high[cut])
@@ -345,7 +377,13 @@ def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
 
 
 def _before(flat: Ints, sizes: Ints, low: Ints, high: Ints) -> Ints:
-    """Items of boxes [low, high) whose flat index in row-major tensors of these sizes is below ``flat``."""
+    """Count the items of each box [low, high) that come before the flat index ``flat``, in row-major order.
+
+    Args:
+        flat: 1D [rows], an index in a tensor with the row's ``sizes``.
+        sizes, low, high: 2D [rows, dims].
+    """
+    # Dim by dim: count the items whose index in this dim is smaller, while all indices in earlier dims are equal.
     count = np.zeros_like(flat)
     inside = np.ones(len(flat), bool)  # whether the item at ``flat`` is inside the box in all dims so far
     rest = flat

@@ -1,8 +1,8 @@
 """Descriptions: the names, shapes, dtypes, distributions and ranks of a state's tensors, without their values.
 
-`describe_states` describes two live states, the source and the target of a transfer. It is a collective with one or
-two small messages per state (`Coordinator.agree`). `StateDescription.of` needs no running ranks, so that transfers can
-be planned in advance or simulated.
+`describe_states` describes two live states, the source and the target of a transfer. It is a collective, with one or
+two small messages per state (`Coordinator.agree`). `StateDescription.of` makes a description without running ranks, so
+that transfers can be planned in advance or simulated.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class DescribedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Which ranks store which parts of a state; its size does not depend on the number of ranks.
+    """Which ranks store which parts of a state. The size of a description does not depend on the number of ranks.
 
     Args:
-        structure: the tensors, and the tables of axes and layouts that tensors refer to; without a state tree.
-        ranks: for each tensor, the ranks that store it.
+        structure: the tensors, and the tables of axes and layouts that they index; without a tree of nested keys.
+        ranks: for each tensor, the ranks that store parts of it.
 
     Examples:
         >>> import torch
@@ -58,14 +58,18 @@ class StateDescription:
 
     @classmethod
     def of(cls, tensors: Iterable[DescribedTensor], layouts: Sequence[GroupLayout] = ()) -> StateDescription:
-        """The description of these tensors; cuts by layout refer to ``layouts`` by number."""
+        """Make the description of given tensors.
+
+        Args:
+            layouts: the layouts that the `LayoutCut` cuts of the tensors refer to by number.
+        """
         tensors = list(tensors)
         structure = _structure(((tensor.name, tensor) for tensor in tensors), layouts)
         return cls(structure, tuple(tensor.ranks for tensor in tensors))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The tensors."""
+        """Name, dtype, shape, axes and cuts of each tensor."""
         return self.structure.entries
 
     @cached_property
@@ -75,39 +79,40 @@ class StateDescription:
 
     @cached_property
     def numbers_by_name(self) -> dict[str, int]:
-        """Name of a tensor -> its number; the first number, if ranks distribute the tensor in several ways."""
-        # Reversed, so that the first number of a name stays.
+        """The number of each tensor by its name: the first number, if ranks distribute the tensor in several ways."""
+        # Reversed: of several numbers for one name, the last that is set stays.
         return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """Ranks that store anything, ascending."""
-        # Most tensors are on the same ranks.
+        # `set` first: most tensors are on the same ranks, so few sets of ranks are left to expand.
         return tuple(sorted({rank for ranks in set(self.ranks) for rank in ranks.ranks}))
 
     @cached_property
     def _holders(self) -> dict[tuple[RankSet, int], Holders]:
-        return {}
+        """The cache of `holders_of`."""
+        return {}  # a cached property, since a frozen dataclass cannot set attributes
 
     def holders_of(self, number: int) -> Holders:
-        """The ranks that store a tensor; one shared object for all tensors with the same ranks and axes."""
+        """Return which rank stores which part of a tensor; one object for all tensors with equal ranks and axes."""
         key = (self.ranks[number], self.entries[number].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.ranks[number], self.structure.axes[key[1]])
         return self._holders[key]
 
     def region(self, number: int, coordinates: tuple[int, ...]) -> Region:
-        """The region of tensor ``number`` that ranks at these coordinates store."""
+        """Return the region of tensor ``number`` that the ranks at ``coordinates`` on its axes store."""
         shape, layouts = self.entries[number].shape, self.structure.layouts
         return self.distributions[number].region(shape, coordinates, layouts)
 
     def touching(self, number: int, region: Region) -> Iterator[tuple[int, ...]]:
-        """Coordinates at which ranks may store items of a region of tensor ``number``."""
+        """Return the coordinates whose ranks may store items of ``region`` of tensor ``number``."""
         shape, layouts = self.entries[number].shape, self.structure.layouts
         return (at for at, _ in self.distributions[number].touching(shape, region, layouts))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Convert to plain values that `from_json` reads back without loss."""
         table: dict[RankSet, int] = {}  # distinct sets only: most tensors are on the same ranks
         numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
         return {
@@ -120,25 +125,26 @@ class StateDescription:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StateDescription:
-        """Inverse of `to_json`."""
+        """Restore a description from the result of `to_json`."""
         table = [RankSet.from_json(ranks) for ranks in data["rank_sets"]]
-        structure = Structure.from_json({**data, "state": None})  # descriptions have no state tree
+        structure = Structure.from_json({**data, "state": None})  # `to_json` writes no tree of nested keys
         return cls(structure, tuple(table[number] for number in data["ranks"]))
 
 
 def _structure(
     tensors: Iterable[tuple[str, DescribedTensor | Described]], layouts: Sequence[GroupLayout]
 ) -> Structure:
+    """Make a structure of named tensors, with one table entry for all tensors with equal axes."""
     axes: dict[Axes, int] = {}
     entries = []
     for name, tensor in tensors:
-        number = axes.setdefault(tensor.distribution.axes, len(axes))
+        number = axes.setdefault(tensor.distribution.axes, len(axes))  # equal axes get one number
         entries.append(Entry(name, tensor.dtype, tensor.shape, number, tensor.distribution.cuts))
     return Structure(None, tuple(entries), tuple(axes), tuple(layouts))
 
 
 def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested mappings and sequences, each named by the keys on the way to it, joined by dots.
+    """Yield the tensors of nested mappings, lists and tuples, each with its name: its keys and indices, joined by dots.
 
     Raises:
         CheckpointError: for a leaf that is not a tensor.
@@ -157,31 +163,36 @@ def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
             expected="nested dicts and lists of tensors",
             got=type(state).__name__,
             where=name or "the state itself",
-            todo="leave it out of the state, and send it as an object",
+            todo="leave this value out of the state, and send it separately",
         )
     for key, item in items:
         yield from named_tensors(item, child_name(name, key))
 
 
 def transfer_ranks(ranks: Ranks) -> Coordinator:
-    """``ranks`` if it is a coordinator, else the coordinator of a process group (default: all ranks)."""
+    """Return the coordinator of some ranks: ``ranks`` itself, or that of a process group (default: all ranks)."""
     return ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
 
 
 def describe_states(
     source: Any | None, target: Any | None, *, ranks: Ranks = None
 ) -> tuple[StateDescription, StateDescription]:
-    """Describe the state that a transfer reads and the state that it fills. A collective of all ranks of both.
+    """Describe the state that a transfer reads and the state that it fills. A collective of all ranks of both states.
 
     Args:
         source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of the source. A plain
-            tensor is assumed to be the same on all ranks that have it; wrap plain shards with ``DTensor.from_local``.
-        target: likewise, the state that is filled.
+            tensor is assumed to have the same values on all ranks that store it. Wrap plain shards with
+            ``DTensor.from_local``.
+        target: the state that is filled, in the same form.
         ranks: the ranks of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
-            descriptions number ranks as this group does.
+            descriptions use the rank numbers of this group.
+
+    Returns:
+        The descriptions of source and target, equal on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if a state cannot be described or ranks disagree about it.
+        CheckpointError: on all ranks, if a state cannot be described, or ranks have different shapes or dtypes for one
+            tensor.
 
     Examples:
         >>> trainer, engine = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
@@ -193,6 +204,7 @@ def describe_states(
 
 
 def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
+    """Describe one state. A collective."""
     structure: Structure | None = None
     error: BaseException | None = None
     try:
@@ -202,7 +214,8 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
     classes = coordinator.agree(structure, 0, error).classes
     joined, ranks = merge_structures(classes)
     check_complete(joined, ranks, classes)
-    # A tensor has several entries if ranks distribute it in several ways. Each entry is complete.
+    # A tensor has several entries if ranks distribute it in several ways. `check_complete` has checked each entry
+    # alone, but not that entries of one name describe the same tensor.
     first_entries: dict[str, Entry] = {}
     for entry in joined.entries:
         first = first_entries.setdefault(entry.name, entry)
@@ -212,20 +225,24 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
                 expected=f"the same on all ranks: {first.dtype} {first.shape}",
                 got=f"{entry.dtype} {entry.shape}",
                 where=entry.name,
-                todo="wrap shards that are plain tensors by DTensor.from_local",
+                todo="wrap shards that are plain tensors with DTensor.from_local",
             )
     return StateDescription(joined, ranks)
 
 
 def _local_structure(state: Any | None, rank_of: dict[int, int] | None) -> Structure:
-    """The tensors that this rank stores of a state."""
+    """Make the structure of the tensors of a state of which this rank stores a part.
+
+    Raises:
+        CheckpointError: if two tensors have the same name.
+    """
     describer = Describer(rank_of)
     tensors: dict[str, Described] = {}
     for name, tensor in named_tensors({} if state is None else state):
-        if name in tensors:
+        if name in tensors:  # possible, since keys may contain dots: {"a": {"b": t}, "a.b": u}
             raise CheckpointError(
                 "Two tensors of a state have the same name.",
-                expected="names, which are keys joined by dots, that differ",
+                expected="different names (a name is all keys of a tensor, joined by dots)",
                 got=f"{name!r} twice",
                 todo="rename a key that contains a dot",
             )

@@ -1,11 +1,11 @@
-"""The messages of one transfer, with reused buffers or in place.
+"""Sends and receives the messages of one transfer, through reused buffers or in place.
 
-    packed     a sent message is copied into a buffer of the pool, while earlier messages are sent
-    unpacked   a received message is copied out of a buffer, the oldest first, while later messages arrive
-    in place   without a buffer: each message is started in its turn, and the rank waits for all of them at the end
+    packed     the shares of a message are copied into a buffer of the pool, while earlier messages are sent
+    unpacked   a received message is copied out of its buffer, the oldest first, while later messages arrive
+    in place   without a buffer: a message is started in its turn, and the rank waits for all such messages at the end
 
-A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. All ranks raise
-its error in the collective that ends the transfer.
+A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. The collective
+that ends the transfer raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Message, Share
 
-_CACHED_BYTES = 1 << 20  # 1 MiB: stays in a cache between two copies
+_CACHED_BYTES = 1 << 20  # 1 MiB stays in a CPU cache from one copy to the next
 
 
 class StagingPool:
-    """Buffers for messages, kept from one transfer to the next.
+    """Buffers for messages, reused by later transfers.
 
     Attributes:
-        device: of the buffers.
-        each_way: maximum number of concurrent messages in each direction.
+        device: the device of the buffers.
+        each_way: maximum number of buffers in use in each direction.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,21 @@ class StagingPool:
         self._free: list[torch.Tensor] = []
 
     def fit(self, buffer_bytes: int, device: torch.device, budget_bytes: int) -> None:
-        """Enlarge the buffers if needed, and use as many as fit the budget. No buffer may be in use."""
+        """Make buffers at least ``buffer_bytes`` large, on ``device``, and set `each_way` as the budget allows.
+
+        No buffer may be in use.
+        """
+        # Larger buffers of another transfer are reused as they are.
         if buffer_bytes > self._buffer_bytes or device != self.device:
             self._free.clear()
             self._buffer_bytes, self.device = buffer_bytes, device
-        # Half of the budget per direction. With a free buffer, a sender packs while gloo sends, which halves the number
-        # of thread switches.
+        # Half of the budget for each direction. All buffers that fit, not only `IN_FLIGHT`: with a free buffer, a
+        # sender packs while gloo sends, which halves the number of thread switches. max(.., 1): no division by zero on
+        # a rank that needs no buffer.
         self.each_way = max(IN_FLIGHT, budget_bytes // (2 * max(self._buffer_bytes, 1)))
 
     def take(self) -> torch.Tensor:
-        """A buffer for one message: 1D uint8."""
+        """Take a free buffer, or allocate one: 1D uint8."""
         if self._free:
             return self._free.pop()
         return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self.device)
@@ -65,7 +70,13 @@ class StagingPool:
 
 
 class _Started(NamedTuple):
-    """A message that has been started. ``buffer`` is None if it is sent or received in place."""
+    """A message that has been started.
+
+    Attributes:
+        work: the send or receive in progress; None if it could not be started.
+        data: the bytes of the message, in the buffer or in a tensor of this rank.
+        buffer: the pool's buffer; None for a message in place.
+    """
 
     message: Message
     work: Work | None
@@ -74,7 +85,7 @@ class _Started(NamedTuple):
 
 
 class _Checksum(NamedTuple):
-    """The checksum of a message on this rank, with the message's number in its stream and its shares."""
+    """This rank's checksum of one message, with the message's `Message.number` and shares."""
 
     number: int
     value: int
@@ -86,11 +97,12 @@ class Exchange:
     """One rank's messages in one run of a transfer.
 
     Args:
-        group: the process group for messages; None for a single rank, which sends none.
+        origin, destination: this rank's source and target tensors.
+        group: the process group for messages; None for a single rank, which sends no messages.
         verify: compare the sender's and the receiver's checksum of each message.
 
     Attributes:
-        errors: keeps the first error of this rank.
+        errors: the first error of this rank, kept until all messages have ended.
     """
 
     plan: TransferPlan
@@ -104,11 +116,12 @@ class Exchange:
     _checksums: dict[tuple[int, bool], list[_Checksum]] = field(default_factory=dict)  # by peer and direction
 
     def run(self, messages: Sequence[Message], kept: Sequence[Share]) -> None:
-        """Send and receive all messages.
+        """Send and receive all messages, and copy ``kept`` within this rank's memory.
 
         Raises:
-            BaseException: the first error of this rank, raised after all messages that other ranks wait for.
+            BaseException: the first error of this rank, after all messages have ended: other ranks wait for them.
         """
+        # `attempt` keeps an error for later: other ranks wait for this rank's messages.
         self.errors.attempt(lambda: self._copy_kept(kept))
         in_place: list[_Started] = []
         staged: dict[bool, deque[_Started]] = {True: deque(), False: deque()}  # by direction
@@ -117,13 +130,13 @@ class Exchange:
                 in_place.append(self._start(message))
                 continue
             queue = staged[message.is_sent]
-            if len(queue) == self.pool.each_way:  # bounds the buffers in use
+            if len(queue) == self.pool.each_way:  # bounds the memory of buffers in use
                 self._finish(queue.popleft())
             queue.append(self._start(message))
         for queue in staged.values():
             while queue:
                 self._finish(queue.popleft())
-        # The last message first: earlier ones have usually arrived by then, so this thread is woken only once.
+        # Wait for the last message first: earlier messages have usually arrived by then, so this thread is woken once.
         while in_place:
             self._finish(in_place.pop())
         if self.verify:
@@ -131,6 +144,7 @@ class Exchange:
         self.errors.raise_kept()
 
     def _start(self, message: Message) -> _Started:
+        """Start to send or receive a message; a message to send is packed first, unless it is in place."""
         buffer: torch.Tensor | None = None
         if message.is_in_place:
             first = message.shares[0]
@@ -146,18 +160,19 @@ class Exchange:
         return _Started(message, self._begin(data, message.peer, message.is_sent), data, buffer)
 
     def _begin(self, data: torch.Tensor, peer: int, is_sent: bool) -> Work | None:
+        """Start to send or receive ``data``. Returns None if the connection to ``peer`` is lost."""
         assert self.group is not None
         with self._noting_loss_of(peer):
             return (send_async if is_sent else receive_async)(data, self.group, peer)
-        return None  # the peer is lost
+        return None  # `_noting_loss_of` has suppressed an error
 
     @contextmanager
     def _noting_loss_of(self, peer: int) -> Iterator[None]:
-        """Keep an error of the connection to ``peer`` instead of raising it: other ranks still wait for messages."""
+        """Suppress an error of the connection to ``peer``, and keep it: other ranks still wait for messages."""
         try:
             yield
         except RuntimeError as lost:  # torch's error for lost connections and time-outs
-            if self.errors.error is None:
+            if self.errors.error is None:  # later errors are usually consequences of the first
                 self.errors.error = CheckpointError(
                     "A rank was lost during a transfer.",
                     expected=f"rank {peer} to send and receive within the group's time-out",
@@ -168,6 +183,7 @@ class Exchange:
                 self.errors.error.__cause__ = lost
 
     def _finish(self, started: _Started) -> None:
+        """Wait for a message, unpack it if it was received into a buffer, and return the buffer to the pool."""
         message = started.message
         with self._noting_loss_of(message.peer):
             wait_for(started.work)
@@ -179,7 +195,11 @@ class Exchange:
             self.pool.give_back(started.buffer)
 
     def _copy_kept(self, kept: Sequence[Share]) -> None:
-        """Copy shares within this rank's memory, through a buffer, in chunks that fit a cache."""
+        """Copy shares from the source to the target on this rank, through a buffer, in chunks that fit a CPU cache.
+
+        Raises:
+            CorruptCheckpointError: with ``verify``, if the target's bytes differ from the source's.
+        """
         buffer = self.pool.take()
         for share in kept:
             step = min(len(buffer), _CACHED_BYTES) // share.itemsize
@@ -196,19 +216,20 @@ class Exchange:
         self.pool.give_back(buffer)
 
     def _note_checksum(self, message: Message, data: torch.Tensor) -> None:
-        """Keep the checksum of a sent message, or of a received message as it is stored in the target."""
+        """With ``verify``, keep the checksum of a sent message, or of the target's items that a message has filled."""
         if not self.verify:
             return
         if not message.is_sent and not message.is_in_place:
+            # Read back what `unpack` has stored, so that the checksum covers that copy too.
             self.errors.attempt(lambda: _each(self.destination.read_back, message.shares, data))
         noted = self._checksums.setdefault((message.peer, message.is_sent), [])
         noted.append(_Checksum(message.number, _checksum_of(data), message.shares))
 
     def _compare_checksums(self) -> None:
-        """Send the checksums of sent messages to the receivers, and compare the checksums of received messages."""
+        """Send the checksums of sent messages to their receivers, and compare those of received messages."""
         started = []
         for (peer, is_sent), noted in self._checksums.items():
-            # Both ends need one order, and messages end in another order than they start.
+            # Sender and receiver must use the same order, and messages end in another order than they start.
             noted.sort(key=lambda item: item.number)
             sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)
             data = sent if is_sent else torch.empty_like(sent)
@@ -221,6 +242,7 @@ class Exchange:
                     self.errors.error = self._differs(peer, own.shares)
 
     def _differs(self, peer: int, shares: Sequence[Share]) -> CorruptCheckpointError:
+        """Make the error for a message from ``peer`` whose checksums differ; names at most 8 tensors."""
         target = self.plan.target.entries
         names = {target[self.plan.leaves[share.leaf].target].name for share in shares}
         return CorruptCheckpointError(
@@ -233,7 +255,7 @@ class Exchange:
 
 
 def _each(work: Callable[[Share, torch.Tensor], None], shares: Iterable[Share], data: torch.Tensor) -> None:
-    """Call a function with each share and the share's bytes of a message."""
+    """Call ``work`` with each share and the share's part of ``data``, the bytes of a message."""
     start = 0
     for share in shares:
         work(share, data[start : start + share.nbytes])
@@ -241,4 +263,5 @@ def _each(work: Callable[[Share, torch.Tensor], None], shares: Iterable[Share], 
 
 
 def _checksum_of(data: torch.Tensor) -> int:
-    return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, which fit the int64 that is sent
+    """Return the checksum of a tensor's bytes."""
+    return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, since it is sent in a tensor of int64

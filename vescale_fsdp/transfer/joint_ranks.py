@@ -3,15 +3,15 @@
     trainer, 4 ranks      joint_ranks("tcp://node0:29600", first_rank=0, num_ranks=6)
     engine, 2 ranks       joint_ranks("tcp://node0:29600", first_rank=4, num_ranks=6)
 
-The result is passed instead of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
+Pass the result in place of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
     store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures
     connections  gloo connects all pairs of ranks
-    proof        each rank sends each other rank a signature of random numbers that all ranks have drawn
+    proof        each rank sends each other rank a signature of random numbers, one drawn by each rank
 
-Jobs exchange JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed.
-The signature of a message covers the random numbers and a counter, so that no message can be replayed. Tensors are
-neither signed nor encrypted (see SECURITY.md).
+Jobs exchange JSON and raw tensors, never pickles, which could run code in the other job. With a secret, entries of the
+store and JSON messages are signed. The signature of a message covers the random numbers and a counter, so that no
+message can be replayed. Tensors are neither signed nor encrypted (see SECURITY.md).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import gloo_group
 
 T = TypeVar("T")
-_NAME = "joint-ranks"  # key of the group's name, and prefix of the keys of greetings
-_REFUSED = f"{_NAME} refused"  # key that is set when two ranks have different secrets
-_GREETING = b"here"  # only its signature is checked
-_POLL_S = 0.02  # pause between two looks at the store
-_READERS_S = 5.0  # how long rank 0, which may own the store, waits until other ranks have read an error
-_NONCE_BYTES = 32  # the size of a SHA-256 digest, which the numbers are hashed into
+_NAME = "joint-ranks"  # store key of the group's name, and prefix of the keys of greetings
+_REFUSED = f"{_NAME} refused"  # store key that is set when two ranks have different secrets
+_GREETING = b"here"  # any text: only its signature is checked
+_POLL_S = 0.02  # pause between two requests to the store
+_READERS_S = 5.0  # how long rank 0, which may own the store, waits for other ranks to read an error
+_NONCE_BYTES = 32  # size of a rank's random number, as of the SHA-256 digest of all numbers
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -68,18 +68,21 @@ def joint_ranks(
     interface: str | None = None,
     secret: str | None = None,
 ) -> JointRanks:
-    """Connect the ranks of several jobs. All ranks call this, each job with its own ``first_rank``.
+    """Connect the ranks of several jobs. All ranks of all jobs call this, each job with its own ``first_rank``.
 
     Args:
-        rendezvous: ``tcp://host:port`` with the host of rank 0 of all jobs; ``file:///path``, a file on shared storage
-            that does not exist yet; or a torch store. Each call needs a new rendezvous.
-        first_rank: number of the job's rank 0 among the ranks of all jobs; the job's other ranks follow.
+        rendezvous: ``tcp://host:port``, with the host that runs rank 0 of the joint ranks; ``file:///path``, with a
+            file on shared storage that does not exist yet; or a torch store. Each call needs a new rendezvous.
+        first_rank: number of the job's rank 0 among the ranks of all jobs. The job's rank i is ``first_rank + i``.
         num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, while they connect and in each later collective.
-        interface: the network interface to listen on; default: the interface that reaches
-            ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
-        secret: the same in all jobs; default: the environment's VESCALE_FSDP_SECRET. Without a secret, only processes
-            of the same machine can connect.
+        interface: the network interface to listen on. Default: the interface that reaches ``rendezvous``; for a file or
+            a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
+        secret: a secret that all jobs share. Default: VESCALE_FSDP_SECRET of the environment. Without a secret, only
+            processes on one machine can connect.
+
+    Returns:
+        The joint ranks; their numbers are those in all descriptions and plans.
 
     Raises:
         PlacementError: if this job's ranks exceed ``num_ranks``, the job has no default process group, or the interface
@@ -101,9 +104,9 @@ def joint_ranks(
     if not 0 <= first_rank <= first_rank + dist.get_world_size() <= num_ranks:
         raise PlacementError(
             "This job's ranks exceed the ranks of all jobs.",
-            expected=f"{dist.get_world_size()} ranks of this job, all at least 0 and below num_ranks={num_ranks}",
+            expected=f"numbers of this job's {dist.get_world_size()} ranks from 0 to num_ranks - 1 = {num_ranks - 1}",
             got=f"first_rank={first_rank}",
-            todo="pass the same num_ranks in all jobs, and as first_rank the number of ranks in earlier jobs",
+            todo="pass the same num_ranks in all jobs, and as first_rank the number of ranks in all previous jobs",
         )
     rank, own, timeout = first_rank + dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s)
     known, tcp = secret_of(secret), _tcp_address(rendezvous)
@@ -112,18 +115,19 @@ def joint_ranks(
     check_exposure(address, known)
     bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, timeout), timeout_s)
     store = bounded if known is None else SignedStore(bounded, known)
-    if rank == 0:
+    if rank == 0:  # before its greeting, so that ranks that have read all greetings find the name
         store.set(_NAME, secrets.token_hex(8))  # random: names of groups must be unique in each process
+    # Through the store without signatures, since ranks with other secrets must be able to read a refusal.
     _greet(bounded, rank, num_ranks, timeout_s, known)
     name = store.get(_NAME).decode()
-    # torch maps numbers of ranks in the default group to numbers in a group. Ranks of other jobs are not in the default
-    # group, so they get numbers that no rank of this job has.
+    # torch maps rank numbers in the default group to rank numbers in the new group. Ranks of other jobs are not in the
+    # default group, so this map lists them under numbers that no rank of this job has.
     foreign = [*range(first_rank), *range(first_rank + own, num_ranks)]
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
         with _listening_on(interface or interface_of(address)):
             group = gloo_group(rank, numbers, name, timeout, store)
-    except RuntimeError as lost:  # gloo's error for a failed connection
+    except RuntimeError as lost:  # raised by gloo if a connection fails
         raise CheckpointError(
             "A rank was lost while all ranks were connecting.",
             expected=f"connections between {num_ranks} ranks, all of which had arrived",
@@ -131,17 +135,18 @@ def joint_ranks(
             where=f"rank {rank}",
             todo="find the process that has ended; call joint_ranks again with a new rendezvous",
         ) from lost
+    # Joint rank by rank in the default group, since tensors name the ranks of their mesh by the latter.
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
         ranks.authenticate()
-    except BaseException:  # Ctrl-C too: threads and connections would stay
+    except BaseException:  # also after Ctrl-C: otherwise the group's threads and connections would stay
         ranks.close()
         raise
     return ranks
 
 
 def _tcp_address(rendezvous: str | dist.Store) -> tuple[str, int] | None:
-    """Host and port of a TCP rendezvous; None for a file or a store."""
+    """Return the host and port of a TCP rendezvous; None for a file or a store."""
     if not isinstance(rendezvous, str):
         return None
     where = urlsplit(rendezvous)
@@ -157,11 +162,12 @@ def _tcp_address(rendezvous: str | dist.Store) -> tuple[str, int] | None:
 def _open_store(
     rendezvous: str | dist.Store, tcp: tuple[str, int] | None, rank: int, num_ranks: int, timeout: timedelta
 ) -> dist.Store:
+    """Open the store of a rendezvous. Rank 0 hosts a TCP store, and the other ranks connect to it."""
     if not isinstance(rendezvous, str):
         return rendezvous
     if tcp is None:
         return dist.FileStore(urlsplit(rendezvous).path, num_ranks)
-    if rank == 0:
+    if rank == 0:  # not torch's own server, which would listen on all addresses
         return bound_store(*tcp, timeout)
     return within(
         timeout.total_seconds(),
@@ -171,34 +177,36 @@ def _open_store(
 
 
 def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
-    """Wait until all ranks have arrived, and check that all have the same secret or none.
+    """Wait until all ranks have arrived, and check that all ranks have the same secret, or none has one.
 
     Raises:
-        PlacementError: on all ranks, as soon as one has read the greeting of a rank with another secret.
-        CheckpointError: if ranks do not arrive in time; lists them.
+        PlacementError: on all ranks, as soon as any rank has read the greeting of a rank with another secret.
+        CheckpointError: if ranks do not arrive in time; lists the missing ranks.
     """
 
     def key(rank: int) -> str:
         return f"{_NAME} {rank}"
 
-    # Without a secret, an empty one: so a rank without a secret and a rank with one detect each other.
+    # A rank without a secret signs with an empty one, so that it and a rank with a secret detect each other.
     store.set(key(rank), sign(secret or b"", key(rank), _GREETING))
     missing = set(range(num_ranks)) - {rank}
     deadline_s = time.monotonic() + timeout_s
     while missing:
+        # errors="replace", since the entry is not signed and may have any bytes.
         refused = store.get(_REFUSED).decode(errors="replace") if store.check([_REFUSED]) else ""
         for other in [other for other in missing if store.check([key(other)])]:
             try:
                 unsign(secret or b"", key(other), store.get(key(other)))
-            except PlacementError:  # a signature by another secret
-                refused = f"ranks {min(rank, other)} and {max(rank, other)}"  # the same text on both
+            except PlacementError:  # a signature with another secret
+                # In order, so that both ranks write the same text.
+                refused = f"ranks {min(rank, other)} and {max(rank, other)}"
                 store.set(_REFUSED, refused)
-            missing.discard(other)
+            missing.discard(other)  # it has arrived, even with another secret
         if refused:
             _wait_for_readers(store, rank, num_ranks)
             raise PlacementError(
-                "Ranks have different secrets, or some have none.",
-                expected="the same secret on all ranks, or none on any",
+                "Ranks have different secrets, or some ranks have no secret.",
+                expected="the same secret on all ranks, or no secret on any rank",
                 got=f"different secrets of {refused}",
                 where=f"rank {rank}",
                 todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
@@ -211,11 +219,11 @@ def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, sec
                 where=f"rank {rank}",
                 todo="check these ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
             )
-        time.sleep(_POLL_S if missing else 0)
+        time.sleep(_POLL_S if missing else 0)  # no pause after the last greeting
 
 
 def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
-    """Make rank 0, whose process may own the store, wait until all ranks have read which secrets differ."""
+    """Count this rank as a reader of the error. Rank 0, whose process may own the store, waits for all readers."""
     deadline_s = time.monotonic() + _READERS_S
     num_readers = store.add(f"{_REFUSED} read", 1)
     while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
@@ -236,18 +244,20 @@ class JointRanks(GroupCoordinator):
         self, group: dist.ProcessGroup, rank_of: dict[int, int], store: dist.Store, secret: bytes | None
     ) -> None:
         super().__init__(group, rank_of)
-        self._store: dist.Store | None = store  # torch keeps no reference to a store written in Python
+        # Kept alive here: torch keeps no reference to a store that is written in Python.
+        self._store: dist.Store | None = store
         self._secret = secret
-        self._session = ""  # digest of the random numbers, part of every signature
-        self._num_documents = 0
+        self._session = ""  # digest of all ranks' random numbers; part of every signature
+        self._num_documents = 0  # rounds of JSON messages so far; part of every message's signature
 
     def close(self) -> None:
-        """Close connections, threads and files. A second call does nothing."""
+        """Close the group's connections, threads and files. A second call does nothing."""
         if self._store is not None:
             self._store = None
             dist.destroy_process_group(self.group)
             del self.group
-            gc.collect()  # threads and files of a group are closed when its last reference is gone
+            # A group in a reference cycle keeps its threads and files until it is collected.
+            gc.collect()
 
     def __enter__(self) -> JointRanks:
         return self
@@ -256,13 +266,15 @@ class JointRanks(GroupCoordinator):
         self.close()
 
     def authenticate(self) -> None:
-        """Prove to every other rank, over its own connection, that this rank knows the secret, and verify their proofs.
+        """Prove to every other rank that this rank knows the secret, and verify the proofs of the other ranks.
 
-        Every rank draws a random number. Each proof is a signature of the digest of all numbers, so that no proof can
-        be replayed.
+        The greetings in the store do not show who is at the other end of a connection, so proofs are sent over each
+        connection. Every rank draws a random number. A proof is a signature of the digest of all numbers, so that no
+        proof can be replayed. Does nothing without a secret.
 
         Raises:
-            PlacementError: if another rank does not know the secret; CheckpointError on ranks whose own checks passed.
+            PlacementError: if the proof of another rank is wrong.
+            CheckpointError: on a rank that received correct proofs, if another rank received a wrong one.
         """
         if self._secret is None:
             return
@@ -278,43 +290,49 @@ class JointRanks(GroupCoordinator):
                 unsign(self._secret, self._proof_name(rank, self.rank), answers[rank])
 
     def _proof_name(self, rank: int, to_rank: int) -> str:
+        """Return the text that a proof signs: with both ranks, so that a proof cannot be sent back or passed on."""
         return f"{rank} to {to_rank} in {self._session}"
 
     def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
-        """Send each other rank a message, and receive one of the same size from each."""
-        # bytearray copies: torch warns about read-only memory, such as bytes.
+        """Send a message to each rank in ``sent``, and return a message of the same size from each of these ranks."""
+        # Copied into bytearrays, since torch warns about read-only memory such as bytes.
         outgoing = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
         received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
         self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])
         return {rank: data.numpy().tobytes() for rank, data in received.items()}
 
     def _documents(self, item: Json, doing: str) -> list[Json]:
-        self._num_documents += 1  # the same on all ranks
+        """All-gather one JSON value per rank. Counts the rounds, since the number is part of each signature."""
+        self._num_documents += 1  # equal on all ranks, which make the same calls
         return super()._documents(item, doing)
 
     def _seal(self, data: bytes) -> bytes:
+        """Sign a message of this rank, if there is a secret."""
         return data if self._secret is None else sign(self._secret, self._message_name(self.rank), data)
 
     def _open(self, data: bytes, rank: int) -> bytes:
+        """Check and remove the signature of a message from ``rank``, if there is a secret."""
         return data if self._secret is None else unsign(self._secret, self._message_name(rank), data)
 
     def _message_name(self, rank: int) -> str:
+        """Return the text that is signed with a message: its round and its sender, in this session."""
         return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
+        """All-gather one item per rank."""
         # As JSON: unpickling would let another job run code in this process.
         return cast("list[T]", self._documents(cast("Json", item), doing))
 
 
 @contextmanager
 def _listening_on(interface: str) -> Iterator[None]:
-    """Make gloo's groups listen on an interface. torch reads the interface's name only from the environment."""
+    """Make gloo groups created in the block listen on an interface. torch reads its name only from the environment."""
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = interface
     try:
         yield
     finally:
-        if before is None:
+        if before is None:  # the variable was not set
             del os.environ[_INTERFACE]
         else:
             os.environ[_INTERFACE] = before

@@ -3,11 +3,11 @@
     "layers.0.q.weight"                       the source tensor of that name
     concatenate("q", "k", "v")                tensors one after the other along a dim; `slice` is the inverse
     stack("expert0.w", "expert1.w")           tensors along a new dim; `index` is the inverse
-    permute("w")                              the dims in another order
-    codes("w", Fp8Blocks())                   codes and `scales` that a codec computes from the whole tensor
+    permute("w")                              one tensor with its dims in another order
+    codes("w", Fp8Blocks())                   the codes that a codec computes from a tensor; `scales` gives its scales
 
 Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, with the corner and the
-dims of the target where the items go. The maps are the classes of `vescale_fsdp.views.index_maps`.
+dims of the target where the box's items go. The maps are classes of `vescale_fsdp.views.index_maps`.
 
 `resolve_links` compares two descriptions under their links and lists everything that does not match.
 """
@@ -31,15 +31,16 @@ from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 
 if TYPE_CHECKING:
-    # Not at run time: importing `vescale_fsdp.quantize` imports the runtime.
+    # For type checkers only: importing `vescale_fsdp.quantize` imports the runtime, which planning does not need.
     from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
 
 __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
 Shape = tuple[int, ...]
-Map = Concat | Index | Permute | Slice | Stack  # maps that move whole dims, so that a box stays a box
+Map = Concat | Index | Permute | Slice | Stack  # only maps under which a box stays a box; others would cut it
 
-# Other dtypes in which a target may store the same bytes, since kernels expect different dtypes.
+# For the dtype of a codec's codes or scales: other dtypes that a target may declare for the same bytes. Some kernels
+# expect uint8 for fp8 codes, or float8_e8m0fnu for scales that are exponents.
 _NAMES_OF_BYTES = {"float8_e4m3fn": ("uint8",), "int8": ("uint8",), "uint8": ("float8_e8m0fnu",)}
 _MAX_SHOWN = 20  # problems that an error lists
 
@@ -55,7 +56,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A map that moves the items of other links."""
+    """A link whose result is made from the results of other links, such as a concatenation."""
 
     map: Map
     inputs: tuple[Link, ...]
@@ -65,7 +66,7 @@ Link = str | Coded | Mapped  # a name alone is the source tensor of that name
 
 
 def concatenate(*inputs: Link, dim: int = 0) -> Link:
-    """A link that concatenates tensors along a dim, such as q, k and v into one matrix.
+    """Make a link that concatenates tensors along a dim, such as q, k and v into one matrix.
 
     Examples:
         >>> links = {"qkv.weight": concatenate("q.weight", "k.weight", "v.weight")}
@@ -77,7 +78,7 @@ def concatenate(*inputs: Link, dim: int = 0) -> Link:
 
 
 def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
-    """A link to the indices [start, start + size) of a dim, such as q of a fused q, k and v matrix.
+    """Make a link to the indices [start, start + size) of a dim of ``of``, such as q in a fused q, k and v matrix.
 
     Examples:
         >>> links = {"q.weight": slice("qkv.weight", 0, 64)}
@@ -86,7 +87,7 @@ def slice(of: Link, start: int, size: int, *, dim: int = 0) -> Link:
 
 
 def stack(*inputs: Link, dim: int = 0) -> Link:
-    """A link that stacks tensors of one shape along a new dim, such as all experts into one tensor.
+    """Make a link that stacks tensors of one shape along a new dim, such as all experts into one tensor.
 
     Examples:
         >>> links = {"experts.w2": stack("experts.0.w2", "experts.1.w2")}
@@ -95,7 +96,7 @@ def stack(*inputs: Link, dim: int = 0) -> Link:
 
 
 def index(of: Link, number: int, *, dim: int = 0) -> Link:
-    """A link to one index of a dim, which the result does not have, such as one expert of a stack.
+    """Make a link to one index of a dim of ``of``, such as one expert of a stack. The result does not have this dim.
 
     Examples:
         >>> links = {f"experts.{e}.w2": index("experts.w2", e) for e in range(2)}
@@ -104,7 +105,7 @@ def index(of: Link, number: int, *, dim: int = 0) -> Link:
 
 
 def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
-    """A link that permutes dims: dim i of the result is dim ``dims[i]`` of the input. Default: a transpose.
+    """Make a link that permutes dims: dim i of the result is dim ``dims[i]`` of the input. Default: a transpose.
 
     Examples:
         >>> links = {"w_t": permute("w"), "kernel": permute("conv.weight", (2, 3, 1, 0))}
@@ -113,7 +114,7 @@ def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
 
 
 def codes(name: str, codec: BlockCodec) -> Link:
-    """A link to the codes of a whole tensor, computed by the ranks that store it.
+    """Make a link to the codes of a quantized tensor. The ranks that store the tensor compute the codes.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
@@ -123,7 +124,7 @@ def codes(name: str, codec: BlockCodec) -> Link:
 
 
 def scales(name: str, codec: BlockCodec) -> Link:
-    """A link to the scales of a whole tensor's blocks.
+    """Make a link to the scales of a quantized tensor, one scale per block of the codec.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
@@ -133,14 +134,14 @@ def scales(name: str, codec: BlockCodec) -> Link:
 
 
 class Leaf(NamedTuple):
-    """Items that one source tensor gives to a target tensor.
+    """A box of one source tensor that is copied into a target tensor.
 
     Attributes:
-        source: the source tensor, or its codes or scales.
-        box: the items that are read.
-        corner: index of the box's first item in the target.
-        dims: for each dim of the target, the matching dim of the source; -1 where the leaf has a single index. In
-            source dims that are not listed, the size of the box is 1.
+        source: name of the source tensor, or its codes or scales.
+        box: the box of the source that is read.
+        corner: offsets of the box's first item in the target.
+        dims: for each dim of the target, the matching dim of the source; -1 for a dim that the source lacks, in which
+            the leaf fills one index. In source dims that are not listed, the size of the box is 1.
     """
 
     source: str | Coded
@@ -150,11 +151,11 @@ class Leaf(NamedTuple):
 
     @property
     def target_box(self) -> Box:
-        """The items of the target that the leaf fills."""
+        """The box of the target that the leaf fills."""
         return Box(self.corner, tuple(1 if dim < 0 else self.box.sizes[dim] for dim in self.dims))
 
     def to_source(self, wanted: Box) -> Box | None:
-        """The box of the source that fills a box of the target; None if the leaf fills nothing of that box."""
+        """Return the box of the source that fills the box ``wanted`` of the target; None if the leaf fills no item."""
         shared = wanted.intersect(self.target_box)
         if shared is None:
             return None
@@ -168,7 +169,7 @@ class Leaf(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def to_target(self, stored: Box) -> Box | None:
-        """The box of the target that a box of the source fills; None if the leaf reads nothing of that box."""
+        """Return the box of the target that the box ``stored`` of the source fills; None if the leaf reads no item."""
         shared = stored.intersect(self.box)
         if shared is None:
             return None
@@ -181,15 +182,15 @@ class Leaf(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """Whether items have the same indices in the target as in the source."""
+        """Whether each item has the same index in the target as in the source."""
         return self.corner == self.box.offsets and self.dims == tuple(range(len(self.box.sizes)))
 
 
 def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Shape, list[Leaf]]:
-    """The shape of a link's result, and its leaves.
+    """Return the shape of a link's result, and its leaves.
 
     Args:
-        shape_of: shape of a source tensor, or of its codes or scales; raises for a tensor that does not exist.
+        shape_of: returns the shape of a source tensor, or of its codes or scales; raises if there is no such tensor.
 
     Raises:
         PlacementError: if the shapes of inputs do not fit their map.
@@ -199,7 +200,7 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
         whole = whole_box(shape)
         return shape, [
             Leaf(link, whole, whole.offsets, tuple(range(len(shape))))
-        ] if whole.numel else []  # nothing to read
+        ] if whole.numel else []  # an empty tensor has no items to read
     inputs = [leaves_of(item, shape_of) for item in link.inputs]
     shapes = [shape for shape, _ in inputs]
     misfit = link.map.misfit(shapes)
@@ -213,18 +214,18 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
 
 
 def _moved(leaf: Leaf, map: Map, number: int, shapes: Sequence[Shape]) -> Leaf | None:
-    """A leaf of a map's input as a leaf of the map's result; None if the result has no items of the leaf.
+    """Apply a map to a leaf of one input. Returns a leaf of the map's result, or None if the result lacks its items.
 
     Args:
-        number: of the input.
-        shapes: of all inputs.
+        number: index of the input among the map's inputs.
+        shapes: shapes of all inputs.
     """
     corner, dims = leaf.corner, leaf.dims
     match map:
         case Concat(dim):
             before = sum(shape[dim] for shape in shapes[:number])
             return leaf._replace(corner=(*corner[:dim], corner[dim] + before, *corner[dim + 1 :]))
-        case Stack(dim):
+        case Stack(dim):  # -1: the new dim exists only in the target
             corner = (*corner[:dim], number, *corner[dim:])
             return leaf._replace(corner=corner, dims=(*dims[:dim], -1, *dims[dim:]))
         case Permute(order):
@@ -243,7 +244,14 @@ def _moved(leaf: Leaf, map: Map, number: int, shapes: Sequence[Shape]) -> Leaf |
 
 
 def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | None:
-    """The part of a leaf at indices [start, start + size) of a dim of its target, which has ``shape``."""
+    """Return the part of a leaf whose target indices along ``dim`` are in [start, start + size), moved to start at 0.
+
+    Args:
+        shape: shape of the leaf's target.
+
+    Returns:
+        The smaller leaf; None if the leaf has no items there.
+    """
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = start, size
     wanted = Box(tuple(offsets), tuple(sizes))
@@ -254,13 +262,14 @@ def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | No
     return Leaf(leaf.source, source, corner, leaf.dims)
 
 
+# Classes in the JSON form of links. Codecs are not listed, since their package imports the runtime; callers pass them.
 _KINDS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (Coded, Mapped, Concat, Index, Permute, Slice, Stack)
 }
 
 
 def links_to_json(value: Any) -> Any:
-    """Links, or tuples of them, as plain values. `links_from_json` is the inverse."""
+    """Convert a link, or nested tuples with links, to plain values. `links_from_json` is the inverse."""
     if is_dataclass(value):
         values = {field.name: links_to_json(getattr(value, field.name)) for field in fields(value)}
         return {"kind": type(value).__name__, **values}
@@ -268,10 +277,10 @@ def links_to_json(value: Any) -> Any:
 
 
 def links_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -> Any:
-    """Inverse of `links_to_json`.
+    """Restore links from the result of `links_to_json`.
 
     Args:
-        codecs: classes of the codecs that links name, by class name.
+        codecs: classes of the codecs in links, by class name.
     """
     if isinstance(data, list):
         return tuple(links_from_json(item, codecs) for item in data)
@@ -283,22 +292,22 @@ def links_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) 
 
 
 class SourceTensor:
-    """A source tensor, or its codes or scales, as leaves read it.
+    """What leaves read from one source tensor: its items, its codes or its scales.
 
     Args:
-        description: of the source.
-        link: the name of a tensor, or its codes or scales.
+        description: the description of the source.
+        link: the name of a tensor, or a link to its codes or scales.
 
     Raises:
         KeyError: if the source has no tensor of this name.
 
     Attributes:
-        number: of the tensor in the description.
-        name, stored_shape: of the tensor that ranks store.
+        number: index of the tensor in the description.
+        name, stored_shape: name and shape of the tensor that ranks store.
         distribution, holders: how the tensor is cut, and which ranks store its parts.
-        codec, grid: None if leaves read the tensor itself.
+        codec, grid: the codec and its grid of blocks; None if leaves read the tensor itself.
         is_scales: whether leaves read the scales.
-        shape, dtype: of the tensor, codes or scales that leaves read.
+        shape, dtype: shape and dtype of the tensor, codes or scales that leaves read.
     """
 
     def __init__(self, description: StateDescription, link: str | Coded) -> None:
@@ -323,15 +332,18 @@ class SourceTensor:
 
     @property
     def regions_key(self) -> tuple[Any, ...]:
-        """A key that, together with the distribution, determines the regions."""
+        """A hashable key: tensors with equal keys and equal distributions have equal `regions`."""
         return self.stored_shape, self.grid if self.is_scales else None
 
     def stored_region(self, coordinates: Shape) -> Region:
-        """The region of the tensor that ranks at these coordinates store."""
+        """Return the region of the tensor that the ranks at ``coordinates`` store."""
         return self._description.region(self.number, coordinates)
 
     def regions(self, coordinates: Shape) -> list[tuple[Region, int]]:
-        """The regions that leaves can read from ranks at these coordinates, with offsets in one flat memory."""
+        """Return the regions that leaves can read from ranks at ``coordinates``, each with its offset in flat memory.
+
+        Scales may have several regions; they are concatenated in memory.
+        """
         known = self._regions.get(coordinates)
         if known is not None:
             return known
@@ -344,24 +356,25 @@ class SourceTensor:
         return self._regions[coordinates]
 
     def touching(self, box: Box) -> Iterator[Shape]:
-        """Coordinates at which ranks may have items of a box."""
+        """Yield the coordinates whose ranks may have items of ``box``; more than needed, but never fewer."""
         region = Region(box, FlatRange(0, box.numel))
         if self.grid is not None and self.is_scales:
             region = Region(whole_box(self.stored_shape), hull_of(box, self.stored_shape, self.grid))
         return self._description.touching(self.number, region)
 
     def all_coordinates(self) -> Iterator[Shape]:
-        """The coordinates of all cells, in order."""
+        """Return the coordinates of all parts of the tensor, in row-major order."""
         return np.ndindex(*(axis.size for axis in self.distribution.axes))
 
 
 class PlacedLeaf(NamedTuple):
-    """A leaf of a plan: the tensor that it reads, and the tensor of the target that it fills.
+    """A leaf of a plan, with the source tensor that it reads and the target tensor that it fills.
 
     Attributes:
-        target: number of the tensor in the target's description.
-        wire_dtype: dtype of items as they are sent: the narrower dtype of source and target.
-        narrowed, widened: whether the sender casts items to ``wire_dtype``; whether the receiver casts them from it.
+        target: index of the target tensor in the target's description.
+        wire_dtype: dtype of items as they are sent: of the dtypes of source and target, the one with fewer bytes.
+        narrowed: whether the sender casts items to ``wire_dtype``.
+        widened: whether the receiver casts items from ``wire_dtype``.
     """
 
     leaf: Leaf
@@ -380,13 +393,15 @@ class PlacedLeaf(NamedTuple):
 def resolve_links(
     source: StateDescription, target: StateDescription, links: Iterable[tuple[str, Link]], cast: bool
 ) -> tuple[PlacedLeaf, ...]:
-    """The leaves of all tensors of a target, in the order of the tensors.
+    """Return the leaves of all target tensors, in the order of the tensors.
 
     Args:
-        links: by name, with dots or slashes between keys.
+        links: (target name, link) pairs; names have dots or slashes between keys.
+        cast: whether floats may be rounded to the target's dtype.
 
     Raises:
-        PlacementError: if names, shapes or dtypes do not match, or no rank has a part; lists all problems.
+        PlacementError: if names, shapes or dtypes do not match, or a part of a tensor is on no rank; lists all
+            problems.
     """
     problems: list[str] = []
     sources: dict[str | Coded, SourceTensor] = {}
@@ -398,10 +413,10 @@ def resolve_links(
             problems.append(f"{spelled!r} is linked, but the target has no such tensor")
         elif name in link_of:
             problems.append(f"{name!r} is linked twice, also as {spelled!r}")
-        link_of[name] = link
+        link_of[name] = link  # also after a problem, so that one error lists the problems of all tensors
 
     def source_of(item: str | Coded) -> SourceTensor:
-        if item not in sources:
+        if item not in sources:  # one object for all leaves, since it caches regions
             sources[item] = SourceTensor(source, item)
         return sources[item]
 
@@ -420,13 +435,16 @@ def resolve_links(
         for leaf in leaves:
             item = source_of(leaf.source)
             have, want = stored_dtype(item.dtype), stored_dtype(entry.dtype)
+            # Bytes of codes and scales are copied without a cast if only the name of their dtype differs.
             is_renamed = item.codec is not None and want.name in _NAMES_OF_BYTES.get(have.name, ())
             is_cast = have.name != want.name and not is_renamed
             if is_cast and not (cast and have.kind == want.kind == "float"):
                 problems.append(f"{entry.name!r}: dtype {want.name}, but the source makes {have.name}")
-            wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype  # the narrower: fewer bytes
+            # Items are sent in the narrower dtype, which takes fewer bytes.
+            wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype
             casts = (is_cast and wire != item.dtype, is_cast and wire != entry.dtype)
             placed.append(PlacedLeaf(leaf, item, number, wire, *casts))
+    # Each source once; a dict instead of a set keeps the order of the messages.
     for item in dict.fromkeys(leaf.source for leaf in placed):
         missing_cell = item.holders.missing_cell()
         if missing_cell is not None:

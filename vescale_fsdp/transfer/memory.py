@@ -1,7 +1,7 @@
 """One rank's source and target tensors in a transfer, as bytes that are sent and received.
 
-`Origin` packs boxes of the source, cast or quantized as planned. `Destination` fills the target. With ``keep_old`` a
-second copy is filled, and copied into the target at the end. Without ``keep_old``, the target is filled in place. A
+`Origin` packs boxes of the source, cast or quantized as planned. `Destination` fills the target. With ``keep_old``, it
+fills a second copy, and copies that into the target at the end. Without ``keep_old``, it fills the target in place. A
 failure then leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in
 every float dtype and -1 in every signed integer dtype. Such weights cannot be served by mistake.
 """
@@ -35,12 +35,12 @@ CodedKey = tuple[str, "BlockCodec"]  # identifies the codes and scales of one te
 
 
 class PlannedPart(NamedTuple):
-    """The part of a described tensor that a rank stores.
+    """The part of a described tensor that one rank stores.
 
     Attributes:
-        number: of the tensor in its description.
-        name, dtype, shape: of the whole tensor.
-        numel: items of the part.
+        number: index of the tensor in its description.
+        name, dtype, shape: name, dtype and shape of the whole tensor.
+        numel: number of items of the part.
     """
 
     number: int
@@ -51,7 +51,7 @@ class PlannedPart(NamedTuple):
 
 
 def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -> list[PlannedPart]:
-    """A rank's parts of the tensors ``numbers`` of a description, without tensors of which the rank has no part."""
+    """Return a rank's parts of the tensors with these ``numbers``, ascending. Tensors without a part are omitted."""
     parts = []
     for number in sorted(set(numbers)):
         position = description.holders_of(number).position(rank)
@@ -64,10 +64,14 @@ def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -
 def local_parts(
     tensors: Mapping[str, torch.Tensor], parts: Sequence[PlannedPart], rank: int
 ) -> dict[int, torch.Tensor]:
-    """This rank's local tensors of a state, by the number of the tensor.
+    """Compare a state with its description, and return this rank's local tensors by tensor number.
+
+    Args:
+        tensors: the tensors of the state, by name.
+        parts: the parts that this rank should store.
 
     Raises:
-        CheckpointError: if the state differs from its description.
+        CheckpointError: if a tensor is missing, or has another dtype, global shape or number of local items.
     """
     locals_by_number = {}
     for number, name, dtype, shape, numel in parts:
@@ -89,29 +93,32 @@ def local_parts(
 
 
 def _is_plain_memory(local: torch.Tensor) -> bool:
+    """Return whether memory has the items in row-major order, without torch's lazy conjugation or negation."""
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
-    """A tensor as 1D: a view if it is contiguous, else a copy."""
+    """Return a tensor's items as 1D: a view if the memory has them in order, else a copy."""
     if not _is_plain_memory(local):
         local = local.resolve_conj().resolve_neg().contiguous()
     return local.as_strided((local.numel(),), (1,))
 
 
 def _as_carrier(local: torch.Tensor) -> torch.Tensor:
-    """View a tensor in a dtype of the same width that every copy kernel supports."""
+    """View a tensor in a dtype of the same width that every copy kernel supports; some dtypes have no kernels."""
     return local.view(carrier_of(local.dtype))
 
 
 def _views(
     data: torch.Tensor, wire_dtype: str | None, flat: torch.Tensor, sizes: Shape, strides: Shape, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A share's items in a message and in a flat memory, both of shape ``sizes``.
+    """Return two views of a share, both of shape ``sizes``: its items in a message, and its items in a flat memory.
 
     Args:
         data: the share's bytes of the message, 1D uint8.
-        wire_dtype: dtype of items in the message, if the copy is to cast; None to copy bits.
+        wire_dtype: dtype of the items in the message, for a copy that casts; None for a copy of bits.
+        flat: 1D, the memory.
+        strides, start: strides of the share in ``flat``, and index of its first item there.
     """
     if wire_dtype is None:
         flat = _as_carrier(flat)
@@ -119,38 +126,39 @@ def _views(
     return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
 
 
-_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch is deleted with its transfer
-_watches_lock = Lock()  # an optimizer may step on a thread other than the transfer's
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its run of a transfer
+_watches_lock = Lock()  # an optimizer may step on another thread than the transfer's
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Note in all watches that an optimizer begins a step on its parameters."""
+    """Mark each watch of memory of the optimizer's parameters. torch calls this before every optimizer's step."""
     with _watches_lock:
-        watches = list(_watches)
+        watches = list(_watches)  # a copy: other threads may add watches during the loop
     if watches:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # By storage: a state dict has other tensor objects than the optimizer, with the same memory.
+        # Compared by storage: tensors of a state dict are other objects than the optimizer's, with the same memory.
         stepped = {storage_id(local_of(param)) for param in params}
         for watch in watches:
             watch.is_stepped |= not stepped.isdisjoint(watch.storages)
 
 
-@lru_cache  # once: the hook runs for all optimizers of the process
+@lru_cache  # register the hook once per process: it runs for all optimizers
 def _watch_optimizers() -> None:
+    """Make torch call `_note_step` before every step of every optimizer of this process."""
     register_optimizer_step_pre_hook(_note_step)
 
 
 class SourceWatch:
-    """Detects writes to tensors from any thread, after the creation of the watch.
+    """Detects writes to tensors, by any thread, after the watch was created.
 
-    Version counters alone miss a write in progress: torch increments them after a kernel, and after all kernels of a
-    fused optimizer. So the beginning of an optimizer's step counts as a write.
+    Version counters alone miss a write in progress: torch increments a counter after a kernel, and after all kernels of
+    a fused optimizer. So the beginning of an optimizer's step counts as a write.
 
     Args:
-        tensors: the watched tensors; of a DTensor also its local tensor.
+        tensors: the tensors to watch; the local tensor of a DTensor, which has its own counter, is watched too.
 
     Attributes:
-        storages: ids of the tensors' storages.
+        storages: `storage_id` of each tensor.
         is_stepped: whether an optimizer of any of the tensors has begun a step.
     """
 
@@ -159,17 +167,17 @@ class SourceWatch:
         watched = [item for tensor in tensors for item in (tensor, local_of(tensor))]
         self.storages = {storage_id(local_of(tensor)) for tensor in tensors}
         self.is_stepped = False
-        with _watches_lock:
+        with _watches_lock:  # two threads could run a function with `lru_cache` at the same time
             _watch_optimizers()
             _watches.add(self)
         # Inference tensors have no version counter.
         self._versions = [(item, version_of(item)) for item in watched if not item.is_inference()]
 
     def check(self) -> None:
-        """Check that no tensor was written to.
+        """Check that no tensor was written to since the watch was created.
 
         Raises:
-            CheckpointError: with the number of tensors that changed.
+            CheckpointError: if a version counter changed or an optimizer began a step; names the number of tensors.
         """
         changed = sum(version_of(tensor) != version for tensor, version in self._versions)
         if changed or self.is_stepped:
@@ -183,7 +191,7 @@ class SourceWatch:
 
 
 def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
-    """The source tensors of a plan that are quantized: one per tensor and codec, in the order of the plan's leaves."""
+    """Return the source tensors that a plan quantizes, one per tensor and codec, in the order of the plan's leaves."""
     sources: dict[CodedKey, SourceTensor] = {}
     for leaf in plan.leaves:
         if leaf.source.codec is not None:
@@ -192,11 +200,11 @@ def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
 
 
 class CutBlocks:
-    """Quantization blocks that may span several ranks; the same blocks on all ranks.
+    """The quantization blocks that may span several ranks, computed from the plan: the same list on all ranks.
 
     Attributes:
-        blocks: numbers of the cut blocks of each quantized tensor, ascending.
-        total: number of cut blocks of all tensors.
+        blocks: for each quantized tensor, the numbers of its blocks that may span ranks, ascending.
+        total: number of these blocks in all tensors.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
@@ -205,6 +213,7 @@ class CutBlocks:
         for key, source in _coded_sources(plan).items():
             grid, cuts = source.grid, source.distribution.cuts
             assert grid is not None
+            # The usual layout of this library, for which no region needs to be computed.
             if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
                 if slot.block_numel % grid.band_numel == 0:
@@ -215,12 +224,19 @@ class CutBlocks:
         self.total = sum(map(len, self.blocks.values()))
 
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
-        """All-reduce the largest magnitudes of cut blocks, and store them in this rank's ``tensors``."""
-        if not self.total:
+        """All-reduce the largest magnitudes of blocks that may span ranks, and store the results in ``tensors``.
+
+        A collective, unless there are no such blocks.
+
+        Args:
+            tensors: this rank's parts of quantized tensors.
+        """
+        if not self.total:  # the same on all ranks
             return
-        # Bits of non-negative floats, read as integers, compare like the floats, and NaN is the largest.
+        # As integers, since the coordinator all-reduces integers. The bits of non-negative floats, read as integers,
+        # have the order of the floats, and NaN is the largest. On the CPU, since the coordinator's group is gloo.
         largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
-        # This rank's magnitudes of each tensor, with the indices of cut blocks in ``largest`` and in the magnitudes.
+        # For each tensor on this rank: its magnitudes, and the indices of its cut blocks in ``largest`` and in these.
         own: list[tuple[torch.Tensor, list[int], list[int]]] = []
         start = 0
         for key, blocks in self.blocks.items():
@@ -237,13 +253,13 @@ class CutBlocks:
 
 
 class Origin:
-    """The source tensors of a rank.
+    """One rank's source tensors in one run of a transfer. Measures the blocks of quantized tensors when it is created.
 
     Args:
-        locals_by_number: this rank's parts, by number in the source's description.
+        locals_by_number: this rank's local tensors, by tensor number in the source's description.
 
     Attributes:
-        coded: this rank's parts of quantized tensors, with the magnitudes of their blocks.
+        coded: this rank's parts of quantized tensors, with the largest magnitude of each block.
     """
 
     def __init__(self, plan: TransferPlan, rank: int, locals_by_number: Mapping[int, torch.Tensor]) -> None:
@@ -259,12 +275,12 @@ class Origin:
                 self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
-        """The bytes of ``numel`` contiguous items that begin with a share's first item."""
+        """Return a view of the bytes of ``numel`` contiguous source items, from the first item of ``share`` on."""
         flat = self._flats[self._plan.leaves[share.leaf].source.number]
         return flat[share.source : share.source + numel].view(torch.uint8)
 
     def pack(self, share: Share, out: torch.Tensor) -> None:
-        """Write a share's bytes, cast or quantized as they are sent, into ``out``, 1D uint8."""
+        """Write a share's bytes as they are sent, cast or quantized if planned, into ``out`` (1D uint8)."""
         placed = self._plan.leaves[share.leaf]
         codec = placed.source.codec
         if codec is not None and not placed.source.is_scales:
@@ -272,14 +288,15 @@ class Origin:
             coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
             return
         flat = self._flats[placed.source.number] if codec is None else self._scales_of(placed.source, codec)
+        # Only the side with the wider dtype casts, so that the narrower one is sent; here, the sender.
         wire_dtype = placed.wire_dtype if placed.narrowed else None
         wire, box = _views(out, wire_dtype, flat, share.sizes, share.source_strides, share.source)
         wire.copy_(box)
 
     def _scales_of(self, source: SourceTensor, codec: BlockCodec) -> torch.Tensor:
-        """The scales of a tensor that this rank owns, 1D."""
+        """Return the scales that this rank owns of a tensor, 1D."""
         key = source.name, codec
-        if key not in self._scales:
+        if key not in self._scales:  # computed once per run
             position = source.holders.position(self._rank)
             assert position is not None
             self._scales[key] = self.coded[key].scales(source.regions(position[0]))
@@ -287,15 +304,15 @@ class Origin:
 
 
 class Destination:
-    """The target tensors of a rank.
+    """One rank's target tensors in one run of a transfer.
 
     Args:
-        locals_by_number: this rank's parts, by number in the target's description.
-        keep_old: fill a second copy, and copy it into the target at the end.
-        copies: second copies by tensor number, reused from earlier runs. Missing copies are added.
+        locals_by_number: this rank's local tensors, by tensor number in the target's description.
+        keep_old: fill a second copy, which `commit` copies into the target.
+        copies: second copies of earlier runs, by tensor number, for reuse. Missing copies are added.
 
     Attributes:
-        is_mixed: whether the target may have both old and new weights.
+        is_mixed: whether the target may have a mixture of old and new weights.
     """
 
     def __init__(
@@ -308,52 +325,53 @@ class Destination:
     ) -> None:
         self._plan = plan
         self._locals = locals_by_number
-        self.is_mixed = not keep_old
+        self.is_mixed = not keep_old  # in place, each received message changes the target
         self._flats: dict[int, torch.Tensor] = {}
         for number, local in locals_by_number.items():
             if _is_plain_memory(local) and not keep_old:
                 self._flats[number] = _flat(local)
                 continue
-            # With `keep_old`, or if the target's memory is not flat, a second copy is filled.
+            # Fill a second copy: with `keep_old`, or because the target's items are not in order in memory.
             if number not in copies:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
             self._flats[number] = copies[number]
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
-        """The memory of ``numel`` contiguous items that begin with a share's first item."""
+        """Return a view of the bytes of ``numel`` contiguous items to fill, from the first item of ``share`` on."""
         flat = self._flats[self._plan.leaves[share.leaf].target]
         return flat[share.target : share.target + numel].view(torch.uint8)
 
     def unpack(self, share: Share, data: torch.Tensor) -> None:
-        """Copy a share's bytes from a message into the target or its second copy."""
+        """Copy a share's items from the bytes of a message into the target or its second copy, cast if planned."""
         wire, box = self._wire_and_box(share, data)
         box.copy_(wire)
 
     def read_back(self, share: Share, out: torch.Tensor) -> None:
-        """Write the bytes of a share's stored items into ``out``, as they were received: the inverse of `unpack`."""
+        """Write a share's stored items into ``out``, as the bytes that were received: the inverse of `unpack`."""
         wire, box = self._wire_and_box(share, out)
         wire.copy_(box)
 
     def _wire_and_box(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two views of a share: its items in ``data``, and its items in the target or its second copy."""
         placed = self._plan.leaves[share.leaf]
         flat, wire_dtype = self._flats[placed.target], placed.wire_dtype if placed.widened else None
         return _views(data, wire_dtype, flat, share.sizes, share.target_strides, share.target)
 
     def commit(self) -> None:
-        """Copy second copies into the target."""
-        self.is_mixed = True  # until the last copy is done
+        """Copy second copies, if there are any, into the target, and reset `is_mixed`."""
+        self.is_mixed = True  # an interruption between two copies leaves a mixture
         for number, local in self._locals.items():
             flat = self._flats[number]
-            # Equal addresses: the tensor was filled in place.
+            # With equal addresses the tensor was filled in place.
             if flat.data_ptr() != local.data_ptr() and local.numel():
                 _as_carrier(local).copy_(_as_carrier(flat).view(local.shape))
         self.is_mixed = False
 
     def poison(self) -> None:
-        """Make the target unusable if it may have both old and new weights."""
+        """Set all bytes of the target to 0xFF, which is NaN in floats, if `is_mixed`; bools become True."""
         for local in self._locals.values() if self.is_mixed else ():
             if local.dtype == torch.bool:
-                local.fill_(True)  # 0xFF is not a valid bool
+                local.fill_(True)  # the byte 0xFF is not a valid bool
             elif local.numel():
                 ones = torch.full((local.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=local.device)
                 _as_carrier(local).copy_(ones.view(carrier_of(local.dtype)))

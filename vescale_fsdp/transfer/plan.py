@@ -1,18 +1,18 @@
 """Transfer plans: two descriptions and a few choices, from which each rank derives what it sends and receives.
 
     plan_transfer(source, target)   pure: compares names, shapes and dtypes, and balances the senders' loads
-    plan.to_json()                  the descriptions, the links, the budget, and the shares that are not equal
-    print(plan), plan.to_svg()      totals of all ranks, and a picture of senders and receivers; runs without ranks
+    plan.to_json()                  the descriptions, the links, the budget, and the shares of unequal senders
+    print(plan), plan.to_svg()      totals of all ranks, and a picture of senders and receivers; needs no running ranks
     RankTransfers(plan, rank)       what one rank sends, receives and keeps, as strided boxes (`rank_transfers`)
 
-Ranks that store the same part of a tensor are a *set*. The bytes that the ranks of a target take from a set, in rank
-order, are divided into one byte range per rank of the set:
+Ranks that store the same part of a tensor are a *set*. The target's ranks take bytes from a set; these bytes, in the
+rank order of the receivers, are divided into one byte range per rank of the set:
 
     set (0, 4), taken by ranks 8, 9, 10        8888888899999999....10101010
     equal loads, so equal byte ranges          000000000000|444444444444444
 
-So each sender has few receivers, and most receivers need only one rank of a set. Where sets overlap, the sizes of byte
-ranges balance the loads of the ranks.
+So each sender has few receivers, and most receivers take bytes from only one rank of a set. A rank's *load* is the
+number of bytes that it sends. If a rank is in several sets, byte ranges get unequal sizes so that loads are equal.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from vescale_fsdp.transfer.links import (
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec
 
-BUDGET_BYTES = 64 << 20  # 64 MiB
+BUDGET_BYTES = 64 << 20  # 64 MiB: default memory of a rank for messages
 IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
 # Size of the widest item, complex128: streams are cut at multiples of this size, so that no item is cut.
 ALIGN_BYTES = 16
 
-_VERSION = 1  # of the JSON
+_VERSION = 1  # version of the JSON form
 _MAX_BALANCE_ROUNDS = 200  # bounds the time of planning; loads that still change by then are nearly equal
 _BALANCE_TOLERANCE_BYTES = 64  # loads that differ by less count as equal
 
-_MAX_DRAWN = 32  # ranks on either side of a picture
+_MAX_DRAWN = 32  # most senders, and most receivers, in a picture
 _CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 140, 200
-_FILL, _QUIET, _RULE = "#2e6fdb", "#667085", "#d0d5dd"
+_FILL, _QUIET, _RULE = "#2e6fdb", "#667085", "#d0d5dd"  # colors of squares and bars, of text, of outlines
 
 Ranks = tuple[int, ...]
 Shares = Mapping[Ranks, tuple[int, ...]]
@@ -63,11 +63,11 @@ class TransferPlan:
     """How the ranks of a target get their tensors from the ranks of a source. `str` summarizes the plan.
 
     Args:
-        source, target: which ranks store what; both number ranks in the same way.
-        links: (target name, link) pairs; a target tensor without a link comes from the source tensor of its name.
+        source, target: the descriptions of both states, with the same rank numbers.
+        links: (target name, link) pairs; a target tensor without a link comes from the source tensor of the same name.
         cast: whether floats may be rounded to the target's dtype.
-        budget_bytes: memory that a rank may use for messages.
-        shares: bytes that each rank of a set sends, for sets whose ranks send unequal amounts.
+        budget_bytes: memory that each rank may use for messages.
+        shares: bytes that each rank of a set sends, for each set whose ranks send unequal amounts.
 
     Examples:
         >>> import torch
@@ -93,7 +93,7 @@ class TransferPlan:
 
     @cached_property
     def leaves(self) -> tuple[PlacedLeaf, ...]:
-        """All leaves, in the order of the target's tensors.
+        """The boxes that the transfer copies (`PlacedLeaf`), in the order of the target's tensors.
 
         Raises:
             PlacementError: if names, shapes or dtypes do not match; lists all mismatches.
@@ -107,32 +107,35 @@ class TransferPlan:
 
     @cached_property
     def all_shares(self) -> Shares:
-        """Bytes that each rank of each set sends, by set."""
+        """Bytes that each rank of a set sends, by set; equal amounts if `shares` does not list the set."""
         chosen = dict(self.shares)
         wanted = zip(self.demand.sets, self.demand.sent.sum(1).tolist(), strict=True)
         return {ranks: chosen.get(ranks) or equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted}
 
     def byte_range(self, ranks: Ranks, sender: int, receiver: int) -> tuple[int, int]:
-        """The part that ``sender`` sends: start and stop among the bytes that ``receiver`` takes from ``ranks``."""
+        """Find the bytes that ``sender`` sends to ``receiver``.
+
+        Returns:
+            Start and stop, counted in the bytes that ``receiver`` takes from the set ``ranks``.
+        """
         row, column = self.demand.row_of[ranks], self.demand.column_of[receiver]
         start, stop = self.demand.starts[row, column : column + 2].tolist()
         number, shares = ranks.index(sender), self.all_shares[ranks]
         low = sum(shares[:number]) - start
 
-        def edge(
-            position: int,
-        ) -> int:  # rounded down, so that no item is cut; the end need not be a multiple
+        def edge(position: int) -> int:
+            """Limit a position to the receiver's bytes, and round it down so that no item is cut; the end stays."""
             return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
 
         return edge(low), edge(low + shares[number])
 
     @cached_property
     def digest(self) -> int:
-        """Checksum of the plan, which ranks compare."""
+        """Checksum of the plan. Ranks compare it, since ranks with different plans would wait for each other."""
         return checksum_of(dump_json(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
+        """Convert to plain values that `from_json` reads back without loss."""
         return {
             "version": _VERSION,
             "source": self.source.to_json(),
@@ -147,12 +150,15 @@ class TransferPlan:
     def from_json(
         cls, data: Mapping[str, Any], codecs: Mapping[str, Callable[..., BlockCodec]] | None = None
     ) -> TransferPlan:
-        """Inverse of `to_json`.
+        """Restore a plan from the result of `to_json`.
 
         Args:
-            codecs: classes of the codecs that links name, by class name.
+            codecs: classes of the codecs in links, by class name.
+
+        Raises:
+            PlacementError: if the version of the JSON form is not supported.
         """
-        if data.get("version") != _VERSION:
+        if data.get("version") != _VERSION:  # fields of another version may have another meaning
             raise PlacementError(
                 "This plan was written by another version of vescale_fsdp.",
                 expected=f"version {_VERSION} of plans",
@@ -170,7 +176,7 @@ class TransferPlan:
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
-        """Names of the source's tensors that no tensor of the target needs."""
+        """Names of source tensors from which no target tensor is made."""
         used = {leaf.source.name for leaf in self.leaves}
         return tuple(entry.name for entry in self.source.entries if entry.name not in used)
 
@@ -190,13 +196,13 @@ class TransferPlan:
 
     @cached_property
     def kept_bytes(self) -> dict[int, int]:
-        """Bytes that a rank of both source and target copies within its own memory, for ranks that copy any."""
+        """Bytes that each rank copies within its own memory; without ranks that copy none."""
         kept = zip(self.demand.targets, self.demand.kept.tolist(), strict=True)
         return {rank: nbytes for rank, nbytes in kept if nbytes}
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all ranks send."""
+        """Sum of the bytes that all ranks send."""
         return sum(self.sent_bytes.values())
 
     @property
@@ -206,7 +212,7 @@ class TransferPlan:
         return busiest * len(self.sent_bytes) / self.total_bytes if self.total_bytes else 1.0
 
     def pair_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes by (sender, receiver), for the first 32 senders and receivers."""
+        """Return the bytes by (sender, receiver), for pairs of the first 32 senders and the first 32 receivers."""
         senders, receivers = set(self.source.all_ranks[:_MAX_DRAWN]), self.demand.targets[:_MAX_DRAWN]
         pairs: dict[tuple[int, int], int] = {}
         for row, ranks in enumerate(self.demand.sets):
@@ -235,10 +241,10 @@ class TransferPlan:
         return "\n".join(lines)
 
     def to_svg(self, title: str = "transfer") -> str:
-        """A picture with one square per sender (row) and receiver (column), darker for more bytes.
+        """Draw an SVG picture with one square per sender (row) and receiver (column), darker for more bytes.
 
-        A bar next to each row and under each column shows the rank's total. Only the first 32 senders and receivers
-        are drawn; a line says how many are omitted.
+        A bar next to each row and under each column shows the rank's total. Only the first 32 senders and the first 32
+        receivers are drawn; a line gives the number of omitted ranks.
         """
         senders, receivers = list(self.sent_bytes)[:_MAX_DRAWN], list(self.received_bytes)[:_MAX_DRAWN]
         right, bottom = _LEFT_PX + len(receivers) * _CELL_PX, _TOP_PX + len(senders) * _CELL_PX
@@ -268,6 +274,7 @@ class TransferPlan:
             # max(1, ..): no division by zero if nothing is received.
             length = (_BAR_PX - 40) * nbytes / max(1, *self.received_bytes.values())
             canvas.rect(x, bottom + 10, _CELL_PX - 2, length, _FILL, tip=_size(nbytes))
+        # A plan may have thousands of ranks, for which the picture has no room.
         omitted = len(self.sent_bytes) - len(senders), len(self.received_bytes) - len(receivers)
         if any(omitted):
             note = f"not drawn: {omitted[0]} senders, {omitted[1]} receivers"
@@ -276,7 +283,7 @@ class TransferPlan:
 
 
 def _shade(nbytes: int, most: int) -> str:
-    """The color of a square: white for zero bytes, darker for more."""
+    """Return the color of a square: white for zero bytes, darker for more."""
     if not nbytes:
         return PAPER
     share = 0.15 + 0.85 * nbytes / most  # at least 0.15: small amounts stay visible
@@ -285,6 +292,7 @@ def _shade(nbytes: int, most: int) -> str:
 
 
 def _size(nbytes: int) -> str:
+    """Return a number of bytes as text with three digits and a unit, such as 1.25 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
@@ -301,18 +309,20 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan how the ranks of a target get their tensors from the ranks of a source. Communicates nothing.
 
-    A rank receives nothing that it stores. Loads are balanced over ranks that store the same part.
+    A rank does not receive data that it stores itself. The bytes to send are balanced over ranks that store the same
+    part.
 
     Args:
-        source, target: which ranks store what, from `describe_states`; the target need not use all of the source.
+        source, target: the two descriptions that `describe_states` returns. The target need not use all source tensors.
         links: how target tensors are made, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
-            `vescale_fsdp.transfer.links`. A tensor without a link comes from the source tensor of its name. Names are
-            the keys of nested states joined by dots; slashes are accepted too.
+            `vescale_fsdp.transfer.links`. A target tensor without a link comes from the source tensor of the same name.
+            A name is all keys of a tensor in its nested state, joined by dots; slashes are accepted too.
         cast: round floats to the target's dtype where it differs.
         budget_bytes: memory that each rank may use for messages, at least 4 KiB.
 
     Raises:
-        PlacementError: if names, shapes or dtypes do not match, or no rank stores a part; lists all problems.
+        PlacementError: if names, shapes or dtypes do not match, or a part of a tensor is on no rank; lists all
+            problems. Also if ``budget_bytes`` is too small.
 
     Examples:
         >>> import torch
@@ -327,34 +337,36 @@ def plan_transfer(
     leaves = resolve_links(source, target, linked, cast)
     demand = demand_of(source, target, leaves)
     wanted = dict(zip(demand.sets, demand.sent.sum(1).tolist(), strict=True))
+    # Equal shares are omitted, so that the JSON form of a plan stays small.
     uneven = tuple(
         (ranks, sent)
         for ranks, sent in balanced_shares(wanted).items()
         if sent != equal_shares(wanted[ranks], len(ranks))
     )
     plan = TransferPlan(source, target, linked, cast, budget_bytes, uneven)
-    # Fills the cached properties, which are costly; __dict__, because the dataclass is frozen.
+    # Fill the plan's cached properties instead of computing them again. In __dict__, because the dataclass is frozen.
     plan.__dict__.update(leaves=leaves, demand=demand)
     return plan
 
 
 def equal_shares(nbytes: int, count: int) -> tuple[int, ...]:
-    """Bytes that each of ``count`` ranks sends, equal to within one byte."""
-    # Differences of rounded-down multiples: their sum is exactly ``nbytes``.
+    """Divide ``nbytes`` among ``count`` ranks; returns the bytes of each rank, which differ by at most one."""
+    # Differences of consecutive rounded-down multiples, whose sum is exactly ``nbytes``.
     return tuple(nbytes * (number + 1) // count - nbytes * number // count for number in range(count))
 
 
 def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]:
-    """Bytes that each rank of each set sends, such that the ranks' loads are as equal as possible.
+    """Choose the bytes that each rank of each set sends, such that the ranks' loads are as equal as possible.
 
-    Each set in turn is divided again, given the loads that the other sets put on its ranks, until nothing changes. This
-    is coordinate descent on the sum of squared loads, which is convex.
+    A rank's load is the sum of the bytes that it sends as a member of several sets. In turn, the bytes of each set are
+    divided again, given the loads that its ranks have from other sets, until nothing changes. This is coordinate
+    descent on the sum of squared loads, which is convex.
 
     Args:
-        wanted: bytes that are taken from each set.
+        wanted: bytes that all receivers together take from each set.
 
     Returns:
-        For each set, one number per rank, with the sum ``wanted[set]``.
+        For each set, the bytes of each of its ranks; their sum is ``wanted[set]``.
     """
     shares = {ranks: equal_shares(nbytes, len(ranks)) for ranks, nbytes in wanted.items()}
     loads: dict[int, int] = {}
@@ -368,7 +380,7 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
             others = [loads[rank] - nbytes for rank, nbytes in zip(ranks, shares[ranks], strict=True)]
             current = [loads[rank] for rank in ranks]
             if max(current) - min(current) <= _BALANCE_TOLERANCE_BYTES:
-                continue
+                continue  # balanced already
             sent = _added_to_lowest(others, wanted[ranks])
             changes = (abs(a - b) for a, b in zip(sent, shares[ranks], strict=True))
             largest_change = max(largest_change, *changes)
@@ -381,17 +393,22 @@ def balanced_shares(wanted: Mapping[Ranks, int]) -> dict[Ranks, tuple[int, ...]]
 
 
 def _added_to_lowest(loads: Sequence[int], nbytes: int) -> tuple[int, ...]:
-    """How many of ``nbytes`` to add to each load: the lowest loads are filled up to one level."""
-    # Equal loads are ordered by number, so that all ranks compute the same plan.
+    """Divide ``nbytes`` among ranks with given loads, so that the lowest loads rise to one common level.
+
+    Returns:
+        The bytes that are added to each load.
+    """
+    # Equal loads are ordered by their index, so that all ranks compute the same plan.
     order = sorted(range(len(loads)), key=lambda number: (loads[number], number))
     added = [0] * len(loads)
     for count in range(1, len(order) + 1):
         lowest = order[:count]
         total = sum(loads[number] for number in lowest) + nbytes
-        if count == len(order) or total <= loads[order[count]] * count:  # the level stays below the next load
+        # The smallest number of loads whose common level does not exceed the next higher load.
+        if count == len(order) or total <= loads[order[count]] * count:
             level, rest = divmod(total, count)
             for index, number in enumerate(lowest):
-                # The first `rest` loads get one byte more.
+                # Bytes that cannot be divided equally go to the first `rest` loads.
                 added[number] = level + (index < rest) - loads[number]
             break
     return tuple(added)

@@ -1,15 +1,15 @@
-"""What one rank sends, receives and keeps, and the order of its messages: arithmetic on the plan, no communication.
+"""The shares that one rank sends, receives and keeps, and the order of its messages. Communicates nothing.
 
 A `Share` is a box of items, with an offset and strides in two memories: in the flat memory of the sender's part of a
 source tensor, and in the flat memory of the receiver's part of a target tensor. A `ShareStream` is all shares that one
-rank sends to another. Wide items come first, so that every item is aligned wherever a message begins. Both ends of a
-stream derive the same shares in the same order, because both evaluate the same plan.
+rank sends to another. Wide items come first, so that every item is aligned wherever a message begins. Sender and
+receiver derive the same shares in the same order, because both evaluate the same plan.
 
 All messages of all ranks have one order, which prevents a deadlock. Messages are ordered by *turn*, then by their
 number in the stream. In turn t, source number i sends to target number (i + t) modulo the number of turns, which is the
 larger of the numbers of sources and targets. So each sender has one receiver per turn, and each receiver one sender.
-Every rank starts its own messages in this order, a few at a time. So the first message of this order that has not
-arrived has been started at both ends.
+Every rank starts its own messages in this order, a few at a time. So of all messages that have not arrived, the first
+one in this order has been started by its sender and by its receiver, and will arrive.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Share(NamedTuple):
     """A box of items in two memories.
 
     Attributes:
-        leaf: number of the leaf in the plan.
+        leaf: index in `TransferPlan.leaves`.
         itemsize: bytes of an item as it is sent.
-        sizes: of the box.
-        source, source_strides: index of the box's first item in the source's flat memory, and strides there.
-        target, target_strides: index of the box's first item in the target's flat memory, and strides there.
+        sizes: sizes of the box.
+        source, source_strides: index of the box's first item in the sender's flat memory, and the box's strides there.
+        target, target_strides: the same in the receiver's flat memory.
     """
 
     leaf: int
@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Items of the box."""
+        """Number of items of the box."""
         return numel_of(self.sizes)
 
     @property
@@ -75,7 +75,7 @@ class Share(NamedTuple):
         return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
 
     def between(self, start: int, stop: int) -> Iterator[Share]:
-        """Items [start, stop) of the box, as shares."""
+        """Yield the items [start, stop) of the box in row-major order, as shares: a range may need several boxes."""
         if (start, stop) == (0, self.numel):
             yield self
             return
@@ -87,21 +87,22 @@ class Share(NamedTuple):
 
 
 def _flat_index(offsets: Shape, strides: Shape, origin: Shape | None = None) -> int:
-    """Index of the item at ``offsets`` in a memory whose first item is at ``origin`` (default: zeros)."""
+    """Return the index of the item at ``offsets`` in a memory whose first item is at ``origin`` (default: zeros)."""
     index = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return index if origin is None else index - _flat_index(origin, strides)
 
 
 def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple[Shape, Shape, Shape]:
-    """Sizes and strides of a box, with adjacent dims joined where both memories step through them as through one."""
-    dims: list[tuple[int, int, int]] = []
+    """Merge adjacent dims of a box where the strides of both memories allow it. Returns the new sizes and strides."""
+    dims: list[tuple[int, int, int]] = []  # size, stride in the source, stride in the target
     for size, step, target_step in zip(sizes, source_strides, target_strides, strict=True):
-        if size == 1:
+        if size == 1:  # its strides are never used
             continue
         if dims and dims[-1][1] == step * size and dims[-1][2] == target_step * size:
             dims[-1] = (dims[-1][0] * size, step, target_step)
         else:
             dims.append((size, step, target_step))
+    # A box of one item has no dims left, and gets one of size 1.
     joined, steps, target_steps = zip(*(dims or [(1, 1, 1)]), strict=True)
     return joined, steps, target_steps
 
@@ -109,13 +110,15 @@ def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple
 def shares_between(
     number: int, itemsize: int, source: Sequence[tuple[Region, int]], target: Region, leaf: Leaf
 ) -> Iterator[Share]:
-    """The items that a leaf moves from regions of its source to a region of its target, as shares.
+    """Yield the shares that a leaf copies from one rank's part of its source to one rank's part of its target.
 
     Args:
-        number: of the leaf.
+        number: index of the leaf in `TransferPlan.leaves`.
         itemsize: bytes of an item as it is sent.
-        source: regions of one tensor that a rank stores consecutively, each with its offset in the rank's memory.
+        source: the regions of the sender's part, each with its offset in the sender's flat memory.
+        target: the region of the receiver's part.
     """
+    # The usual case, tensors with equal indices cut into flat ranges: one share instead of a share per pair of boxes.
     if leaf.is_identity and len(source) == 1 and source[0][0].box == target.box == leaf.box:
         (region, base), shared = source[0], source[0][0].span.intersect(target.span)
         if shared.numel:  # flat ranges of one box are contiguous on both sides
@@ -132,8 +135,9 @@ def shares_between(
                 if shared_box is None:
                     continue
                 into = leaf.to_target(shared_box)
-                assert into is not None
+                assert into is not None  # for type checkers: `shared_box` is inside of the leaf's box
                 strides, target_strides = contiguous_strides(stored.sizes), contiguous_strides(wanted.sizes)
+                # The source's strides, by dim of the target. A dim that the source lacks has one index, so any stride.
                 along_target = tuple(0 if dim < 0 else strides[dim] for dim in leaf.dims)
                 sizes, steps, target_steps = _joined(into.sizes, along_target, target_strides)
                 first = base + start + _flat_index(shared_box.offsets, strides, stored.offsets)
@@ -142,24 +146,28 @@ def shares_between(
 
 
 class ShareStream:
-    """All shares that one rank sends to another, in their order.
+    """All shares that one rank sends to another, in the order of sending.
 
     Args:
-        shares: in the order in which both ranks derive them.
+        shares: the shares, in the same order on both ranks.
     """
 
     def __init__(self, shares: Iterable[Share]) -> None:
-        # Wide items first, for alignment. Among items of one width, small shares last: one message packs many.
+        # Wide items first, so that every item is aligned in its message. Of items of one width, small shares last, so
+        # that one message packs many of them.
         self.shares = sorted(shares, key=lambda share: (-share.itemsize, not share.is_sent_alone))
         self._stops = list(accumulate(share.nbytes for share in self.shares))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shares."""
+        """Total bytes of all shares."""
         return self._stops[-1] if self._stops else 0
 
     def between(self, low: int, high: int) -> Iterator[Share]:
-        """Bytes [low, high) of the stream; both are multiples of `ALIGN_BYTES`, or the end."""
+        """Yield the bytes [low, high) of the stream, as shares.
+
+        Both edges must be multiples of `ALIGN_BYTES` or the end of the stream, so that no item is cut.
+        """
         # The first share that ends after `low`.
         for number in range(bisect_right(self._stops, low), len(self.shares)):
             share = self.shares[number]
@@ -170,8 +178,8 @@ class ShareStream:
             yield from share.between(part.start // share.itemsize, part.stop // share.itemsize)
 
     def messages(self, message_bytes: int) -> list[tuple[Share, ...]]:
-        """The stream in messages of at most ``message_bytes``; large shares have messages of their own."""
-        edges = [0]
+        """Return the shares of each message: at most ``message_bytes``, and no other shares next to a large one."""
+        edges = [0]  # bytes of the stream at which a message must end
         for share, stop in zip(self.shares, self._stops, strict=True):
             if share.is_sent_alone:
                 edges += [stop - share.nbytes, stop]
@@ -184,15 +192,15 @@ class ShareStream:
 
 
 class Message(NamedTuple):
-    """Bytes that one rank sends to another at once.
+    """One message between this rank and another rank.
 
     Attributes:
         peer: the other rank.
         is_sent: whether this rank is the sender.
-        number: of the message among all messages of this sender to this receiver.
-        shares: the parts of the message.
-        nbytes: of all shares.
-        is_in_place: whether this rank's state stores the bytes as they are sent, so that nothing is copied.
+        number: index of the message among all messages from this sender to this receiver.
+        shares: the shares whose bytes the message contains, in order.
+        nbytes: total bytes of the shares.
+        is_in_place: whether this rank stores the bytes exactly as they are sent, so that it needs no buffer.
     """
 
     peer: int
@@ -204,7 +212,7 @@ class Message(NamedTuple):
 
 
 class RankTransfers:
-    """One rank's part of a plan.
+    """The messages and local copies of one rank, derived from a plan.
 
     Args:
         rank: the rank's number in the plan's descriptions.
@@ -213,16 +221,16 @@ class RankTransfers:
     def __init__(self, plan: TransferPlan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
-        self._target_regions: dict[tuple[int, Shape], Region] = {}
+        self._target_regions: dict[tuple[int, Shape], Region] = {}  # the cache of `_target_region`
 
     @cached_property
     def sends(self) -> dict[int, ShareStream]:
-        """The shares that this rank sends to each other rank, by receiver."""
+        """The stream of shares that this rank sends, by receiver."""
         return self._streams(is_sent=True)
 
     @cached_property
     def receives(self) -> dict[int, ShareStream]:
-        """The shares that this rank receives from each other rank, by sender."""
+        """The stream of shares that this rank receives, by sender."""
         return self._streams(is_sent=False)
 
     @cached_property
@@ -234,7 +242,10 @@ class RankTransfers:
         return [share for ranks, shares in wanted if self.rank in ranks for share in shares]
 
     def messages(self) -> list[Message]:
-        """This rank's messages in the order in which it starts them."""
+        """Return this rank's messages, in the order in which this rank starts them: by turn, number and sender.
+
+        This is one order for the messages of all ranks, which prevents a deadlock (see the top of this file).
+        """
         plan = self.plan
         sources = {rank: number for number, rank in enumerate(plan.source.all_ranks)}
         targets = {rank: number for number, rank in enumerate(plan.target.all_ranks)}
@@ -243,47 +254,49 @@ class RankTransfers:
         for is_sent, streams in ((True, self.sends), (False, self.receives)):
             for peer, stream in streams.items():
                 sender, receiver = (self.rank, peer) if is_sent else (peer, self.rank)
+                # In a turn, each sender has one receiver, and each receiver one sender.
                 turn = (targets[receiver] - sources[sender]) % num_turns
                 for number, shares in enumerate(stream.messages(plan.message_bytes)):
                     nbytes = sum(share.nbytes for share in shares)
                     is_in_place = _is_in_place(plan, shares, is_sent)
                     message = Message(peer, is_sent, number, shares, nbytes, is_in_place)
                     ordered.append(((turn, number, sources[sender]), message))
-        ordered.sort(key=lambda item: item[0])  # the key alone: messages cannot be compared
+        ordered.sort(key=lambda item: item[0])  # keys are unique: turn and sender determine the receiver
         return [message for _, message in ordered]
 
     def _streams(self, *, is_sent: bool) -> dict[int, ShareStream]:
-        """The streams to all receivers or from all senders, in the order of ranks."""
+        """Return the streams to all receivers, or from all senders, by the other rank, ascending."""
         shares: dict[int, list[Share]] = {}
-        # Sorted, so that both ends of a stream have one order of shares.
+        # Sorted, so that sender and receiver add shares to their stream in the same order.
         for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
             if is_sent == (receiver == self.rank) or receiver in ranks:
-                continue  # a share of the other direction, or one that its receiver already has
+                continue  # the other direction, or copied within the receiver's own memory
             for sender in (self.rank,) if is_sent else ranks:
                 peer = receiver if is_sent else sender
                 shares.setdefault(peer, []).extend(self._part(ranks, sender, receiver, wanted))
         return {rank: ShareStream(shares[rank]) for rank in sorted(shares) if shares[rank]}
 
     def _part(self, ranks: Ranks, sender: int, receiver: int, shares: list[Share]) -> Iterable[Share]:
-        """The part that ``sender`` sends of the ``shares`` that ``receiver`` takes from the set ``ranks``."""
-        if len(ranks) == 1:
+        """Return the part that ``sender`` sends of the ``shares`` that ``receiver`` takes from the set ``ranks``."""
+        if len(ranks) == 1:  # the only sender
             return shares
         low, high = self.plan.byte_range(ranks, sender, receiver)
         return ShareStream(shares).between(low, high) if low < high else ()
 
     @cached_property
     def _wanted(self) -> dict[tuple[Ranks, int], list[Share]]:
-        """All shares that this rank sends, receives or keeps, by set of ranks and receiver.
+        """All shares that this rank may send, receive or copy locally, by (set of senders, receiver).
 
-        A rank stores at most one part of each tensor, so a receiver takes at most one part of a leaf from a set.
-        Shares are in the order of leaves, and thus in the same order on the receiver and on all ranks of the set.
+        Shares are in the order of leaves. A rank stores at most one part of each tensor, so a receiver takes at most
+        one part of a leaf from a set. Therefore the receiver and all ranks of the set get the same order of shares.
         """
         plan, rank = self.plan, self.rank
         wanted: dict[tuple[Ranks, int], list[Share]] = {}
         for number, placed in enumerate(plan.leaves):
             source, leaf, receivers = placed.source, placed.leaf, plan.target.holders_of(placed.target)
             own, filled = source.holders.position(rank), receivers.position(rank)
-            parts: set[tuple[Shape, Shape]] = set()  # coordinates of the source's part and of the target's
+            # Pairs of parts that may share items: coordinates of the source's part, and of the target's part.
+            parts: set[tuple[Shape, Shape]] = set()
             if own is not None:
                 for region, _ in source.regions(own[0]):
                     for box in filter(None, (leaf.to_target(piece) for piece, _ in region.pieces())):
@@ -303,12 +316,12 @@ class RankTransfers:
                 if takers:
                     stored, target = source.regions(source_at), self._target_region(placed.target, target_at)
                     shares = list(shares_between(number, placed.itemsize, stored, target, leaf))
-                    for taker in takers if shares else ():
+                    for taker in takers if shares else ():  # `touching` also gives parts that share no items
                         wanted.setdefault((ranks, taker), []).extend(shares)
         return wanted
 
     def _target_region(self, number: int, coordinates: Shape) -> Region:
-        """A part of a target tensor, cached: all leaves of the tensor use the same parts."""
+        """Return the region of target tensor ``number`` at ``coordinates``; cached, since all its leaves need it."""
         key = (number, coordinates)
         if key not in self._target_regions:
             self._target_regions[key] = self.plan.target.region(number, coordinates)
@@ -316,8 +329,9 @@ class RankTransfers:
 
 
 def _is_in_place(plan: TransferPlan, shares: Sequence[Share], is_sent: bool) -> bool:
-    """Whether one tensor of this rank stores the shares contiguously, in the dtype in which they are sent."""
+    """Return whether one tensor of this rank stores the shares contiguously, in the dtype in which they are sent."""
     placed = plan.leaves[shares[0].leaf]
+    # A cast or a codec computes new bytes, which need a buffer.
     if placed.narrowed or placed.source.codec is not None if is_sent else placed.widened:
         return False
     stop: int | None = None

@@ -6,21 +6,23 @@
 
 One transfer, on every rank:
 
-    1  compare   an all-reduce checks that states match the plan, and that ranks have the same plan and version
+    1  compare   an all-reduce checks that states match the plan, and that plan and version are equal on all ranks
     2  agree     an all-reduce of the largest magnitudes of quantization blocks that span ranks, if there are any
     3  exchange  messages, see `exchange`
     4  finish    an all-reduce: if any rank failed, all raise
     5  decide    by the first entry in the ranks' store, which also binds ranks for which step 4 failed
     6  commit    with ``keep_old``, copy the second copy into the target
 
-A rank that is killed during step 4 breaks that collective for some ranks and not for others. A rank that completed
-step 4 knows that all ranks were ready, and enters "commit"; any other rank enters "abort". All ranks follow the first
-entry, so either all commit or none does. The exception is a store that is lost with the killed rank: a rank that cannot
-read the entry keeps its version, and its error names that version and the version that other ranks may have.
+If a rank is killed during step 4, that collective may succeed on some ranks and fail on others. A rank on which step 4
+succeeded knows that all ranks were ready, and enters "commit" in the store; any other rank enters "abort". All ranks
+follow the first entry, so either all commit or none does. The exception is a store that is lost with the killed rank: a
+rank that cannot read the entry keeps its version, and its error names that version and the version that other ranks may
+have.
 
-After a failure, ``keep_old`` leaves the old weights, but needs memory for a second copy, which an inference engine
-rarely has. Without ``keep_old``, the target is filled in place, and a failure poisons it. A mixture of old and new
-weights would be worse than an error: the model would run, and its answers would be wrong.
+With ``keep_old``, the target has its old weights after a failure, but each rank needs memory for a second copy, which
+an inference engine rarely has. Without ``keep_old``, the target is filled in place, and a failure poisons it: all
+floats become NaN. A mixture of old and new weights would be worse than an error: the model would run, and its answers
+would be wrong.
 """
 
 from __future__ import annotations
@@ -56,20 +58,23 @@ _UNTOUCHED = "nothing was moved; the target has its old weights"
 _KEPT = "the target has its old weights"
 _POISONED = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
 
-_NO_VERSION = 2**62  # larger than any version; its negative fits int64 too
+# Stands for a missing version in a collective of int64: above every valid version, and its negative fits int64 too.
+_NO_VERSION = 2**62
 _logger = logging.getLogger("vescale_fsdp")
 
 
-# The source tensors of one run and the watch for writes to them (None for a snapshot), or the error of reading them.
+# What `Transfer._read` returns: the source tensors by name, and the watch that detects writes to them (None for a
+# snapshot). If reading failed, the error.
 _SourceRead = tuple[dict[str, torch.Tensor], SourceWatch | None] | Exception
 
 
 def _named(state: Any | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state by name; empty for None, the state of a rank that stores nothing."""
     return dict(named_tensors({} if state is None else state))
 
 
 class TransferHandle:
-    """A transfer in the background.
+    """A transfer that `Transfer.start` runs in the background.
 
     Examples:
         >>> from vescale_fsdp.transfer import describe_states, plan_transfer
@@ -84,32 +89,33 @@ class TransferHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or with an error. Never blocks."""
+        """Return whether the transfer has ended, successfully or with an error. Never blocks."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the target has its new weights.
 
         Raises:
-            CheckpointError: on all ranks, if one failed. The message says which weights the target has now.
-            TimeoutError: if the transfer takes longer than ``timeout_s``.
+            CheckpointError: on all ranks, if any rank failed. The message says whether the target has its old weights
+                or is unusable.
+            TimeoutError: if the transfer has not ended after ``timeout_s`` seconds. The transfer continues.
         """
         self._future.result(timeout_s)
 
 
 class Transfer:
-    """A transfer that can run any number of times. The constructor is a collective of all ranks.
+    """Runs a transfer plan any number of times. The constructor is a collective of all ranks.
 
     Args:
-        plan: the same on all ranks.
-        ranks: as for `describe_states`.
-        keep_old: fill a second copy, and copy it into the target when all ranks have received everything: a failure
-            leaves the old weights. Otherwise the target is filled in place, and a failure makes all of it NaN.
-        verify: compare the checksum of each message on the sender with the checksum of the items that the receiver has
-            stored.
+        plan: the plan, equal on all ranks.
+        ranks: the ranks of both states, as passed to `describe_states`.
+        keep_old: fill a second copy, and copy it into the target when all ranks have received everything. After a
+            failure the target has its old weights. Otherwise the target is filled in place, and a failure makes all
+            values NaN.
+        verify: compare the sender's checksum of each message with a checksum of the items that the receiver has stored.
         group: the process group for messages, if tensors are on an accelerator. Nothing else may use the group during
-            a transfer.
-        pool: buffers for messages; transfers that never run at the same time can share a pool.
+            a transfer. Default: a gloo group of ``ranks``, for tensors on the CPU.
+        pool: buffers for messages; transfers that never run at the same time can share a pool. Default: a new pool.
 
     Examples:
         >>> from vescale_fsdp.transfer import describe_states, plan_transfer
@@ -133,22 +139,25 @@ class Transfer:
         self._coordinator = own = transfer_ranks(ranks)
         self._keep_old = keep_old
         self._verify = verify
-        self._on_cpu_only = group is None
+        self._on_cpu_only = group is None  # the coordinator's group is gloo
+        # A coordinator of a single process has no group, and sends no messages.
         self._group = group or (own.group if isinstance(own, GroupCoordinator) else None)
         self._pool = StagingPool() if pool is None else pool
+        # Compared between ranks here and in each run: ranks with different plans would wait for each other's messages.
         self._alike = {"plan": plan.digest, "keep_old": keep_old, "verify": verify}
         with own.together("planning a transfer", _UNTOUCHED, self._alike):
             transfers = RankTransfers(plan, own.rank)
             self._messages, self._kept = transfers.messages(), transfers.kept
             packed = [message.nbytes for message in self._messages if not message.is_in_place]
-            # Copies within the rank go through a buffer too.
+            # At least one message if this rank copies within its own memory, since these copies use a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
             self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
-        self._name = own.new_name()
-        # The second copies of `keep_old`, by tensor number; the next run uses them again.
+        self._name = own.new_name()  # part of the keys of this transfer's decisions in the ranks' store
+        # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
+        # Not an RLock: a run in the background takes it on the caller's thread, and releases it on the worker's.
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._version: int | None = None
@@ -156,25 +165,25 @@ class Transfer:
 
     @property
     def version(self) -> int | None:
-        """The version of the target's weights after the last transfer, the same on all ranks.
+        """The version of the target's weights; None if the target is unusable or no transfer has succeeded yet.
 
-        None before the first transfer, and after a transfer that failed and left the target unusable. Ranks that
-        serve together compare their versions after an error or a restart.
+        It is the same on all ranks, unless the ranks' store was lost at the end of a transfer. So ranks that serve
+        together should compare their versions after an error or a restart.
         """
         return self._version
 
     def run(self, state: Any | None, into: Any | None, *, version: int | None = None) -> None:
-        """Copy the source state into the target state. A collective of all ranks of both.
+        """Copy the source state into the target state. A collective of all ranks of both states.
 
         Args:
             state: the state that was described as the source; None on ranks that store nothing of the source.
             into: the state that was described as the target; None on ranks that store nothing of the target.
             version: number of the source's weights, such as the trainer's step: at least 0, and equal on all ranks
-                that pass one. If no rank passes a version, it is the last version plus one.
+                that pass one. If no rank passes a version, the version is the last one plus one.
 
         Raises:
-            CheckpointError: on all ranks, if one failed, was lost, or passed a different state or version. The message
-                says which weights the target has now.
+            CheckpointError: on all ranks, if any rank failed, was lost, or passed a different state or version. The
+                message says whether the target has its old weights or is unusable.
             LifecycleError: if the transfer is already running.
             ValueError: if ``version`` is negative.
         """
@@ -187,29 +196,35 @@ class Transfer:
     def start(
         self, state: Any | None, into: Any | None, *, snapshot: bool = False, version: int | None = None
     ) -> TransferHandle:
-        """Like `run`, but in the background.
+        """Start a transfer in the background and return its handle, whose ``wait()`` raises the errors of `run`.
 
-        The source must not change until the handle's ``wait()`` has returned. A step of its optimizer before that, or
-        any other write that torch counts (``copy_``), fails the transfer on all ranks.
+        The source must not change until the handle's ``wait()`` has returned. An earlier step of its optimizer, or any
+        other write that increments torch's version counter (``copy_``), fails the transfer on all ranks.
 
         Args:
-            snapshot: first copy the tensors that this rank reads, so that the source may change after `start`.
+            state, into: the source state and the target state, as for `run`.
+            snapshot: before `start` returns, copy the tensors that this rank reads, so that the source may change.
             version: as for `run`.
+
+        Raises:
+            LifecycleError: if the transfer is already running.
+            ValueError: if ``version`` is negative.
         """
         self._claim(version)
         try:
             read = self._read(state, snapshot=snapshot)
             if self._worker is None:
-                # One thread: `_busy` admits one run at a time.
+                # Created at first use: most callers never run in the background. `_busy` admits one run at a time.
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
             future = self._worker.submit(self._run, read, into, version)
-        except BaseException:  # no future whose callback releases the lock
+        except BaseException:  # without a future, no callback releases the lock
             self._busy.release()
             raise
         future.add_done_callback(lambda _: self._busy.release())
         return TransferHandle(future)
 
     def _claim(self, version: int | None) -> None:
+        """Check ``version``, and take the lock that admits one run at a time."""
         if version is not None and not 0 <= version < _NO_VERSION:
             raise ArgumentError(
                 "The version of a transfer is not valid.", expected="an int of at least 0", got=repr(version)
@@ -224,24 +239,28 @@ class Transfer:
 
     @plainly
     def _read(self, state: Any | None, *, snapshot: bool) -> _SourceRead:
-        """The source tensors that this rank reads, collected before the caller of `start` can change them.
+        """Collect the source tensors that this rank reads, before the caller of `start` can change them.
 
-        An error is returned, not raised: `_run` raises it in the first collective, in which other ranks wait.
+        Returns an error instead of raising it: `_run` raises it in the first collective, in which other ranks wait.
         """
         try:
             names = {part.name for part in self._read_parts}
+            # Without tensors that this rank does not read: writes to them do no harm.
             tensors = {name: tensor for name, tensor in _named(state).items() if name in names}
             if snapshot:
                 return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
             return tensors, SourceWatch(tensors.values())
-        except Exception as error:  # noqa: BLE001  raised in the first collective
+        except Exception as error:  # noqa: BLE001  `_run` raises it in the first collective
             return error
 
     @plainly
     def _run(self, read: _SourceRead, into: Any | None, version: int | None) -> None:
+        """Do steps 1 to 6 of a transfer (see the top of this file)."""
         own = self._coordinator
+        # Before anything can fail: the number is part of a key that must be equal on all ranks.
         self._num_runs += 1
-        error: BaseException | None = None  # raised in the first collective, in which other ranks wait
+        # Raised by `_agreed_version`, a collective in which other ranks wait.
+        error: BaseException | None = None
         try:
             if isinstance(read, Exception):
                 raise read
@@ -256,20 +275,28 @@ class Transfer:
                 memory = origin, destination
                 exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
                 exchange.run(self._messages, self._kept)
+                # Inside of this block, so that a write to the source fails the run on all ranks.
                 if watch is not None:
                     watch.check()
             destination.commit()
             self._version = version
         finally:
-            if destination.is_mixed:
+            if destination.is_mixed:  # a failure before the end of `commit`, which resets this
                 self._version = None
                 destination.poison()
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
-        """This rank's tensors of both states, checked against the plan. Also fits the pool to their device."""
+        """Check this rank's tensors of both states against the plan, and bind them to the plan for one run.
+
+        Also gives the pool buffers of the right size on the tensors' device.
+
+        Raises:
+            CheckpointError: if a state or a device does not fit, or the states share memory and ``keep_old`` is False.
+        """
         plan, rank = self.plan, self._coordinator.rank
         sources = local_parts(read, self._read_parts, rank)
         targets = local_parts(_named(into), self._filled_parts, rank)
+        # Filling the target in place would overwrite source items that are not read yet. Empty parts have no items.
         storages = [
             {storage_id(local) for local in part.values() if local.numel()} for part in (sources, targets)
         ]
@@ -281,6 +308,7 @@ class Transfer:
                 where=f"rank {rank}",
                 todo="pass keep_old=True, which fills the target after everything is read",
             )
+        # A rank without tensors uses the CPU; it sends no messages.
         devices = {local.device for local in (*sources.values(), *targets.values())} or {torch.device("cpu")}
         if len(devices) > 1 or (self._on_cpu_only and devices != {torch.device("cpu")}):
             raise CheckpointError(
@@ -295,9 +323,9 @@ class Transfer:
         return Origin(plan, rank, sources), destination
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
-        """Agree on the version of the source in the first collective, which also raises ``error`` on all ranks."""
-        last = -1 if self._version is None else self._version  # so that the first version is 0
-        # The collective returns maxima over ranks; the maximum of negated versions gives the smallest version.
+        """Return the version of this run, equal on all ranks, or raise ``error`` on all ranks. The first collective."""
+        last = -1 if self._version is None else self._version  # -1 plus one: the first version is 0
+        # The collective returns maxima over ranks. So the smallest version is passed as a negative number.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
         most, minus_least, last = self._coordinator.raise_together(
             error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
@@ -320,7 +348,7 @@ class Transfer:
 
         Raises:
             CheckpointError: if a rank fails or is lost, or if the store is lost before this rank has read the decision.
-                The error for a lost store names the version that this rank has, and the version that others may have.
+                The error for a lost store names this rank's version, and the version that other ranks may have.
         """
         own, outcome = self._coordinator, _KEPT if self._keep_old else _POISONED
         is_ready = False
@@ -329,7 +357,8 @@ class Transfer:
                 yield
                 is_ready = True
         except BaseException:
-            # If this rank was ready, other ranks may have completed the collective before a rank was lost.
+            # If this rank was ready, the collective may have succeeded on other ranks, which then commit. If it was
+            # not ready, the collective fails on all ranks.
             if not is_ready or self._decide(ABORT, version) != COMMIT:
                 raise
             _logger.warning(
@@ -337,6 +366,7 @@ class Transfer:
             )
         else:
             if self._decide(COMMIT, version) != COMMIT:
+                # Another rank entered "abort" first: it could not know that all ranks were ready.
                 raise CheckpointError(
                     "A rank was lost at the end of a transfer.",
                     expected="a last collective that succeeds on all ranks",
@@ -346,18 +376,19 @@ class Transfer:
                 )
 
     def _decide(self, word: str, version: int) -> str:
+        """Enter ``word`` in the ranks' store, and return the word that the first rank entered."""
         key, last_key = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
         try:
-            # `last_key` may be deleted: every rank has read it, since each has taken part in a later collective.
+            # The last run's entry may be deleted: every rank has read it before it took part in this run's collectives.
             return self._coordinator.decide(key, word, last_key)
         except CheckpointError as lost:
             own_version = "no version" if self._version is None else f"version {self._version}"
-            if not self._keep_old:
+            if not self._keep_old:  # the target was filled in place, and this error poisons it
                 own_version = "no usable weights"
             raise CheckpointError(
                 "The ranks' store was lost at the end of a transfer.",
                 expected=f"all ranks to read whether version {version} is committed",
                 got=lost.got,
-                where=f"rank {self._coordinator.rank}, which has {own_version}; others may have version {version}",
+                where=f"rank {self._coordinator.rank}, which has {own_version}; other ranks may have version {version}",
                 todo="compare Transfer.version of all ranks; if versions differ, make a new Transfer and send again",
             ) from lost
