@@ -143,7 +143,7 @@ def _value_of(state: CarriedState, name: str) -> Any:
     """Return the value of an entry; for a tensor, which must have one item, the bytes of this item."""
     if name not in state.views:
         return state.values[name]()
-    import numpy as np  # imported here: planning a conversion needs numpy only for this comparison
+    import numpy as np  # imported here, since only this function uses it
 
     view = state.views[name]
     return read_range(view, 0, 1, np.empty(view.info.nbytes, dtype=np.uint8)).tobytes()
