@@ -95,6 +95,7 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
         return None
     sizes = {key: given[key] for key in row["fields"] if _is_size(given.get(key))}
     for key in row["fields"].keys() - sizes.keys():
+        # For a field that is null or absent, the row may have an expression for the value that the class then uses.
         rule = row["fields"][key].get("null" if key in given else "absent")
         if given.get(key) is not None or rule is None:
             return None

@@ -35,7 +35,8 @@ from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
 
 MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
 _ALIGNMENT_BYTES = 8  # the safetensors library pads the header to a multiple of this
-_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}  # DTYPES: as in safetensors' own list, mostly narrow to wide
+# The safetensors library sorts data by its own list of dtypes, in reverse; DTYPES has the order of that list.
+_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)

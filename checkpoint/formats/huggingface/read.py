@@ -317,7 +317,7 @@ def _tensors_of_files(
         index_file: the name of the index, for messages.
 
     Returns:
-        The tensors by name; and a warning for each kind of tensor that the index should not lack or repeat.
+        The tensors by name; and warnings about tensors that the index does not name or that several files contain.
 
     Raises:
         CorruptCheckpointError: if a file lacks a tensor that the index maps to it, or two files have different tensors
