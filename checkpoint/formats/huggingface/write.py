@@ -81,7 +81,7 @@ def write_repository(
         budget_bytes: the most bytes of other ranks' tensors that a rank buffers.
 
     Returns:
-        The commit that makes the repository visible, to be run once all ranks have written their bytes.
+        The last step, which makes the repository valid; to be run after all ranks have returned.
     """
     storage, coordinator = share.storage, share.coordinator
     folder = repository_folder(storage)
