@@ -4,8 +4,8 @@
     archive/data/KEY      the bytes of one storage
     central directory     offset, size and CRC-32 of every record; at the end of the file
 
-Only the directory, ``data.pkl`` and the requested bytes are read. So opening an archive takes a few small reads, however
-large it is, and whether it is a file, a URL or a part of a ``.distcp`` file.
+Only the directory, ``data.pkl`` and the requested bytes are read. So an archive of any size, whether it is a file, a
+URL or a part of a ``.distcp`` file, is opened with a few small reads.
 """
 
 from __future__ import annotations
@@ -105,7 +105,11 @@ class TorchArchive:
 
     @cached_property
     def _has_crcs(self) -> bool:
-        """Whether the archive has checksums: after ``torch.serialization.set_crc32_options(False)`` all are zero."""
+        """Whether the archive has checksums.
+
+        With ``torch.serialization.set_crc32_options(False)`` all CRCs are 0, also that of ``data.pkl``, which is never
+        empty.
+        """
         return any(record.crc for record in self._records.values())
 
     def find_crc(self, key: str) -> int:
@@ -146,7 +150,7 @@ class TorchArchive:
 
     @cached_property
     def _prefix(self) -> str:
-        """The folder of all records in the archive; torch names it after the file that it saved."""
+        """The folder of all records in the archive, which torch names after the saved file."""
         name = next((name for name in self._records if name.endswith("/data.pkl")), None)
         if name is None:
             raise self._damaged("an archive with a data.pkl record", f"records {sorted(self._records)[:5]}")
