@@ -42,7 +42,7 @@ def main() -> None:
 
     A second Ctrl-C kills the process without cleaning up; ``--resume`` then works as after a crash.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a stream that replaces stdout may lack `reconfigure`
         # Tensor names from pickles may contain characters that stdout cannot encode; stderr escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
     gc.disable()  # objects live until the command ends, and garbage collections of a large plan take seconds

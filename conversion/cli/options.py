@@ -139,7 +139,7 @@ GRANULARITY = click.option(
     "--granularity",
     multiple=True,
     metavar="[PATTERN=]RULE",
-    help="Sharding granularity, such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
+    help="Granularity, such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
 )
 SOURCE_OPTIONS = with_options(
     click.option(

@@ -124,11 +124,12 @@ def _check_agreement(
         slots[entry.slot][entry.fqn] = name
     for slot, by_fqn in slots.items():
         if any(name in state.views and state.views[name].info.numel != 1 for name in by_fqn.values()):
-            continue  # moments are tensors, which the rules join like the parameters: their values may differ
+            continue  # moments have one value per item, like their parameters, and are joined like them
         for fqn, names in joined.items():
             values = {name: _value_of(state, by_fqn[name]) if name in by_fqn else None for name in names}
             if any(value != values[names[0]] for value in values.values()):
                 raise _disagreement(fqn, slot, values)
+    # Parameters that are joined must be in the same parameter groups.
     for name in own:
         path = state.path(name)
         if name in state.values and path[-1] == "params" and "param_groups" in path:

@@ -29,7 +29,7 @@ from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, Rule
 from vescale_fsdp.errors import ConversionError, some
 
 _MOST_ERRORS = 20  # maximum number of problems that one error lists
-Key = tuple[tuple[str, int], ...]  # (capture, value) pairs, which identify one group of keys that a rule matches
+Key = tuple[tuple[str, int], ...]  # (capture, value) pairs, which identify a group of keys that a rule matches
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class _Application:
     config: Mapping[str, Any]
     to_hf: bool
     partial: bool
-    _used: dict[str, KeyRule] = field(default_factory=dict)
+    _used: dict[str, KeyRule] = field(default_factory=dict)  # source key -> the rule that matches it
     _results: dict[str, TensorView] = field(default_factory=dict)
     _origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _aliases: set[str] = field(default_factory=set)
     _unmatched: list[str] = field(default_factory=list)  # patterns of rules that match no key
     _errors: list[ConversionError] = field(default_factory=list)
-    _trimmed: list[str] = field(default_factory=list)  # warnings
+    _trimmed: list[str] = field(default_factory=list)  # warnings about removed padding
 
     def run(self) -> Applied:
         self._collect_errors(self._refuse)
@@ -128,7 +128,7 @@ class _Application:
             got = f"nothing matches {some(self._unmatched)}"
             self._errors.append(self._bad("rules that match a key", got, todo))
         self._raise_errors()
-        if not (self.to_hf or self.partial):  # hf and moments have no such tensors
+        if not (self.to_hf or self.partial):  # neither hf nor optimizer state has these tensors
             self._add_zeros()
         warnings = tuple(
             f"{drop.warn}: left out {some(names)}"
@@ -151,13 +151,13 @@ class _Application:
             for error in self._errors:
                 raise error
             return
-        texts = [" ".join(str(error).split()) for error in self._errors]
+        texts = [" ".join(str(error).split()) for error in self._errors]  # each error on one line
         shown = "\n    ".join(texts[:_MOST_ERRORS])
         more = len(texts) - _MOST_ERRORS
         raise self._bad(
             "rules that fit the whole model",
-            f"{len(texts)} that do not\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
-            "see the text of each",
+            f"{len(texts)} that do not fit\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
+            "follow the advice of each error above",
         ) from self._errors[0]
 
     def _rename(self, names: list[str]) -> None:
@@ -177,7 +177,7 @@ class _Application:
 
     def _refuse(self) -> None:
         """Raise an error for keys that a [[refuse]] matches."""
-        for refusal in () if self.to_hf else self.rules.refusals:
+        for refusal in () if self.to_hf else self.rules.refusals:  # refusals name keys of hf
             if matches := [name for name in self.views if refusal.pattern.match(name) is not None]:
                 raise self._bad(f"no {refusal.pattern.text}", some(matches), refusal.todo)
 
@@ -243,7 +243,7 @@ class _Application:
             captures: the values that all keys of the group share.
             rows: for each source pattern, counted index -> key.
         """
-        counted = rule.over if not self.to_hf else None
+        counted = rule.over if not self.to_hf else None  # None: our tensors are stacked already
         for pattern, row in zip(sources, rows, strict=True):
             if not row or sorted(row) != list(range(len(row))):
                 # Up to the largest index of any pattern, since all patterns must have the same number of tensors.
@@ -263,7 +263,7 @@ class _Application:
             [self.views[row[i]] for i in sorted(row)] if counted else self.views[row[0]] for row in rows
         ]
         results = self._run_ops(rule, bundle, to_hf=self.to_hf)
-        if not self._is_trimmed(rule, bundle, results):
+        if not self._is_trimmed(rule, bundle, results):  # a removal of padding has no inverse
             self._check_inverse(rule, bundle, results)
         origins = tuple(name for row in rows for _, name in sorted(row.items()))
         targets, over = rule.hf if self.to_hf else rule.ours, rule.over

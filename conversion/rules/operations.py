@@ -89,6 +89,8 @@ class _EachTensor(Operation):
 
 @dataclass(frozen=True)
 class _Transpose(_EachTensor):
+    """Permutes the dims: dim i of ours is dim ``dims[i]`` of hf."""
+
     dims: tuple[int, ...]
 
     def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
@@ -99,6 +101,8 @@ class _Transpose(_EachTensor):
 
 @dataclass(frozen=True)
 class _Reshape(_EachTensor):
+    """Changes the shape; items keep their row-major order."""
+
     hf: tuple[str | int, ...]
     ours: tuple[str | int, ...]
 
@@ -108,6 +112,8 @@ class _Reshape(_EachTensor):
 
 @dataclass(frozen=True)
 class _Interleave(_EachTensor):
+    """Interleaves the parts of each group, such as the halves of each head: a a a b b b becomes a b a b a b."""
+
     dim: int
     groups: tuple[str | int, ...]  # one number for all patterns, or one for each
     parts: int
@@ -122,11 +128,14 @@ class _Interleave(_EachTensor):
                 todo="write one number for each name of the rule; 0 leaves its tensor unchanged",
             )
         groups = sizes(self.groups[pattern if len(self.groups) > 1 else 0])
+        # 0 groups: the rule leaves this tensor unchanged, such as v in a rule for q, k and v.
         return MappedView(Interleave(self.dim, groups, self.parts, back), (view,)) if groups else view
 
 
 @dataclass(frozen=True)
 class _Pad(_EachTensor):
+    """Pads a dim with zeros, from size ``small`` in hf to size ``large`` in ours."""
+
     dim: int
     small: str | int
     large: str | int
@@ -167,6 +176,8 @@ class Cast(_EachTensor):
 
 @dataclass(frozen=True)
 class _Concat(Operation):
+    """Concatenates the tensors of all patterns along a dim; with ``groups``, separately within each group."""
+
     dim: int
     sizes: tuple[str | int, ...]
     groups: str | int = 1
@@ -185,6 +196,7 @@ class _Concat(Operation):
         """Join one tensor of each pattern; for lists of tensors, join the tensors of each index."""
         if isinstance(nodes[0], list):
             return [self._join(column, lengths, groups) for column in zip(*nodes, strict=True)]
+        # Checked, since `backward` cuts the result by these sizes.
         for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
             _check_size(view, self.dim, groups * length, str(text))
         if groups == 1:
@@ -206,7 +218,7 @@ class _Concat(Operation):
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         lengths, groups = [sizes(size) for size in self.sizes], sizes(self.groups)
-        (node,) = bundle
+        (node,) = bundle  # `forward` makes one node
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         total = sum(lengths) * groups
         text = " + ".join(map(str, self.sizes))
@@ -266,7 +278,7 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
-    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),  # 2: the halves of a head
+    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),  # 2: halves of a head, which become adjacent pairs
     "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
     "trim": lambda v: Trim(int(v["dim"]), v["to"]),
     "cast": lambda v: Cast(str(v["to"]), str(v["back"])),

@@ -107,6 +107,7 @@ class KeyRule:
     tie: str | None = None
 
     def __post_init__(self) -> None:
+        # Otherwise `fill` could not make the names of one side from the captures of the other side.
         ours = [pattern.names for pattern in self.ours]
         shared = {names | ({self.over} if self.over else set()) for names in ours}
         is_same = all(p.names in shared for p in self.hf) and len(shared) == 1
@@ -299,6 +300,7 @@ def _bad(name: str, expected: str, got: object) -> ConversionError:
 
 
 def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
+    """Make a rule set from the tables of a rule file."""
     if data.get("format") != _FORMAT:
         raise _bad(name, f"format = {_FORMAT}", data.get("format"))
     known = {"format", "extends", "rename", "let", "rule", "drop", "refuse", "zeros", "keep_others", "prefix"}

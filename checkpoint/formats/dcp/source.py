@@ -200,7 +200,8 @@ class _MetadataReader:
                 where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
                 todo="save the checkpoint again: its save did not finish, or its metadata is incomplete",
             )
-        if getattr(info, "transform_descriptors", None):  # getattr: torch pickles the attribute only if it is set
+        # getattr: torch pickles this attribute only if it is set.
+        if getattr(info, "transform_descriptors", None):
             raise ConversionError(
                 "The checkpoint's data was transformed (such as compressed) when it was saved.",
                 expected="plain .distcp data",

@@ -72,7 +72,7 @@ def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, An
         fqn = fqn_of(model, name)
         if fqn in missing and fqn in state:
             value = state[fqn]
-            if not isinstance(value, DTensor):  # the caller's own tensor: copied, since the model must not share it
+            if not isinstance(value, DTensor):  # the caller's own tensor, which the model must not share
                 value = value.detach().to(home_device(template), template[fqn].dtype, copy=True)
             values[name] = value
     if values:
@@ -175,8 +175,8 @@ def _cut(template: Any, full: Any, broadcast: bool) -> Any:
     """
     describer, home = Describer(), home_device(template)
     broadcast = broadcast and dist.is_initialized() and dist.get_world_size() > 1
-    skeleton = full  # the state's structure: with ``broadcast``, that of rank 0, with stubs in place of tensors
-    if broadcast:
+    skeleton = full  # the structure of the state on all ranks
+    if broadcast:  # rank 0 sends the structure, with stubs in place of tensors
         full = full if dist.get_rank() == 0 else None
         from_rank_0 = [None if full is None else _stubs(full)]
         dist.broadcast_object_list(from_rank_0, src=0)

@@ -61,6 +61,7 @@ class KnownClass:
         return min((tuple(self._differences(form, shapes)) for form in self.forms), key=len)
 
     def _differences(self, form: ClassForm, shapes: ClassForm) -> Iterator[str]:
+        """Yield one text for each difference between the tensors of a form and ``shapes``."""
         for name in sorted(form.keys() - shapes.keys() - self.ties.keys()):
             yield f"missing: {name}"
         for name in sorted(shapes.keys() - form.keys()):
@@ -73,6 +74,7 @@ class KnownClass:
 
 @cache
 def _rows() -> Mapping[str, Any]:
+    """Read the table; returns its rows by class name."""
     rows: dict[str, Any] = json.loads(Path(__file__).with_name("class_table.json").read_text())
     return rows
 
@@ -91,7 +93,7 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
     if any(key in given and given[key] != value for key, value in row.get("fixed", {}).items()):
         return None
     flags = {flag: given.get(flag, value) for flag, value in row["flags"].items()}
-    if not all(isinstance(value, bool) for value in flags.values()):
+    if not all(isinstance(value, bool) for value in flags.values()):  # the row describes True and False only
         return None
     sizes = {key: given[key] for key in row["fields"] if _is_size(given.get(key))}
     for key in row["fields"].keys() - sizes.keys():
@@ -104,6 +106,7 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
         except (KeyError, ZeroDivisionError):  # the rule needs a field that is absent or 0
             return None
     only_if = row.get("only_if", {})
+    # Counted before any name is made.
     templates = [template for form in row["forms"] for template in form]
     if any(prod(sizes[field] for field in _FIELD.findall(each)) > _MOST_NAMES for each in templates):
         return None

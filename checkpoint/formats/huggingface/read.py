@@ -158,7 +158,7 @@ def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict
                     where=f"{where}/{file}",
                     todo="convert the files one by one, or copy the folder again from where it was made",
                 )
-            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))  # without duplicates, in file order
+            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))  # in order, without duplicates
     return joined
 
 
@@ -219,7 +219,7 @@ def open_shards(store: Storage) -> Source:
             if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
             chunk = replace(tensor.chunks[0], box=box) if tensor.chunks else StoredChunk(box, file, 0, 0)
-            chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes, so the last one is used
+            chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes; the last is used
     tensors = {}
     for name, chunk_of_box in chunks.items():
         # The header has no global shape, so it is computed from the ends of the boxes.

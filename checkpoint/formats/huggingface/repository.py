@@ -170,11 +170,13 @@ class Assets:
         """Set the dtype in config.json."""
         if is_of_diffusers(self.config or {}):  # these configs have no dtype
             return
+        # The spelling of the original file is kept.
         key = next((key for key in _DTYPE_KEYS if key in (self.config or {})), _DTYPE_KEYS[0])
         self._changes[key] = name
 
     def set_quantization(self, settings: dict[str, Any] | None) -> None:
         """Set the quantization settings in config.json; None removes them."""
+        # fromkeys: None removes the old settings under all keys.
         self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: settings}
 
     def correct_dtype(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
@@ -198,6 +200,7 @@ class Assets:
     def settings(self) -> dict[str, Any]:
         """The changed config.json that is written; empty if there is no config.json."""
         changed = {**(self.config or {}), **self._changes}
+        # A null is removed only if it is in the changes: a null in the original file may be a setting.
         return {key: value for key, value in changed.items() if value is not None or key not in self._changes}
 
     def disagreements(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> list[str]:

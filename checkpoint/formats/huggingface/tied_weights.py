@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
 Compare = Callable[[TensorView, TensorView], bool]
 """Whether two tensors have the same bytes."""
 
-_FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that store only one name of a tied tensor
+_FOLDERS = ("hf", "safetensors", "shards", "bin")  # sources that store only one name of a tied tensor
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
 # Tied name -> candidates for the stored name, in common model families; used if transformers gives no answer.
 _PAIRS = {

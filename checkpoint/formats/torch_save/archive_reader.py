@@ -213,7 +213,7 @@ class TorchArchive:
             name = data[position + CENTRAL_HEADER.size : name_end].decode("utf-8", "replace")
             extra = data[name_end : name_end + head[11]]
             records[name] = self._entry(head, extra)
-            position = name_end + head[11] + head[12]  # head[11], head[12]: lengths of extra field and comment
+            position = name_end + head[11] + head[12]  # lengths of the extra field and of the comment
         return records
 
     def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
@@ -221,7 +221,7 @@ class TorchArchive:
         nbytes, header_offset = head[9], head[16]
         # For size, compressed size and offset of the local header: whether the value is in the zip64 field.
         is_wide = [field == MAX_32 for field in (head[9], head[8], header_offset)]
-        if any(is_wide):  # the zip64 field contains only the values that do not fit into 32 bits, in this order
+        if any(is_wide):  # the zip64 field has only the values that do not fit into 32 bits, in this order
             values = iter(_zip64_values(extra))
             try:
                 nbytes = next(values) if is_wide[0] else nbytes
@@ -289,7 +289,7 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        first_line = (str(error).splitlines() or [""])[0]  # the next lines are advice for callers of torch.load
+        first_line = (str(error).splitlines() or [""])[0]  # then follows advice for callers of torch.load
         raise ConversionError(
             "A stored value cannot be read safely.",
             expected="numbers, strings, lists and dicts",

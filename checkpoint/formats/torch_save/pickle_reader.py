@@ -38,7 +38,7 @@ class NumpyType:
         self.code, self.order = code, "<"
 
     def __setstate__(self, state: Any) -> None:
-        self.order = ">" if state[1] == ">" else "<"  # "|": items of one byte, for which the order does not matter
+        self.order = ">" if state[1] == ">" else "<"  # "|" is for items of one byte, which have no order
 
 
 class ArrayRef:

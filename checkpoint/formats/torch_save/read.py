@@ -216,7 +216,7 @@ class TorchFile:
             expected=expected,
             got=got,
             where=self.where,
-            todo=todo or "copy the files of all ranks again, of one save",
+            todo=todo or "copy the files of all ranks again, all from the same save",
         )
 
 
@@ -270,7 +270,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
             boxes = [(_dtensor_box(name, file.file, part, axes), part.local)]
         for box, ref in boxes:
             for chunk in _chunks(name, file, ref, box):
-                chunk_of_box.setdefault(box, chunk)  # replicas of a box have the same bytes; the first is used
+                chunk_of_box.setdefault(box, chunk)  # replicas of a box have the same bytes; keeps the first
     dtype = first.local.dtype if isinstance(first, ShardRef) else first.dtype
     return StoredTensor(TensorInfo(name, first.shape, dtype), tuple(chunk_of_box.values()))
 
@@ -359,7 +359,7 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
 
 # Names of accelerate's files, and of verl's files, which also contain the world size.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
-_STATES = ("model", "optimizer")  # in these states, no single entry is left out; in others (schedulers), some may be
+_STATES = ("model", "optimizer")  # only in other states (schedulers), single entries may be left out
 _CONTAINERS = {  # names of accelerate and verl -> name of the state
     "pytorch_model_fsdp": "model",
     "optim": "optimizer",
@@ -407,6 +407,7 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
     for container, names in groups.items():
         is_state = container in _STATES
         try:
+            # stand_ins: the pickles of schedulers and similar state may contain objects of any class.
             files = [
                 TorchFile.open(store, name, trust=trust_pickle, stand_ins=not is_state) for name in names
             ]

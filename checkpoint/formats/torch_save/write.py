@@ -355,7 +355,7 @@ class _ArchivePlan:
     def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
         self._records: list[_PlannedRecord] = []
         self._position = 0
-        self._fixed = [b""]  # the bytes before the first storage, then those after the descriptor of each storage
+        self._fixed = [b""]  # bytes before the first storage, then bytes after each storage's descriptor
         self._add("data.pkl", pickle)
         self._add(".format_version", b"1")
         self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
@@ -464,7 +464,7 @@ def _end(count: int, nbytes: int, start: int) -> bytes:
             END64.size - 12,  # bytes after this field
             *(_VERSION_NEEDED, _VERSION_NEEDED, 0, 0, count, count, nbytes, start),
         )
-        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)  # 0, 1: on disk 0, 1 disk in all
+        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)  # 0: first disk; 1: one disk
     short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, MAX_32), min(start, MAX_32))
     return wide + END.pack(END_SIGNATURE, 0, 0, *short, 0)
 
