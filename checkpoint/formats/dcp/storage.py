@@ -14,7 +14,7 @@ that no rank waits forever:
     RaggedWriter(path), dcp.save(no_dist=True) on one rank      one plan: this rank saves alone
     RaggedWriter(path, no_dist=True), dcp.save on all ranks     refused
     different process groups for the writer and dcp.save        refused
-    use_collectives=False                                       refused: cannot be distinguished from no_dist=True
+    use_collectives=False on several ranks                      refused: each passes one plan, as with no_dist=True
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ class _DcpRanks:
         # Reset, since `check_count` may have set it in an earlier save.
         self._alone = self._no_dist
         ours = self.coordinator()
+        # Without collectives, each rank gets its own plan only, so that `check_count` would take it for a lone rank.
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
             raise CheckpointError(
                 "Ranks that save one checkpoint need collectives.",
-                expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
+                expected="use_collectives=True; the plans of RaggedSavePlanner are empty, and take no time to gather",
                 got="use_collectives=False",
                 todo="leave it out; to save this rank alone, create the writer with no_dist=True, too",
             )

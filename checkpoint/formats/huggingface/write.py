@@ -49,6 +49,7 @@ MIN_BUDGET_BYTES = _BUFFERS << 10  # 1 KiB per segment
 _FAILED = -1  # a rank that has failed sends this instead of the number of its bytes
 
 
+# (shards, comparison of tied tensors) -> (plan, warnings)
 Planner = Callable[[HeldShards, Compare], tuple[OutputPlan, Sequence[str]]]
 
 
@@ -277,6 +278,7 @@ class JointFiles:
         Raises:
             BaseException: the first error of this rank, but only after all messages to and from other ranks.
         """
+        # One thread for streams, whose bytes must be written in order.
         threads = 1 if self.storage.in_order else max(1, self.storage.write_threads)
         rank = self.coordinator.rank
         # File -> index of the last segment that this rank writes to it.
@@ -333,7 +335,7 @@ class JointFiles:
         buffer = None if segment.is_solo else self._exchanged(segment)
         is_writer = segment.writer == self.coordinator.rank
         out = self._errors.attempt(lambda: self._writer(segment.file)) if is_writer else None
-        if out is None:
+        if out is None:  # another rank writes the segment, or the file could not be opened
             if buffer is not None:
                 self._buffers.put(buffer)
             return
@@ -370,7 +372,7 @@ class JointFiles:
         rank, attempt = self.coordinator.rank, self._errors.attempt
         buffer = self._buffers.get()  # blocks until a write has returned a buffer, which bounds the memory
         data = buffer[: segment.nbytes].numpy()
-        numbers = None
+        numbers = None  # with one holder, all items are from that rank
         if len(segment.holders) > 1:
             view, start, stop, turn = segment[2:6]
             numbers = attempt(lambda: self.shards.numbers(view, start, stop, turn))

@@ -48,7 +48,9 @@ ZIP64_TAG = 1  # the tag of the zip64 field among a record's extra fields
 
 @dataclass(frozen=True)
 class _ZipRecord:
-    header_offset: int
+    """A record, from the archive's directory."""
+
+    header_offset: int  # of the local header, in the archive
     nbytes: int
     crc: int
     is_stored: bool
@@ -136,6 +138,7 @@ class TorchArchive:
         checked = (
             None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
         )
+        # Items of a view are copied as they are, without a swap of bytes.
         if self._byteorder != "little":
             raise self._damaged("little-endian data", f"{self._byteorder}-endian data")
         itemsize = ref.dtype.itemsize

@@ -262,7 +262,9 @@ def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) 
 
 @dataclass(frozen=True)
 class _StorageRef:
-    key: str
+    """Stand-in for a storage."""
+
+    key: str  # name of the storage's record in the archive
     dtype: DType | None  # None for an untyped storage
 
 
@@ -286,7 +288,7 @@ def _rebuild_v2(
 ) -> TensorRef:
     """Rebuild a tensor whose dtype is that of its storage."""
     if storage.dtype is None:
-        raise pickle.UnpicklingError("an untyped storage where a typed one belongs")
+        raise pickle.UnpicklingError("an untyped storage in place of a typed one")
     return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, flags)
 
 
@@ -382,6 +384,7 @@ _BUILTINS: dict[str, Any] = {
     each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
 }
 _BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # names in pickles of protocol 2
+# Names in pickles of plain values.
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "Counter"): dict,  # the milestones of torch's MultiStepLR
@@ -390,12 +393,14 @@ _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     **NUMBER_NAMES,
     **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in _BUILTINS.items()},
 }
+# Names both in pickles of tensors and in DCP's metadata.
 _TORCH_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _first,
     ("collections", "OrderedDict"): OrderedDict,
 }
+# Names in DCP's ``.metadata``.
 _METADATA_NAMES: dict[tuple[str, str], Any] = {
     **_TORCH_NAMES,
     **{
@@ -422,6 +427,7 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
 }
+# Names in the ``data.pkl`` of torch.save archives.
 _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     **_PLAIN_NAMES,
     **_TORCH_NAMES,
@@ -452,7 +458,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
             "torch.distributed._shard.metadata": ("ShardMetadata",),
             "torch.distributed._shard.sharded_tensor.api": (
                 "ShardedTensor",
-                "ShardedTensor.ProcessGroupState",
+                "ShardedTensor.ProcessGroupState",  # protocol 4 names nested classes in this way
             ),
             "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
             "torch.distributed._shard.sharded_tensor.metadata": ("ShardedTensorMetadata",),
@@ -487,7 +493,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Knows only numbers, strings and containers of Python, and numpy's scalars."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _PLAIN_NAMES:
+        if (module, name) not in _PLAIN_NAMES:  # not damage: the caller may have torch load the object
             raise LookupError(f"{module}.{name}")
         return _PLAIN_NAMES[module, name]
 

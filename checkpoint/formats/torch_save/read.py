@@ -99,7 +99,7 @@ class TorchFile:
         size = store.required_info(file).size_bytes
         if not is_torch_file(store, file):
             raise ConversionError(
-                "This torch.save file cannot be read by range.",
+                "This torch.save file cannot be read by byte ranges.",
                 expected="the zip format that torch has written since 1.6",
                 got="another format",
                 where=where,
@@ -204,6 +204,7 @@ class TorchFile:
             data = self.scalar(value)
         else:
             info = TensorInfo(name_of(path), (), _STEP_DTYPE)
+            # "": no file stores the tensor, whose bytes are in ``data``.
             tensor = StoredTensor(info, (StoredChunk(whole_box(()), "", 0, 0),))
             data = struct.pack("<f", float(value))
         assert isinstance(data, bytes)
