@@ -108,7 +108,7 @@ def _against(against: Source, left: dict[str, tuple[str, str]], right: Views) ->
 def _measure(
     view: TensorView, other: TensorView | None, progress: Progress, *, is_sampled: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Read a tensor, and ``other`` next to it; returns the summary of its values, and its distance from ``other``.
+    """Read a tensor and ``other`` piece by piece; returns the summary of the tensor, and its distance from ``other``.
 
     Both are None for quantized codes, which have no values without their scales. The distance is None without
     ``other``, or if the shapes differ.

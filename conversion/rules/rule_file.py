@@ -107,7 +107,7 @@ class KeyRule:
     tie: str | None = None
 
     def __post_init__(self) -> None:
-        # Otherwise `fill` could not make the names of one side from the captures of the other side.
+        # Both sides need the same captures, since `fill` makes the names of one side from the captures of the other.
         ours = [pattern.names for pattern in self.ours]
         shared = {names | ({self.over} if self.over else set()) for names in ours}
         is_same = all(p.names in shared for p in self.hf) and len(shared) == 1

@@ -147,6 +147,7 @@ def _check(
     if known is not None and (asks == "never" or not known.problems):
         return known
     answer = _ask_class(infos, config, class_name)
+    # If the class gives no answer, the rejection by the table remains.
     return answer if known is None or answer.how == "class" else known
 
 

@@ -87,7 +87,7 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """Load tensors of the meta device with ``from_pretrained``, and return the problems that it reports.
 
-    So the class's own renames, ties and quantizer are applied.
+    ``from_pretrained`` applies the class's own renames, ties and quantizer.
     """
     import torch
 
@@ -109,7 +109,7 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             for part in (config, config.get_text_config(decoder=True))
         )
         _, info = model_class.from_pretrained(
-            None,
+            None,  # no folder: the tensors are passed as a state dict
             config=config,
             state_dict=tensors,
             device_map="meta",

@@ -165,7 +165,8 @@ def ask_child(
     # Without transformers the child could not answer, and need not be started.
     if "transformers" not in sys.modules and find_spec("transformers") is None:
         return {"unknown": "transformers is not installed", "is_absent": True}
-    # `python -m` and `python -c` put the working directory first. Its files must not shadow packages in the child.
+    # `python -m` and `python -c` put the working directory first, except in safe mode (-P). Its files must not shadow
+    # packages in the child.
     is_script = not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()])
     path = [part for part in sys.path[is_script:] if part]
     request: dict[str, Any] = {"class": class_name, "config": config, "path": path}

@@ -218,6 +218,7 @@ def open_shards(store: Storage) -> Source:
                 raise _odd_shard(store, file, f"{len(shape)} offsets of {name}", box.offsets)
             if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
+            # An empty box has no chunk in the file, but counts for the shape of the whole tensor.
             chunk = replace(tensor.chunks[0], box=box) if tensor.chunks else StoredChunk(box, file, 0, 0)
             chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes; the last is used
     tensors = {}
@@ -247,7 +248,7 @@ def _odd_shard(store: Storage, file: str, expected: str, got: object) -> Corrupt
         expected=expected,
         got=got,
         where=f"{store.where}/{file}",
-        todo="copy the files of all ranks again, from one save",
+        todo="copy the files of all ranks again, all from the same save",
     )
 
 

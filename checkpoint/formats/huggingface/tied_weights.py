@@ -57,7 +57,7 @@ def declared_ties(
     if is_untied or (True not in declared and not classes):
         return {}, ()
     ties, warnings = ties_of_class(config, str(classes[0])) if classes else (None, ())
-    if ties is None:
+    if ties is None:  # without the class, only ties that tie_word_embeddings declares
         known = set(names)
         ties = {
             alias: stored
@@ -94,7 +94,10 @@ def absent_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 
 def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Return name that is missing in ``names`` -> a name in ``names`` of the same tensor; any name may be stored."""
+    """Map each name that is missing in ``names`` to a name in ``names`` of the same tensor.
+
+    A folder may store a tensor under any of its names, so all names are compared.
+    """
     groups: dict[str, list[str]] = {}  # the end of a chain of ties -> all names of this tensor
     for alias, target in ties.items():
         while target in ties:  # the target is itself tied to another name
