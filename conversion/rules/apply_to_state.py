@@ -246,11 +246,13 @@ def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -
 
 
 def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
+    """Make the entry of a path whose part ``at`` is the parameter's name."""
     slot = name_of((*path[:at], "*", *path[at + 1 :]))
     return _OptimizerEntry(str(path[at]), lambda fqn: (*path[:at], fqn, *path[at + 1 :]), slot)
 
 
 def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
+    """Make the entry of a path whose last part contains the parameter's name."""
     # In the middle, the name is searched between dots, so that it does not match the end of a longer part.
     before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
     before, after = (before and f"{before}."), f".{after.lstrip('.')}"

@@ -245,7 +245,7 @@ class _Application:
         """
         counted = rule.over if not self.to_hf else None  # None: our tensors are stacked already
         for pattern, row in zip(sources, rows, strict=True):
-            if not row or sorted(row) != list(range(len(row))):
+            if not row or sorted(row) != list(range(len(row))):  # the indices must be 0, 1, 2, ..
                 # Up to the largest index of any pattern, since all patterns must have the same number of tensors.
                 indices = range(1 + max(index for each in rows for index in each))
                 absent = [
@@ -277,7 +277,7 @@ class _Application:
                 self._add(pattern.fill({**captures, **counts}), view, origins)
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
-        """Apply a rule's operations to a bundle of source tensors."""
+        """Apply a rule's operations to a bundle in hf's layout; with ``to_hf``, their inverses to a bundle in ours."""
         for op in reversed(rule.ops) if to_hf else rule.ops:  # inverses, in reverse order
             if self.partial and isinstance(op, Cast):
                 continue  # moments keep the dtype that the optimizer chose
@@ -285,6 +285,7 @@ class _Application:
         return bundle
 
     def _size(self, text: str | int) -> int:
+        """Compute the value of a size expression in the rules."""
         return evaluate(text, self.rules.lets, self.config)
 
     def _check_inverse(self, rule: KeyRule, bundle: Bundle, results: Bundle) -> None:
@@ -320,6 +321,7 @@ class _Application:
 
 
 def _shapes(node: Node) -> Any:
+    """Return the node with a shape in place of each tensor."""
     return [_shapes(item) for item in node] if isinstance(node, list) else node.info.shape
 
 

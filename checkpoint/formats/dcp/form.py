@@ -83,6 +83,7 @@ class DCP(Form):
 
 
 def _folder(storage: Storage) -> WrittenFolder:
+    """Return the folder of a DCP checkpoint; `.metadata` is the file that makes it valid."""
     return WrittenFolder(
         storage,
         "a DCP folder",
@@ -105,6 +106,7 @@ def _write(storage: Storage, output: OutputPlan) -> None:
     outputs: list[FileWriter] = []
 
     def give_up() -> None:
+        """Remove the file that is being written, if there is one."""
         while outputs:
             outputs.pop().abort()
 

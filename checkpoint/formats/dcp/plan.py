@@ -135,6 +135,7 @@ class _Files:
 
     @property
     def _name(self) -> str:
+        """The name of the current file."""
         return file_of_rank(self._rank, len(self._done))
 
     def add_tensor(self, name: str, view: TensorView, box: Box) -> None:
@@ -161,6 +162,7 @@ class _Files:
         pickle: bytes,
         storages: list[TensorItems],
     ) -> None:
+        """Append an archive; it begins a new file if the current file would become too large."""
         if self._contents and self._nbytes + sum(items.nbytes for items in storages) > self._max_bytes:
             self._close()
         contents = plan_archive(pickle, storages, len(self._contents))
@@ -170,6 +172,7 @@ class _Files:
         self._nbytes += nbytes
 
     def _close(self) -> None:
+        """Finish the current file."""
         self._done.append(FilePlan(self._name, tuple(self._contents)))
         self._contents, self._nbytes = [], 0
 
