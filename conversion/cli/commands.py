@@ -75,7 +75,7 @@ def cli() -> None:
 
 
 def _open(src: str, step: int | None, **options: Any) -> Source:
-    """Open a checkpoint; for a run folder, the newest step unless ``step`` is given."""
+    """Open a checkpoint; if it is a run folder, open the newest step unless ``step`` is given."""
     return conversion.open_source(src, step="newest" if step is None else step, **options)
 
 

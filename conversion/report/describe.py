@@ -15,7 +15,7 @@ def describe(source: Source) -> dict[str, Any]:
     """Describe a source as plain values that can be written as JSON; reads no tensor data."""
     try:
         model = find_model(source)
-        prefix = None if model.candidates else model.prefix
+        prefix = None if model.candidates else model.prefix  # candidates: the containers of several models
         models = [f"{candidate}." for candidate in model.candidates] or [model.prefix]
     except ConversionError:  # no model was found; the contents are described nevertheless
         prefix, models = None, []
@@ -62,7 +62,7 @@ def draw(source: Source, number: int | None = None) -> str:
             expected="a native checkpoint of sharded groups" if not layouts else f"0 to {len(layouts) - 1}",
             got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
             where=source.url,
-            todo="convert it first: vescale-convert to-vescale SRC OUT --ranks N",
+            todo="choose another layout, or convert the checkpoint first: vescale-convert to-vescale SRC OUT --ranks N",
         )
     chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
     return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")

@@ -153,7 +153,8 @@ class _MetadataReader:
     def __init__(self, metadata: Record, store: Storage, folder: str, trust_pickle: bool) -> None:
         self._store, self._folder, self._trust = store, folder, trust_pickle
         self._entries: dict[str, Any] = metadata.state_dict_metadata
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # data file -> size in bytes
+        # getattr: torch sets ``offset`` only for tensors, not for values.
         self._records = {
             (index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()
         }

@@ -106,8 +106,8 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
         except (KeyError, ZeroDivisionError):  # the rule needs a field that is absent or 0
             return None
     only_if = row.get("only_if", {})
-    # Counted before any name is made.
     templates = [template for form in row["forms"] for template in form]
+    # A number of names per template, such as layers times experts.
     if any(prod(sizes[field] for field in _FIELD.findall(each)) > _MOST_NAMES for each in templates):
         return None
     forms = []
