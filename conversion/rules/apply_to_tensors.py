@@ -29,7 +29,8 @@ from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, Rule
 from vescale_fsdp.errors import ConversionError, some
 
 _MOST_ERRORS = 20  # maximum number of problems that one error lists
-Key = tuple[tuple[str, int], ...]  # (capture, value) pairs, which identify a group of keys that a rule matches
+# (capture, value) pairs, which identify a group of keys that a rule matches.
+Key = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,8 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
-    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),  # 2: halves of a head, which become adjacent pairs
+    # 2: the halves of each head, which become adjacent pairs.
+    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),
     "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
     "trim": lambda v: Trim(int(v["dim"]), v["to"]),
     "cast": lambda v: Cast(str(v["to"]), str(v["back"])),

@@ -158,7 +158,8 @@ def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict
                     where=f"{where}/{file}",
                     todo="convert the files one by one, or copy the folder again from where it was made",
                 )
-            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))  # in order, without duplicates
+            # fromkeys: without duplicates, in order.
+            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
     return joined
 
 
@@ -220,7 +221,7 @@ def open_shards(store: Storage) -> Source:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
             # An empty box has no chunk in the file, but counts for the shape of the whole tensor.
             chunk = replace(tensor.chunks[0], box=box) if tensor.chunks else StoredChunk(box, file, 0, 0)
-            chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes; the last is used
+            chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes
     tensors = {}
     for name, chunk_of_box in chunks.items():
         # The header has no global shape, so it is computed from the ends of the boxes.

@@ -464,7 +464,8 @@ def _end(count: int, nbytes: int, start: int) -> bytes:
             END64.size - 12,  # bytes after this field
             *(_VERSION_NEEDED, _VERSION_NEEDED, 0, 0, count, count, nbytes, start),
         )
-        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)  # 0: first disk; 1: one disk
+        # 0: the number of the disk; 1: the number of disks.
+        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)
     short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, MAX_32), min(start, MAX_32))
     return wide + END.pack(END_SIGNATURE, 0, 0, *short, 0)
 
