@@ -249,7 +249,7 @@ def _odd_shard(store: Storage, file: str, expected: str, got: object) -> Corrupt
         expected=expected,
         got=got,
         where=f"{store.where}/{file}",
-        todo="copy the files of all ranks again, all from the same save",
+        todo="copy the files of all ranks again, all from one save",
     )
 
 

@@ -217,7 +217,7 @@ class TorchFile:
             expected=expected,
             got=got,
             where=self.where,
-            todo=todo or "copy the files of all ranks again, all from the same save",
+            todo=todo or "copy the files of all ranks again, all from one save",
         )
 
 
@@ -311,7 +311,7 @@ def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
             expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
             got=f"shape {part.local.shape}",
             where=f"{name} in {file}",
-            todo="check that the files of all ranks exist and are from the same save",
+            todo="check that the files of all ranks are there and from one save",
         )
     return box
 
@@ -458,7 +458,7 @@ def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
     if differing and not is_sharded:
         name, file = differing[0]
         raise ConversionError(
-            "Plain tensors differ between ranks, and the files do not say how they belong together.",
+            "The ranks have plain tensors that differ, and the files do not say how these belong together.",
             expected="DTensors or ShardedTensors, or the same tensors on every rank",
             got=f"a different {name} in {file} than in {files[0].file}",
             todo="save with torch.distributed.checkpoint; "
