@@ -1,7 +1,7 @@
 """The commands of ``vescale-convert``: each calls one function of the library and prints its result.
 
-The ``to-...`` commands are generated from the table of formats. Names of the library's package load on first use, and
-modules that only one command needs are imported by that command, so that ``--help`` stays fast.
+The ``to-...`` commands are generated from the table of formats. To keep ``--help`` fast, the library's packages import
+their modules on first use, and each command imports the modules that only this command needs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Stopped(click.Abort):
 
 
 def _print_versions(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
-    """Print the installed versions, for bug reports, without importing torch."""
-    if is_set and not ctx.resilient_parsing:
+    """Print the installed versions, for bug reports; a callback of ``--version``. Does not import torch."""
+    if is_set and not ctx.resilient_parsing:  # resilient_parsing: click is completing a command line
         import platform
         from importlib.metadata import version
 
@@ -75,7 +75,7 @@ def cli() -> None:
 
 
 def _open(src: str, step: int | None, **options: Any) -> Source:
-    """Open a checkpoint; for a run folder, the newest step unless ``step`` is given."""
+    """Open a checkpoint; if it is a run folder, open the newest step unless ``step`` is given."""
     return conversion.open_source(src, step="newest" if step is None else step, **options)
 
 
@@ -83,8 +83,8 @@ def _open(src: str, step: int | None, **options: Any) -> Source:
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
 @JSON
-@click.option("--svg", type=Location(), help="Draw how a group is sharded, into this file.")
-@click.option("--layout", type=click.IntRange(0), help="Which group to draw; by default the largest.")
+@click.option("--svg", type=Location(), help="Write a picture of a group's sharding to this file.")
+@click.option("--layout", type=click.IntRange(0), help="Index of the group to draw; by default the largest.")
 def inspect_command(
     src: str, as_json: bool, svg: str | None, layout: int | None, **source_options: Any
 ) -> None:
@@ -98,7 +98,7 @@ def inspect_command(
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
-        # backslashreplace: names in pickles may not be encodable.
+        # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
         folder.commit(name, picture.encode(errors="backslashreplace"), replace=True)
     description = describe(source)
     click.echo(json.dumps(description, indent=2) if as_json else format_description(description))
@@ -111,7 +111,7 @@ def inspect_command(
 @JSON
 @click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_options: Any) -> None:
-    """Check that SRC is complete and undamaged: coverage, headers, index, checksums of its data.
+    """Check that SRC is complete and undamaged: whole tensors, headers, index, and checksums of the data.
 
     If SRC is a run folder, its latest step is used.
     """
@@ -136,7 +136,7 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
 @cli.command("diff")
 @click.argument("a", type=Location())
 @click.argument("b", type=Location())
-@click.option("--rtol", type=TOLERANCE, default=0.0, help="Relative tolerance; bitwise without one.")
+@click.option("--rtol", type=TOLERANCE, default=0.0, help="Relative tolerance; bitwise without tolerances.")
 @click.option("--atol", type=TOLERANCE, default=0.0, help="Absolute tolerance.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types by value.")
 @click.option("--model-only", is_flag=True, help="Compare the model only, not the optimizer or the rest.")
@@ -199,7 +199,7 @@ def report_command(
     with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
         page = report_page(checkpoint_report(source, other, progress=progress.advance))
     folder, name = open_parent(out)
-    # backslashreplace: names in pickles may not be encodable.
+    # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
     folder.commit(name, page.encode(errors="backslashreplace"), replace=True)
     if not quiet:
         click.echo(f"wrote {out}: {len(source.tensors)} tensors, {format_bytes(source.nbytes)}")
@@ -277,7 +277,12 @@ def _convert(
     quiet: bool,
     **fields: Any,
 ) -> None:
-    """Run one conversion and print a summary; ``fields`` are fields of `ConvertOptions`."""
+    """Run one conversion and print a summary.
+
+    Args:
+        target_kind: the format to write.
+        fields: fields of `ConvertOptions`, and ``adapter`` (write only the adapter).
+    """
     if fields["rules_to"] is not None and fields["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
     if fields.pop("adapter", False):
@@ -288,7 +293,7 @@ def _convert(
         raise click.UsageError("--no-assets and --assets exclude each other")
     options = conversion.ConvertOptions(part=(0, 1) if part is None else part_of(part), **fields)
     if part is None and "RANK" in os.environ:
-        # torchrun's variables select no part by themselves: a script may run this command on rank 0 alone.
+        # RANK alone does not select a part: a training script may run this command on rank 0 only.
         click.echo("RANK is set and --part is not: this process writes all files", err=True)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     try:
@@ -296,7 +301,7 @@ def _convert(
             report = conversion.convert(
                 source, out, target_kind, options, progress=progress.advance, announce=progress.announce
             )
-    except KeyboardInterrupt as error:  # only here is there something to resume
+    except KeyboardInterrupt as error:  # only a conversion can be resumed; other commands write no journal
         raise Stopped from error
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -309,6 +314,8 @@ def _convert(
 
 
 def _add_target(kind: str, target: Target) -> None:
+    """Add the ``to-...`` command of a target. A function, since each command must keep its own ``kind``."""
+
     @cli.command(target.command, help=target.summary)
     @CONVERT_OPTIONS
     @with_options(*(TARGET_OPTIONS[name] for name in target.options))
@@ -327,14 +334,14 @@ for _kind, _target in TARGETS.items():
 def merge_command(**arguments: Any) -> None:
     """Write BASE with ADAPTER merged into it to OUT as a Hugging Face repository.
 
-    ADAPTER is a folder of peft: LoRA (rslora, DoRA, patterns of rank and alpha) or IA3. In float32 the result is, bit
-    for bit, that of peft's merge_and_unload, except where the adapter changes a tied weight: the weights are then
-    separated, so that the merged model computes what base and adapter compute. Memory contains one matrix at a time.
+    ADAPTER is a peft folder: LoRA (also with rslora, DoRA, or patterns of rank and alpha) or IA3. In float32 the result
+    is bitwise equal to that of peft's merge_and_unload, with one exception: if the adapter changes a tied weight, the
+    tie is removed, so that the merged model computes the same as base and adapter. Memory holds one matrix at a time.
     """
     _convert("hf", **arguments)
 
 
-_CHECKED_BY = {"table": "shipped table", "class": "class itself"}
+_CHECKED_BY = {"table": "shipped table", "class": "class itself"}  # `ClassCheck.how` -> words in the summary
 _MOST = 20  # names per line; ``--json`` lists all names
 
 
@@ -350,7 +357,7 @@ def summary(report: ConvertReport) -> str:
     ]
     index, count = report.part
     if count > 1:
-        mine = report.plan.files[index::count]  # as `run_plan` divides them
+        mine = report.plan.files[index::count]  # the same division as in `run_plan`
         names = some((file.name for file in mine), _MOST)
         lines.append(f"part {index} of {count}, counted from 0: {names}")
     if report.outcome.published and not report.outcome.written:
@@ -375,11 +382,11 @@ def summary(report: ConvertReport) -> str:
 
 
 def _by_container(report: ConvertReport) -> list[str]:
-    """The omitted entries, one line per container: a trainer may store a hundred counters and random states."""
+    """List the omitted entries, one text per container: a trainer may store a hundred counters and random states."""
     containers: dict[str, list[str]] = {}
     for name in report.dropped_others:
         root, *inner = map(str, report.source.path(name))
-        # An entry at the root or in the model's container is listed by itself.
+        # An entry at the root or in the model's container gets a text of its own.
         is_in_model = not inner or report.state.model.prefix.startswith(f"{root}.")
         containers.setdefault(name if is_in_model else root, []).append(name)
     return [

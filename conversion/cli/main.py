@@ -26,6 +26,7 @@ from vescale_fsdp.errors import VescaleError
 
 _RESUME = "if files were finished, continue with --resume"
 _RESUMABLE = ("to-", "merge-")  # prefixes of the commands that have --resume
+# errno -> advice for the user, in an error's "what to do" line.
 _TODO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -39,26 +40,27 @@ _TODO = {
 def main() -> None:
     """Run ``vescale-convert``. An error becomes one message and exit code 1, Ctrl-C becomes exit code 130.
 
-    A second Ctrl-C ends the process at once. Files on the disk are then as safe as after a crash.
+    A second Ctrl-C kills the process without cleaning up; ``--resume`` then works as after a crash.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names in pickles may contain characters that cannot be encoded; stderr escapes them by default.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a stream that replaces stdout may lack `reconfigure`
+        # Tensor names from pickles may contain characters that stdout cannot encode; stderr escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
-    gc.disable()  # objects live until the command ends, and scanning the objects of a large plan takes seconds
+    gc.disable()  # objects live until the command ends, and garbage collections of a large plan take seconds
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # shells ignore SIGINT in background jobs
         signal.signal(signal.SIGINT, _interrupt)
     try:
         code = _run()
     finally:
-        # After the first Ctrl-C the default handler is set, and must stay: a second one ends the process.
+        # After a Ctrl-C, the default handler is installed and must stay, so that a second Ctrl-C ends the process.
         if signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, before)
-    gc.freeze()  # else the interpreter scans all objects once more at exit
+    gc.freeze()  # without it, the interpreter would scan all objects in a last collection at exit
     sys.exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle the first Ctrl-C: raise KeyboardInterrupt."""
     signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
     raise KeyboardInterrupt
 
@@ -77,7 +79,7 @@ def _run() -> int:
     except VescaleError as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Python would report the same error again at exit.
+        # The reader of stdout, such as `head`, has exited. Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -85,31 +87,34 @@ def _run() -> int:
 
 
 def _fail(message: str, code: int = 1) -> int:
+    """Print an error message; returns the exit code ``code``."""
     click.echo(f"vescale-convert: {message}", err=True)
     _print_error(message)
     return code
 
 
 def _print_error(message: str) -> None:
-    """With ``--json``, print the error as JSON too."""
-    if "--json" in sys.argv[1:]:  # the command line may not have been parsed
+    """With ``--json``, also print the error as JSON."""
+    if "--json" in sys.argv[1:]:  # sys.argv: after a usage error, click has no parsed options
         click.echo(json.dumps({"error": message}))
 
 
 def _what_happened(error: OSError) -> str:
-    """The system's message as a sentence, and the file that it is about."""
-    if not error.strerror:
+    """Format the operating system's message as a sentence, followed by the path of the file."""
+    if not error.strerror:  # raised by a library with a message only
         return str(error)
+    # filename2 is the target of a rename or a link.
     file = error.filename2 if error.filename2 is not None else error.filename
     where = "" if file is None else f"\n  where: {os.fsdecode(file) if isinstance(file, bytes) else file}"
     return f"{error.strerror[:1].upper()}{error.strerror[1:].rstrip('.')}.{where}"
 
 
 def _what_to_do(error: OSError) -> str:
-    # Only the first word is the command; a path may start with the same letters.
+    """Format the advice for an error of the operating system; empty if the error contains its own advice."""
+    # Only the first argument is the command; a path may also start with "to-".
     resume = f"; {_RESUME}" if any(word.startswith(_RESUMABLE) for word in sys.argv[1:2]) else ""
     if "what to do" in str(error):
-        # The message has its own advice; a lost connection can be resumed as well.
+        # The message contains its own advice. After a lost connection, --resume is possible too.
         return resume if isinstance(error, ConnectionError) else ""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "\n  what to do: check who may read the source and write to the target"

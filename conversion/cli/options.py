@@ -19,21 +19,24 @@ from vescale_fsdp.conversion.formats.table import OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.formats import FORMATS
 
-_MAX_RANK_DIGITS = 7  # bounds the time of planning, which grows with the number of digits
+_MAX_RANK_DIGITS = 7  # planning time grows with the number of digits, which would otherwise be unlimited
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Index and count from ``I/N``, or from torchrun's environment variables for ``env``.
+    """Parse the value of ``--part``: ``I/N``, or ``env`` for torchrun's environment variables RANK and WORLD_SIZE.
+
+    Returns:
+        The index of the part, counted from 0, and the number of parts.
 
     Raises:
-        ConversionError: for any other text, and for an environment without these variables.
+        ConversionError: for any other text, or if ``env`` is given and these variables are not set.
     """
     if text.strip() == "env":
         rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
         if not (rank.isdecimal() and count.isdecimal()):
             raise ConversionError(
-                "The environment does not say which part is wanted.",
-                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them",
+                "--part env needs the environment variables of torchrun.",
+                expected="numbers in RANK and WORLD_SIZE, as torchrun sets them",
                 got=f"RANK={rank!r}, WORLD_SIZE={count!r}",
                 where="--part env",
                 todo="start the command with torchrun, or pass --part I/N",
@@ -47,6 +50,7 @@ def part_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+# Bytes per unit: KB and K are decimal (1000), KiB is binary (1024).
 _UNITS = {"": 1, "B": 1} | {
     unit + end: base**power
     for power, unit in enumerate("KMGT", 1)
@@ -60,7 +64,7 @@ class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):  # click requires types to accept converted values
+        if isinstance(value, int):  # click requires that a type accepts its own results
             return value
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
@@ -69,7 +73,7 @@ class Size(click.ParamType[int]):
 
 
 class FiniteRange(click.FloatRange):
-    """A range of finite numbers, for tolerances."""
+    """A range of finite numbers, for tolerances; click's FloatRange accepts ``nan`` and ``inf``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -84,13 +88,13 @@ class Location(click.ParamType[str]):
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value.strip():  # such as an unset variable of the shell
+        if not value.strip():  # probably an unset shell variable
             self.fail(f"{value!r} is not a path.", param, ctx)
         return os.path.expanduser(value)
 
 
 class RulesOption(click.Option):
-    """Lists the shipped rules in its help text; the files are only listed when help is printed."""
+    """The option ``--rules``. Its help text lists the shipped rules; the folder is read only when help is printed."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         from vescale_fsdp.conversion.rules.rule_file import shipped_rules
@@ -103,10 +107,10 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def with_options(*options: Decorator) -> Decorator:
-    """Several options as one decorator; help lists them in this order."""
+    """Combine several options into one decorator; ``--help`` lists them in the given order."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):  # the decorator applied last is listed first
+        for option in reversed(options):  # click lists the option that was applied last first
             command = option(command)
         return command
 
@@ -114,11 +118,11 @@ def with_options(*options: Decorator) -> Decorator:
 
 
 def positive_numbers(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
-    """Callback of an option: parse a list such as ``8,64,512``."""
+    """Parse a list of positive numbers such as ``8,64,512``; a callback for `click.option`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) <= _MAX_RANK_DIGITS and int(part) for part in parts):
         raise click.BadParameter(
-            f"{text!r} is not a list of numbers such as 8,64,512, of seven digits at most."
+            f"{text!r} is not a list of positive numbers such as 8,64,512, each with at most seven digits."
         )
     return [int(part) for part in parts]
 
@@ -135,7 +139,7 @@ GRANULARITY = click.option(
     "--granularity",
     multiple=True,
     metavar="[PATTERN=]RULE",
-    help="Such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
+    help="Granularity, such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
 )
 SOURCE_OPTIONS = with_options(
     click.option(
@@ -201,7 +205,7 @@ WRITING_OPTIONS = with_options(
         type=Size(),
         default="512MiB",
         show_default=True,
-        help="Memory for all buffers.",
+        help="Maximum memory for all buffers.",
     ),
     click.option(
         "--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads that read and write."
@@ -226,7 +230,7 @@ MERGE_OPTIONS = with_options(
     click.argument("out", type=Location()),
     WRITING_OPTIONS,
 )
-# Options that only some targets have, by their names in the table of formats.
+# Options of some targets only. The keys are the names that `Target.options` lists in the table of formats.
 TARGET_OPTIONS = {
     "prefix": click.option(
         "--prefix", help="Prefix of the model's names in OUT; '' writes them without one."
@@ -239,7 +243,7 @@ TARGET_OPTIONS = {
         help="Form of the optimizer state.",
     ),
     "ranks": click.option(
-        "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for this many ranks."
+        "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Number of ranks to shard for."
     ),
     "granularity": GRANULARITY,
     "adapter": click.option(

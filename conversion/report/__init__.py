@@ -1,1 +1,1 @@
-"""What a checkpoint contains: the texts of `vescale-convert inspect` and the page of `vescale-convert report`."""
+"""Describe what a checkpoint contains: the text of `vescale-convert inspect`, the page of `vescale-convert report`."""

@@ -1,7 +1,8 @@
-"""The page of `vescale-convert report`, and its contents as plain values: one entry per tensor.
+"""Make the page of `vescale-convert report`: first its contents as plain values, with one entry per tensor.
 
 Each tensor is read once, a few MiB at a time. A tensor that is far larger than its stored bytes is sampled,
-since a stride of zero can repeat one item for terabytes. Its summary contains the number of values that were read.
+since a stride of zero can repeat one item for terabytes. The summary of a sampled tensor contains the number of values
+that were read.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import natural_key
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, read at a time from each checkpoint
-_SAMPLED_PIECES = 4  # pieces that are read of a sampled tensor
-_MOST_STEPS = 10_000
-_VALUE_CHARS = 200
+_SAMPLED_PIECES = 4  # number of pieces that are read from a sampled tensor
+_MOST_STEPS = 10_000  # maximum number of steps in the history; older steps are left out
+_VALUE_CHARS = 200  # maximum length of a value's text; the rest is cut off
 
 
 def checkpoint_report(
     source: Source, against: Source | None = None, *, progress: Progress = no_progress
 ) -> dict[str, Any]:
-    """The contents of a page, as plain values.
+    """Compute the contents of a page, as plain values that can be written as JSON.
 
     Args:
         source: the checkpoint that the page describes.
-        against: another checkpoint to compare values with.
-        progress: called with bytes read since the last call.
+        against: another checkpoint, to compare values with; None for no comparison.
+        progress: called with the number of bytes read since the last call.
 
     Raises:
         CorruptCheckpointError: if a file is damaged.
@@ -84,14 +85,19 @@ def checkpoint_report(
 
 
 def _pairs(source: Source, against: Source | None) -> tuple[dict[str, tuple[str, str]], Views]:
-    """The key of each tensor of the source, and the tensors of the other checkpoint by key."""
-    if against is None:
+    """Match the tensors of both checkpoints by key; a tensor has the same key in both.
+
+    Returns:
+        The key of each tensor of ``source``, by name; and the tensors of ``against``, by key.
+    """
+    if against is None:  # nothing to match: any distinct keys will do
         return {name: ("other", name) for name in source.tensors}, {}
     left, right = matched_views(source, against)
     return {next(view.sources())[1]: key for key, view in left.items()}, right
 
 
 def _against(against: Source, left: dict[str, tuple[str, str]], right: Views) -> dict[str, Any]:
+    """Make the page's entries about the other checkpoint: its URL, and its tensors that the source lacks."""
     mine = set(left.values())
     return {
         "against": against.url,
@@ -102,7 +108,11 @@ def _against(against: Source, left: dict[str, tuple[str, str]], right: Views) ->
 def _measure(
     view: TensorView, other: TensorView | None, progress: Progress, *, is_sampled: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """A tensor's summary, and its distance from another; None for codes, and for tensors of different shapes."""
+    """Read a tensor and ``other`` piece by piece; returns the summary of the tensor, and its distance from ``other``.
+
+    Both are None for quantized codes, which have no values without their scales. The distance is None without
+    ``other``, or if the shapes differ.
+    """
     summary, distance = ValueSummary(), ValueDistance()
     info = view.info
     comparable = other is not None and other.info.shape == info.shape
@@ -122,6 +132,7 @@ def _measure(
         if comparable and other is not None:
             dtype = other.info.dtype
             theirs = values_of(read_range(other, start, stop, buffers[1]).view(dtype.raw), dtype)
+            # The sizes differ if one tensor is complex: a complex item is two values.
             comparable = theirs is not None and theirs.size == values.size
             if comparable and theirs is not None:
                 distance.add(values, theirs)
@@ -133,16 +144,17 @@ def _measure(
 
 
 def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
-    """The first items of the pieces that are read; the pieces of a sample are spread evenly."""
+    """Return the index of the first item of each piece to read; the pieces of a sample are spread evenly."""
     if not is_sampled:
         return range(0, numel, step)
-    # - 1: the first piece starts with the tensor, and the last piece ends with it.
+    # - 1: the first piece is at the start of the tensor, and the last piece is at its end.
     return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
 
 
 def _history(source: Source) -> list[dict[str, Any]]:
-    """The records of all steps of the run, if a `CheckpointManager` saved this checkpoint."""
+    """Read the records of all steps of the run; empty if no `CheckpointManager` saved this checkpoint."""
     root, _, folder = source.url.rstrip("/").rpartition("/")
+    # A manager's checkpoints are step folders in the folder of the run.
     if source.kind != "native" or parse_step_name(folder) is None or not root:
         return []
     storage = open_storage(root)
@@ -163,24 +175,26 @@ class FileNumbers:
         self._numbers: dict[str, int] = {}
 
     def of(self, name: str) -> int:
-        """The file's number."""
+        """Return the file's number; a new file gets the next number."""
         return self._numbers.setdefault(name, len(self._numbers))
 
     @property
     def names(self) -> list[str]:
-        """All files, by number."""
+        """All files, in the order of their numbers."""
         return list(self._numbers)
 
 
 def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
-    """Runs of equal chunks in successive files, as [first file's number, number of files, items per file].
+    """Describe which files store a tensor, as runs of equal chunks in successive files.
 
-    A file's number is -1 if the items are all zeros and stored nowhere. At most `_MOST_RUNS` runs are returned.
+    Returns:
+        [number of the first file, number of files, items per file] of each run, at most `_MOST_RUNS`. The number is -1
+        for items that are zeros and stored in no file.
     """
     runs: list[list[int]] = []
-    items: list[list[int]] = []  # [file's number, items]; successive boxes in one file are joined
+    items: list[list[int]] = []  # [number of file, number of items]; successive boxes in one file are joined
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets):
-        number = files.of(chunk.file) if chunk.file else -1  # -1: zeros that are stored nowhere
+        number = files.of(chunk.file) if chunk.file else -1  # -1: zeros that no file stores
         if items and items[-1][0] == number:
             items[-1][1] += chunk.box.numel
         else:
@@ -195,7 +209,7 @@ def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
 
 
 def layout_to_json(layout: GroupLayout) -> dict[str, object]:
-    """A layout as JSON for the page: the offset of each slot in the buffer, and the pieces of scattered slots."""
+    """Describe a layout for the page: the offset of each slot in the buffer, and the runs of scattered slots."""
     slots = [
         [slot.fqn, slot.offset, slot.numel, slot.block_numel, [list(run) for run in slot.runs]]
         for slot in layout.slots
@@ -203,11 +217,11 @@ def layout_to_json(layout: GroupLayout) -> dict[str, object]:
     return {"shards": layout.num_shards, "size": layout.shard_numel, "slots": slots}
 
 
-_PLACE = "REPORT_DATA"
+_PLACE = "REPORT_DATA"  # the text in page.html that is replaced by the JSON of the report
 
 
 def report_page(report: Mapping[str, Any]) -> str:
-    """The page as one HTML document.
+    """Return the page as one HTML document, which loads no other files.
 
     Args:
         report: the result of `checkpoint_report`.
@@ -216,7 +230,7 @@ def report_page(report: Mapping[str, Any]) -> str:
     page = files.joinpath("page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
         page = page.replace(f"/* {name} */", files.joinpath(name).read_text(encoding="utf-8"))
-    # Escaped, since a tensor's name could end the script element.
+    # "<" is escaped, since a tensor's name could contain "</script>", which ends the element.
     data = json.dumps(report, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     before, _, after = page.partition(_PLACE)
     return f"{before}{data}{after}"

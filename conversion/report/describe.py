@@ -1,4 +1,4 @@
-"""`vescale-convert inspect`: the contents of a checkpoint as a table or as JSON. Reads metadata only."""
+"""The result of `vescale-convert inspect`: a checkpoint's contents as a table or as JSON. Reads metadata only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vescale_fsdp.layout.model_shapes import natural_key
 
 
 def describe(source: Source) -> dict[str, Any]:
-    """The contents of a source as plain values, without data of tensors."""
+    """Describe a source as plain values that can be written as JSON; reads no tensor data."""
     try:
         model = find_model(source)
-        prefix = None if model.candidates else model.prefix
+        prefix = None if model.candidates else model.prefix  # candidates: the containers of several models
         models = [f"{candidate}." for candidate in model.candidates] or [model.prefix]
-    except ConversionError:  # no model found, and the contents are listed all the same
+    except ConversionError:  # no model was found; the contents are described nevertheless
         prefix, models = None, []
     kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())
     return {
@@ -45,7 +45,7 @@ def describe(source: Source) -> dict[str, Any]:
 
 
 def draw(source: Source, number: int | None = None) -> str:
-    """The layout of one group as an SVG picture.
+    """Draw the layout of one group as an SVG picture.
 
     Args:
         number: the index of the layout; None for the largest.
@@ -62,7 +62,7 @@ def draw(source: Source, number: int | None = None) -> str:
             expected="a native checkpoint of sharded groups" if not layouts else f"0 to {len(layouts) - 1}",
             got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
             where=source.url,
-            todo="convert it first: vescale-convert to-vescale SRC OUT --ranks N",
+            todo="choose another layout, or convert the checkpoint first: vescale-convert to-vescale SRC OUT --ranks N",
         )
     chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
     return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
@@ -88,7 +88,7 @@ def format_description(description: dict[str, Any]) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     total, stored = description["tensor_bytes"], description["stored_bytes"]
-    # Less is stored where strides repeat items or chunks are absent.
+    # Fewer bytes are stored if a stride of 0 repeats items, or if chunks of zeros are absent.
     sizes = format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
     head = {
         "kind": description["kind"],

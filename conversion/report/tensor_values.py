@@ -1,6 +1,6 @@
 """Statistics of a tensor's values, and the distance between two tensors, accumulated piece by piece.
 
-The histogram counts magnitudes. A bin covers two powers of two, so one pass is enough for any range.
+The histogram counts magnitudes. Bins have fixed edges, two powers of two apart, so one pass is enough for any range.
 
     bin 0    |x| < 2^-62        bin 31    2^-2 <= |x| < 2^0        bin 63    |x| >= 2^62
 """
@@ -20,7 +20,10 @@ _NUM_BINS = 64
 
 
 def values_of(raw: np.ndarray, dtype: DType) -> np.ndarray | None:
-    """Raw items as numbers, complex ones as two numbers each. None for codes, whose values depend on their scales."""
+    """Convert raw items to numbers: float32 or float64, a complex item to two numbers.
+
+    Returns None for quantized codes, whose values depend on their scales.
+    """
     if dtype.kind == "float":
         target = _F64 if dtype.bits == 64 else _F32
         return cast_array(raw, dtype, target).view(np.float64 if target is _F64 else np.float32)
@@ -38,9 +41,9 @@ class ValueSummary:
 
     Attributes:
         numel, nans, zeros: the number of values, of NaNs and of zeros.
-        least, largest: the extremes of the finite values.
-        total, squares: sums of the finite values and of their squares.
-        bins: 2D [2, bins], counts of negative and of positive values by magnitude.
+        least, largest: the smallest and the largest finite value.
+        total, squares: the sum of the finite values, and the sum of their squares.
+        bins: int64 [2, number of bins]: finite negative values (row 0) and positive values (row 1) by magnitude.
     """
 
     def __init__(self) -> None:
@@ -61,18 +64,18 @@ class ValueSummary:
             return
         self.least = min(self.least, float(values.min()))
         self.largest = max(self.largest, float(values.max()))
-        wide = values.astype(np.float64)  # long sums of float32 lose digits
+        wide = values.astype(np.float64)  # sums of many float32 numbers lose digits
         self.total += float(wide.sum())
         self.squares += float(np.dot(wide, wide))
         self.zeros += int(np.count_nonzero(values == 0))
         _, exponents = np.frexp(values)
-        # frexp: 2**(e - 1) <= |x| < 2**e; halved, since a bin covers two powers.
+        # frexp: 2**(e - 1) <= |x| < 2**e. The exponent is shifted to the first bin, and halved: a bin has two powers.
         bins = np.clip((exponents + _NUM_BINS - 1) >> 1, 0, _NUM_BINS - 1)
         for row, mask in ((0, values < 0), (1, values > 0)):
             self.bins[row] += np.bincount(bins[mask], minlength=_NUM_BINS)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; without extremes, mean, norm and bins if no value is finite."""
+        """Return the statistics as plain values; without min, max, mean, norm and bins if no value is finite."""
         count = self._num_finite
         infinities = self.numel - self.nans - count
         summary: dict[str, Any] = {"nan": self.nans, "inf": infinities, "zero": self.zeros}
@@ -88,12 +91,13 @@ class ValueSummary:
 
 
 class ValueDistance:
-    """Distance between the pairs of values that were added; NaN equals NaN.
+    """The distance between two tensors, from the pairs of values that were added.
 
     Attributes:
-        differing: the number of pairs that are not equal.
-        largest: the largest distance of finite values.
-        squares, reference: sums of the squared distances, and of the squares of the other tensor's values.
+        differing: the number of pairs that are not equal; NaN equals NaN.
+        largest: the largest absolute difference of a finite pair.
+        squares, reference: of the finite pairs, the sum of squared differences, and the sum of squares of the other
+            tensor's values.
     """
 
     def __init__(self) -> None:
@@ -101,7 +105,7 @@ class ValueDistance:
         self.largest = self.squares = self.reference = 0.0
 
     def add(self, ours: np.ndarray, others: np.ndarray) -> None:
-        """Add a piece of both tensors."""
+        """Add the values of the same piece of both tensors."""
         a, b = ours.astype(np.float64), others.astype(np.float64)
         self.differing += int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
         finite = np.isfinite(a) & np.isfinite(b)
@@ -111,7 +115,10 @@ class ValueDistance:
         self.reference += float(np.dot(b[finite], b[finite]))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; "relative" is the distance's norm divided by the other tensor's norm, if that is not zero."""
+        """Return the distance as plain values.
+
+        "relative" is the norm of the differences divided by the norm of the other tensor, if that norm is not zero.
+        """
         distance: dict[str, Any] = {"differing": self.differing, "max": self.largest}
         if self.reference:
             distance["relative"] = math.sqrt(self.squares / self.reference)

@@ -1,8 +1,8 @@
 """Apply key rules to a training state: the model's tensors, and the optimizer's state of its parameters.
 
-Moments have the shape of their parameter, and the same rules apply to them. A step counter is one number per parameter:
-a result gets the counter of the first tensor that it was made from. Optimizer state of any other shape (row factors,
-quantized blocks) is refused, since rules do not define how it changes.
+Moments have the shape of their parameter, so they are converted by the same rules. A step counter is one number per
+parameter: a new parameter gets the counter of the first parameter that it was made from. Optimizer state of any other
+shape (row factors, quantized blocks) is refused, since rules do not define how it changes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _OptimizerEntry:
     """An optimizer entry of one parameter.
 
     Attributes:
-        fqn: the parameter.
-        rebuild: makes the path of this entry for another parameter.
-        slot: the entry's name with ``*`` in place of the parameter; equal for all parameters.
+        fqn: the parameter's name.
+        rebuild: returns the path of this entry for another parameter's name.
+        slot: the entry's name with ``*`` in place of the parameter's name, so that all parameters have the same slots.
     """
 
     fqn: str
@@ -54,8 +54,11 @@ def state_with_rules(
     """Convert a state to the names and layouts of the other side.
 
     Args:
+        state: the state to convert.
+        config: the model's config.json, from which the rules compute sizes.
+        to_hf: whether to convert from ours to hf; otherwise from hf to ours.
         on_disagreement: what to do if rules join parameters whose steps, options or groups differ: ``"refuse"``, or
-            use the values of the ``"first"`` parameter.
+            ``"first"`` to use the values of the first parameter.
 
     Raises:
         ConversionError: if the rules do not fit the model, or cannot be applied to the optimizer state.
@@ -68,7 +71,8 @@ def state_with_rules(
     result = _Entries()
     for fqn, view in applied.views.items():
         result.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
-    names = dict(zip(result.views, applied.views, strict=True))  # equal orders: nothing else was added yet
+    # Both dicts have the same order: so far, ``result`` contains only the model.
+    names = dict(zip(result.views, applied.views, strict=True))
     entries = _find_entries(state, own, model)
     if on_disagreement == "refuse":
         _check_agreement(state, own, entries, applied)
@@ -91,7 +95,7 @@ def state_with_rules(
         if name in own or optimizer_container(path) is None:
             _add_value(path, value, entry, applied, result)
         else:
-            result.add_value(path, value, name)  # another model's optimizer
+            result.add_value(path, value, name)  # the optimizer of another model keeps its names
     left_out = (*state.left_out, *applied.dropped)
     kept = [name_of(other) for other in other_models(state)]
     warnings = [f"{some(kept)} kept their names: the rules apply only to the model"] if kept else []
@@ -111,6 +115,7 @@ def _check_agreement(
     state: CarriedState, own: Collection[str], entries: Mapping[str, _OptimizerEntry], applied: Applied
 ) -> None:
     """Refuse to join parameters whose step counters, options or groups differ: the result has only one of each."""
+    # An alias has no optimizer state of its own.
     joined = {
         fqn: names for fqn, names in applied.origins.items() if len(names) > 1 and fqn not in applied.aliases
     }
@@ -119,11 +124,12 @@ def _check_agreement(
         slots[entry.slot][entry.fqn] = name
     for slot, by_fqn in slots.items():
         if any(name in state.views and state.views[name].info.numel != 1 for name in by_fqn.values()):
-            continue  # moments are joined like their parameters, and may differ
+            continue  # moments have one value per item, like their parameters, and are joined like them
         for fqn, names in joined.items():
             values = {name: _value_of(state, by_fqn[name]) if name in by_fqn else None for name in names}
             if any(value != values[names[0]] for value in values.values()):
                 raise _disagreement(fqn, slot, values)
+    # Parameters that are joined must be in the same parameter groups.
     for name in own:
         path = state.path(name)
         if name in state.values and path[-1] == "params" and "param_groups" in path:
@@ -135,10 +141,10 @@ def _check_agreement(
 
 
 def _value_of(state: CarriedState, name: str) -> Any:
-    """The value of an entry; for a tensor with one item, its bytes."""
+    """Return the value of an entry; for a tensor, which must have one item, the bytes of this item."""
     if name not in state.views:
         return state.values[name]()
-    import numpy as np
+    import numpy as np  # imported here, since only this function uses it
 
     view = state.views[name]
     return read_range(view, 0, 1, np.empty(view.info.nbytes, dtype=np.uint8)).tobytes()
@@ -155,7 +161,7 @@ def _disagreement(fqn: str, slot: str, values: Mapping[str, Any]) -> ConversionE
 
 
 class _Entries:
-    """Collects the entries of the result; refuses two entries of one name."""
+    """Collects the entries of the result; refuses two entries with the same name."""
 
     def __init__(self) -> None:
         self.views: dict[str, TensorView] = {}
@@ -174,7 +180,7 @@ class _Entries:
         name = name_of(path)
         if name in self._origins:
             raise ConversionError(
-                "Two entries would get one name.",
+                "Two entries would get the same name.",
                 expected="rules that make each name once, and no name of another entry",
                 got=f"{self._origins[name]} and {origin} become {name}",
                 todo="correct the rules, or leave one of the two out with --exclude",
@@ -203,9 +209,9 @@ def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> Non
 def _find_entries(
     state: CarriedState, own: Collection[str], fqns: Iterable[str]
 ) -> dict[str, _OptimizerEntry]:
-    """The optimizer entries of single parameters, by name.
+    """Find the optimizer entries that belong to a single parameter; returns them by entry name.
 
-    In the nested form, the parameter's name is one part of the path; in the flattened form, it is inside the last part.
+    In the nested form, the parameter's name is one part of the path. In the flattened form, it is inside the last part.
     """
     known = set(fqns)
     lengths = {fqn.count(".") + 1 for fqn in known}
@@ -226,24 +232,28 @@ def _find_entries(
 
 
 def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -> str | None:
-    """The longest known name inside a dotted text, not at its end.
+    """Return the longest known name inside a dotted text; None if there is none.
+
+    A name at the end of the text does not count, since the entry's own name follows the parameter's name.
 
     Args:
         lengths: the numbers of dotted parts of the known names.
     """
     parts = text.split(".")
     runs = (".".join(parts[at : at + length]) for length in lengths for at in range(len(parts) - length))
-    # The longest, since a parameter's name may contain the name of another parameter.
+    # max: a parameter's name may contain the name of another parameter.
     return max((run for run in runs if run in known), key=len, default=None)
 
 
 def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
+    """Make the entry of a path whose part ``at`` is the parameter's name."""
     slot = name_of((*path[:at], "*", *path[at + 1 :]))
     return _OptimizerEntry(str(path[at]), lambda fqn: (*path[:at], fqn, *path[at + 1 :]), slot)
 
 
 def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
-    # With dots inside, so that the end of another part does not match.
+    """Make the entry of a path whose last part contains the parameter's name."""
+    # In the middle, the name is searched between dots, so that it does not match the end of a longer part.
     before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
     before, after = (before and f"{before}."), f".{after.lstrip('.')}"
     slot = name_of((*path[:-1], f"{before}*{after}"))
@@ -261,8 +271,15 @@ def _apply_to_slot(
     *,
     to_hf: bool,
 ) -> None:
-    """Apply rules to one kind of optimizer state, such as all ``exp_avg``."""
+    """Apply the rules to one slot of the optimizer, such as all ``exp_avg``, and add the results to ``result``.
+
+    Args:
+        entry: any entry of the slot.
+        views: the slot's tensors, by parameter.
+        applied: the result of the rules for the model.
+    """
     has_shapes = all(view.info.shape == model[fqn].info.shape for fqn, view in views.items())
+    # One number per parameter, such as a step counter: copied from the first parameter that a result is made from.
     if not has_shapes and all(view.info.numel == 1 for view in views.values()):
         for fqn, origin in applied.made_from(views):
             result.add_view(entry.rebuild(fqn), views[origin], views[origin].info.name)
@@ -277,6 +294,7 @@ def _apply_to_slot(
                 todo="leave the optimizer out: --exclude 'optimizer.*'",
             )
     kept = {fqn: view for fqn, view in views.items() if fqn not in applied.dropped}
+    # partial: an optimizer need not have state for every parameter.
     for fqn, view in apply_rules(rules, kept, config, to_hf=to_hf, partial=True).views.items():
         result.add_view(entry.rebuild(fqn), view, f"{entry.slot} of {fqn}")
 
@@ -284,6 +302,7 @@ def _apply_to_slot(
 def _add_value(
     path: Path, value: StoredValue, entry: _OptimizerEntry | None, applied: Applied, result: _Entries
 ) -> None:
+    """Add a value that is not a tensor to the result, under its new name."""
     if entry is not None:  # an option of one parameter, in flattened form
         for fqn in applied.by_first_origin.get(entry.fqn, ()):
             result.add_value(entry.rebuild(fqn), value, name_of(path))
@@ -294,7 +313,7 @@ def _add_value(
 
 
 def _renamed(names: Any, applied: Applied) -> Any:
-    """The list of a group's parameters, under their new names."""
+    """Convert a group's list of parameters to the new names, in the order of their first origins."""
     known = {*chain.from_iterable(applied.origins.values()), *applied.dropped}
     if unknown := [str(name) for name in names if name not in known]:
         raise ConversionError(

@@ -1,14 +1,14 @@
 """Apply key rules to tensors. The result is planned and checked from metadata, before any data is read.
 
-Every source key is used once or dropped by name, every target is made once, no rule is unused, and undoing a rule
-restores the original shapes. A converter that silently skips a key produces a broken model.
+The checks: every source key is used once or dropped by name, every result is made once, no rule is unused, and undoing
+a rule restores the original shapes. A converter that silently skipped a key would produce a broken model.
 
-Sizes in rules are small arithmetic over the numbers of a config.json:
+Sizes in rules are arithmetic expressions over the numbers of a config.json:
 
     "heads * head_dim"      names are [let] entries or keys of the config
-    "a ?? b / c"            the first alternative whose names all exist
+    "a ?? b / c"            the value of the first alternative whose names all exist
 
-Only numbers, names, + - * / and brackets are allowed. A division must leave no remainder.
+Only numbers, names, + - * / // and brackets are allowed. The result must be a whole number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, Rule
 from vescale_fsdp.errors import ConversionError, some
 
 _MOST_ERRORS = 20  # maximum number of problems that one error lists
-Key = tuple[tuple[str, int], ...]  # (capture, value) of one group of a rule's tensors
+# (capture, value) pairs, which identify a group of keys that a rule matches.
+Key = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Applied:
     Args:
         views: the new tensors by new name.
         origins: new name -> the old names that it was made from; tensors of zeros have none.
-        aliases: new names of tied weights that hf leaves out. An optimizer has one state for a tied parameter, under
-            the new name of the weight that hf stores.
+        aliases: new names of tied weights that hf leaves out. They have no optimizer state: a tied parameter has one
+            state, under the new name of the weight that hf stores.
         dropped: names that [[drop]] left out.
         warnings: messages about names that were left out and padding that was removed.
     """
@@ -52,14 +53,14 @@ class Applied:
     warnings: tuple[str, ...] = ()
 
     def made_from(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Pairs (new parameter, its first origin), for first origins in ``names``."""
+        """Yield (new parameter, its first origin) for each first origin in ``names``."""
         for origin, fqns in self.by_first_origin.items():
             if origin in names:
                 yield from ((fqn, origin) for fqn in fqns)
 
     @cached_property
     def by_first_origin(self) -> Mapping[str, Sequence[str]]:
-        """New parameters, by their first origin; without aliases and zeros."""
+        """First origin -> the new parameters that are made from it; without aliases and zeros."""
         by_origin: dict[str, list[str]] = {}
         for fqn, origins in self.origins.items():
             if fqn not in self.aliases and origins:
@@ -82,7 +83,7 @@ def apply_rules(
         views: all tensors of the model, by their names before the rules.
         config: the model's config.json.
         to_hf: whether to convert from ours to hf; otherwise from hf to ours.
-        partial: whether rules may go unused (optimizer state need not exist for every parameter).
+        partial: whether rules may match nothing (optimizer state need not exist for every parameter).
 
     Raises:
         ConversionError: if the rules do not fit the tensors; one error lists all problems.
@@ -92,24 +93,24 @@ def apply_rules(
 
 @dataclass
 class _Application:
-    """The arguments and the state of `apply_rules`."""
+    """One call of `apply_rules`: its arguments and its state."""
 
     rules: RuleSet
     views: Mapping[str, TensorView]
     config: Mapping[str, Any]
     to_hf: bool
     partial: bool
-    _used: dict[str, KeyRule] = field(default_factory=dict)
+    _used: dict[str, KeyRule] = field(default_factory=dict)  # source key -> the rule that matches it
     _results: dict[str, TensorView] = field(default_factory=dict)
     _origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _aliases: set[str] = field(default_factory=set)
     _unmatched: list[str] = field(default_factory=list)  # patterns of rules that match no key
     _errors: list[ConversionError] = field(default_factory=list)
-    _trimmed: list[str] = field(default_factory=list)  # warnings
+    _trimmed: list[str] = field(default_factory=list)  # warnings about removed padding
 
     def run(self) -> Applied:
         self._collect_errors(self._refuse)
-        zeros = tuple(Drop(zeros.ours) for zeros in self.rules.zeros)
+        zeros = tuple(Drop(zeros.ours) for zeros in self.rules.zeros)  # hf lacks these tensors
         drops = (*self.rules.drops_ours, *zeros) if self.to_hf else self.rules.drops_hf
         by_drop = [drop.among(self.views, self._size) for drop in drops]
         left_out = set(chain.from_iterable(by_drop))
@@ -128,7 +129,7 @@ class _Application:
             got = f"nothing matches {some(self._unmatched)}"
             self._errors.append(self._bad("rules that match a key", got, todo))
         self._raise_errors()
-        if not (self.to_hf or self.partial):  # hf and moments have no such tensors
+        if not (self.to_hf or self.partial):  # neither hf nor optimizer state has these tensors
             self._add_zeros()
         warnings = tuple(
             f"{drop.warn}: left out {some(names)}"
@@ -139,7 +140,7 @@ class _Application:
         return Applied(self._results, self._origins, aliases, dropped, (*warnings, *self._trimmed))
 
     def _collect_errors(self, work: Callable[[], None]) -> None:
-        """Call ``work`` and keep its error, so that one message lists all errors of a rule set."""
+        """Call ``work`` and keep its error, so that one message can list all errors of a rule set."""
         try:
             work()
         except ConversionError as error:
@@ -151,17 +152,17 @@ class _Application:
             for error in self._errors:
                 raise error
             return
-        texts = [" ".join(str(error).split()) for error in self._errors]
+        texts = [" ".join(str(error).split()) for error in self._errors]  # each error on one line
         shown = "\n    ".join(texts[:_MOST_ERRORS])
         more = len(texts) - _MOST_ERRORS
         raise self._bad(
             "rules that fit the whole model",
-            f"{len(texts)} that do not\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
-            "see the text of each",
+            f"{len(texts)} that do not fit\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
+            "follow the advice of each error above",
         ) from self._errors[0]
 
     def _rename(self, names: list[str]) -> None:
-        """Add keys without a rule under their new prefixes, or unchanged if the rules have no prefixes."""
+        """Add keys that no rule matches, with their prefixes replaced; keys without a known prefix are unchanged."""
         renamed = {name: self.rules.moved(name, to_hf=self.to_hf) for name in names}
         for name, new in renamed.items():
             if self.rules.is_of_other_side(name, to_hf=self.to_hf):
@@ -170,18 +171,19 @@ class _Application:
                 self._errors.append(self._bad(side, name, todo))
             else:
                 self._add(new, self.views[name], (name,))
-        changes_none = all(name == new for name, new in renamed.items())
+        changes_none = all(name == new for name, new in renamed.items())  # no key has a known prefix
         if self.rules.prefixes and changes_none and not self.partial:
             prefixes = [pair[1 if self.to_hf else 0] for pair in self.rules.prefixes]
             self._unmatched.append(" or ".join(prefixes) + "*")
 
     def _refuse(self) -> None:
-        """Refuse keys that a [[refuse]] names."""
-        for refusal in () if self.to_hf else self.rules.refusals:
+        """Raise an error for keys that a [[refuse]] matches."""
+        for refusal in () if self.to_hf else self.rules.refusals:  # refusals name keys of hf
             if matches := [name for name in self.views if refusal.pattern.match(name) is not None]:
                 raise self._bad(f"no {refusal.pattern.text}", some(matches), refusal.todo)
 
     def _add_zeros(self) -> None:
+        """Add the tensors of [[zeros]]."""
         for zeros in self.rules.zeros:
             for name in self.views:
                 captures = zeros.beside.match(name)
@@ -204,9 +206,10 @@ class _Application:
     def _groups(
         self, rule: KeyRule, sources: tuple[Pattern, ...], names: list[str]
     ) -> dict[Key, list[dict[int, str]]]:
-        """The keys that a rule matches, grouped by captures.
+        """Group the keys that a rule matches by the values of their captures.
 
-        Each group has one row per source pattern, with names by counted index (0 if the rule counts nothing).
+        Returns:
+            For each group one dict per source pattern: counted index -> key. The index is 0 if the rule counts nothing.
         """
         groups: dict[Key, list[dict[int, str]]] = {}
         for row, pattern in enumerate(sources):
@@ -218,10 +221,10 @@ class _Application:
                     raise self._bad("one rule for each key", f"two for {name}", "make the patterns distinct")
                 self._used[name] = rule
                 index = captures.pop(rule.over, 0) if rule.over and not self.to_hf else 0
-                # Sorted: patterns may name their captures in any order.
+                # Sorted: the patterns of a rule may have their captures in different orders.
                 rows = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 rows[row][index] = name
-        # If hf leaves out a tied weight, the rule applies to the weight that hf stores.
+        # If hf leaves out a tied weight, the rule is applied to the weight that hf stores.
         may_tie = not (groups or self.to_hf or self.partial) and rule.tie in self.views
         if may_tie and rule.tie is not None and self.config.get("tie_word_embeddings") is True:
             groups[()] = [{0: rule.tie}]
@@ -238,12 +241,13 @@ class _Application:
         """Make the results of one rule from one group of keys.
 
         Args:
-            rows: per source pattern, the names by counted index.
+            captures: the values that all keys of the group share.
+            rows: for each source pattern, counted index -> key.
         """
-        counted = rule.over if not self.to_hf else None
+        counted = rule.over if not self.to_hf else None  # None: our tensors are stacked already
         for pattern, row in zip(sources, rows, strict=True):
-            if not row or sorted(row) != list(range(len(row))):
-                # Counted from the largest index of any pattern, since all patterns need as many tensors.
+            if not row or sorted(row) != list(range(len(row))):  # the indices must be 0, 1, 2, ..
+                # Up to the largest index of any pattern, since all patterns must have the same number of tensors.
                 indices = range(1 + max(index for each in rows for index in each))
                 absent = [
                     pattern.fill({**captures, counted: index} if counted else captures)
@@ -260,7 +264,7 @@ class _Application:
             [self.views[row[i]] for i in sorted(row)] if counted else self.views[row[0]] for row in rows
         ]
         results = self._run_ops(rule, bundle, to_hf=self.to_hf)
-        if not self._is_trimmed(rule, bundle, results):
+        if not self._is_trimmed(rule, bundle, results):  # a removal of padding has no inverse
             self._check_inverse(rule, bundle, results)
         origins = tuple(name for row in rows for _, name in sorted(row.items()))
         targets, over = rule.hf if self.to_hf else rule.ours, rule.over
@@ -274,17 +278,19 @@ class _Application:
                 self._add(pattern.fill({**captures, **counts}), view, origins)
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
+        """Apply a rule's operations to a bundle in hf's layout; with ``to_hf``, their inverses to a bundle in ours."""
         for op in reversed(rule.ops) if to_hf else rule.ops:  # inverses, in reverse order
             if self.partial and isinstance(op, Cast):
-                continue  # moments keep the type that the optimizer chose
+                continue  # moments keep the dtype that the optimizer chose
             bundle = (op.backward if to_hf else op.forward)(bundle, self._size)
         return bundle
 
     def _size(self, text: str | int) -> int:
+        """Compute the value of a size expression in the rules."""
         return evaluate(text, self.rules.lets, self.config)
 
     def _check_inverse(self, rule: KeyRule, bundle: Bundle, results: Bundle) -> None:
-        """Check that undoing a rule restores the shapes."""
+        """Check that undoing a rule restores the shapes of ``bundle``."""
         again = self._run_ops(rule, results, to_hf=not self.to_hf)
         before, after = _shapes(bundle), _shapes(again)
         if before != after:
@@ -296,7 +302,7 @@ class _Application:
         is_trimmed = self.to_hf and any(isinstance(op, Trim) for op in rule.ops) and before != after
         if is_trimmed and not self.partial:
             names = " and ".join(view.info.name for view in bundle)
-            self._trimmed.append(f"{names}: cut from shape {before[0]} to {after[0]}, the rest is padding")
+            self._trimmed.append(f"{names}: padding removed, from shape {before[0]} to {after[0]}")
         return is_trimmed
 
     def _add(self, name: str, view: TensorView, origins: tuple[str, ...]) -> None:
@@ -316,6 +322,7 @@ class _Application:
 
 
 def _shapes(node: Node) -> Any:
+    """Return the node with a shape in place of each tensor."""
     return [_shapes(item) for item in node] if isinstance(node, list) else node.info.shape
 
 
@@ -324,11 +331,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.FloorDiv: lambda a, b: Fraction(a // b),  # // of Fractions returns an int
 }
 
 
-_MAX_DEPTH = 20  # of nested [let] entries; deeper ones are assumed to be circular
+_MAX_DEPTH = 20  # maximum nesting of [let] entries; deeper nesting is taken for a cycle
 
 
 class _MissingName(Exception):
@@ -336,14 +343,15 @@ class _MissingName(Exception):
 
 
 def evaluate(text: str | int, lets: Mapping[str, str], config: Mapping[str, Any]) -> int:
-    """The value of a size expression.
+    """Compute the value of a size expression.
 
     Raises:
-        ConversionError: if it is not an expression, a name is missing, or the value is not a whole number >= 0.
+        ConversionError: if the text is not an expression, a name is missing, or the value is not a whole number >= 0.
     """
     try:
         value = _first(str(text), lets, config, depth=0)
     except (SyntaxError, ZeroDivisionError, _MissingName) as error:
+        # lstrip: `_MissingName` is shown without its underscore.
         raise _bad(text, f"{type(error).__name__.lstrip('_')}: {error}") from error
     if value.denominator != 1 or value < 0:
         raise _bad(text, str(value))
@@ -360,13 +368,13 @@ def _bad(text: str | int, got: str) -> ConversionError:
 
 
 def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, depth: int) -> Fraction:
-    """The value of the first alternative whose names all exist."""
+    """Compute the first alternative (separated by ``??``) whose names all exist."""
     if depth > _MAX_DEPTH:
         raise _MissingName(f"{text} is defined by itself")
     alternatives = text.split("??")
     for number, alternative in enumerate(alternatives):
         try:
-            # Parsed, and never evaluated: rules may come from anyone.
+            # Parsed, never evaluated by Python: rule files may come from anyone.
             return _value(ast.parse(alternative.strip(), mode="eval").body, lets, config, depth)
         except _MissingName:
             if number == len(alternatives) - 1:
@@ -376,12 +384,12 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
 
 def _value(node: ast.expr, lets: Mapping[str, str], config: Mapping[str, Any], depth: int) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return Fraction(node.value)  # exact, to detect a division with a remainder
+        return Fraction(node.value)  # exact, so that `evaluate` can refuse a quotient that is no whole number
     if isinstance(node, ast.Name):
         if node.id in lets:
             return _first(str(lets[node.id]), lets, config, depth=depth + 1)
         setting = config.get(node.id)
-        if not isinstance(setting, int) or isinstance(setting, bool):  # a bool is an int too
+        if not isinstance(setting, int) or isinstance(setting, bool):  # bool is a subclass of int
             raise _MissingName(f"{node.id} is {setting!r}")
         return Fraction(setting)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -1,16 +1,17 @@
-"""The closed set of operations of key rules, each with its inverse.
+"""All operations that key rules can use, each with its inverse.
 
 A rule is written from Hugging Face's layout ("hf") to another ("ours"). An operation takes a *bundle*: one node per
-name pattern of the rule. A node is a tensor, or a list of tensors if the pattern counts (experts). The operations in
-order make ours from hf; their inverses in reverse order make hf from ours.
+name pattern of the rule. A node is a tensor, or a list of tensors if the pattern has a counted capture (experts). The
+operations in order make ours from hf; their inverses in reverse order make hf from ours.
 
-    {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a counted list -> one
+    {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a list of tensors -> one
     {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, groups, parts}}   {rope = {heads}}
     {pad = {dim, from, to}}   {trim = {dim, to}}   {cast = {to, back}}
 
-``trim`` removes padding whose size is not recorded anywhere: items of ours beyond ``to`` are left out, and tensors of
-hf stay as they are. With ``groups``, ``concat`` joins within each of that many groups: [q q k v] [q q k v] ... instead
-of [q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves a tensor unchanged.
+``trim`` removes padding whose size is not recorded anywhere: from ours to hf, items beyond ``to`` are removed; from hf
+to ours, tensors are unchanged. With ``groups``, ``concat`` joins within each of that many groups: [q q k v] [q q k v]
+... instead of [q q q q] [k k] [v v]. ``heads`` may be a list with one number per pattern of the rule; 0 leaves a tensor
+unchanged.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ Sizes = Callable[[str | int], int]  # evaluates a size expression
 
 
 class Operation(ABC):
-    """One step of a rule."""
+    """One entry of a rule's ``ops``."""
 
     @abstractmethod
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        """From hf's layout to ours."""
+        """Convert a bundle from hf's layout to ours."""
 
     @abstractmethod
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        """From our layout to hf's."""
+        """Convert a bundle from our layout to hf's."""
 
 
 def _each(node: Node, change: Callable[[TensorView], TensorView]) -> Node:
+    """Apply ``change`` to every tensor of a node."""
     return [_each(item, change) for item in node] if isinstance(node, list) else change(node)
 
 
 def _check_size(view: TensorView, dim: int, size: int, text: str) -> None:
-    """Refuse a tensor whose size in ``dim`` differs from ``size``, which ``text`` in the rule computes."""
+    """Refuse a tensor whose size in ``dim`` is not ``size``; ``text`` is the rule's expression for ``size``."""
     shape = view.info.shape
     if dim >= len(shape) or shape[dim] != size:
         raise ConversionError(
@@ -61,15 +63,15 @@ def _check_size(view: TensorView, dim: int, size: int, text: str) -> None:
 
 
 class _EachTensor(Operation):
-    """An operation that changes each tensor on its own."""
+    """An operation that changes each tensor independently."""
 
     @abstractmethod
     def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
-        """The changed tensor.
+        """Return the changed tensor.
 
         Args:
             pattern: the index of the tensor's name pattern in the rule.
-            back: from ours to hf.
+            back: True from ours to hf, False from hf to ours.
         """
 
     def _run(self, bundle: Bundle, sizes: Sizes, *, back: bool) -> Bundle:
@@ -87,15 +89,20 @@ class _EachTensor(Operation):
 
 @dataclass(frozen=True)
 class _Transpose(_EachTensor):
+    """Permutes the dims: dim i of ours is dim ``dims[i]`` of hf."""
+
     dims: tuple[int, ...]
 
     def make(self, view: TensorView, sizes: Sizes, pattern: int, *, back: bool) -> TensorView:
+        # Back: the inverse permutation.
         dims = tuple(self.dims.index(dim) for dim in range(len(self.dims))) if back else self.dims
         return MappedView(Permute(dims), (view,))
 
 
 @dataclass(frozen=True)
 class _Reshape(_EachTensor):
+    """Changes the shape; items keep their row-major order."""
+
     hf: tuple[str | int, ...]
     ours: tuple[str | int, ...]
 
@@ -105,6 +112,8 @@ class _Reshape(_EachTensor):
 
 @dataclass(frozen=True)
 class _Interleave(_EachTensor):
+    """Interleaves the parts of each group, such as the halves of each head: a a a b b b becomes a b a b a b."""
+
     dim: int
     groups: tuple[str | int, ...]  # one number for all patterns, or one for each
     parts: int
@@ -119,11 +128,14 @@ class _Interleave(_EachTensor):
                 todo="write one number for each name of the rule; 0 leaves its tensor unchanged",
             )
         groups = sizes(self.groups[pattern if len(self.groups) > 1 else 0])
+        # 0 groups: the rule leaves this tensor unchanged, such as v in a rule for q, k and v.
         return MappedView(Interleave(self.dim, groups, self.parts, back), (view,)) if groups else view
 
 
 @dataclass(frozen=True)
 class _Pad(_EachTensor):
+    """Pads a dim with zeros, from size ``small`` in hf to size ``large`` in ours."""
+
     dim: int
     small: str | int
     large: str | int
@@ -136,7 +148,7 @@ class _Pad(_EachTensor):
 
 @dataclass(frozen=True)
 class Trim(_EachTensor):
-    """Removes padding of ours. The only operation that loses items; `apply_rules` adds a warning."""
+    """Removes padding from our tensors. No other operation loses items, so `apply_rules` adds a warning."""
 
     dim: int
     to: str | int
@@ -145,14 +157,14 @@ class Trim(_EachTensor):
         size = sizes(self.to)
         if view.info.shape[self.dim : self.dim + 1] == (size,):  # a slice, since the dim may not exist
             return view
-        if not back:
+        if not back:  # hf has no padding: another size is an error
             _check_size(view, self.dim, size, str(self.to))
         return MappedView(Slice(self.dim, 0, size), (view,))
 
 
 @dataclass(frozen=True)
 class Cast(_EachTensor):
-    """Changes the dtype. The only operation that changes values."""
+    """Changes the dtype. No other operation changes values."""
 
     to: str
     back_to: str
@@ -164,6 +176,8 @@ class Cast(_EachTensor):
 
 @dataclass(frozen=True)
 class _Concat(Operation):
+    """Concatenates the tensors of all patterns along a dim; with ``groups``, separately within each group."""
+
     dim: int
     sizes: tuple[str | int, ...]
     groups: str | int = 1
@@ -179,8 +193,10 @@ class _Concat(Operation):
         return [self._join(bundle, [sizes(size) for size in self.sizes], sizes(self.groups))]
 
     def _join(self, nodes: Sequence[Node], lengths: list[int], groups: int) -> Node:
+        """Join one tensor of each pattern; for lists of tensors, join the tensors of each index."""
         if isinstance(nodes[0], list):
             return [self._join(column, lengths, groups) for column in zip(*nodes, strict=True)]
+        # Checked, since `backward` cuts the result by these sizes.
         for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
             _check_size(view, self.dim, groups * length, str(text))
         if groups == 1:
@@ -189,20 +205,20 @@ class _Concat(Operation):
         return self._flat(MappedView(Concat(self.dim + 1), grouped))
 
     def _in_groups(self, view: TensorView, groups: int) -> TensorView:
-        """Split the dim in two: group, and index in the group."""
+        """Split the dim into two dims: the group, and the index in the group."""
         shape = view.info.shape
         size = shape[self.dim] // groups
         return MappedView(Reshape((*shape[: self.dim], groups, size, *shape[self.dim + 1 :])), (view,))
 
     def _flat(self, view: TensorView) -> TensorView:
-        """The inverse of `_in_groups`."""
+        """Join the two dims again that `_in_groups` made."""
         shape = view.info.shape
         joined = shape[self.dim] * shape[self.dim + 1]
         return MappedView(Reshape((*shape[: self.dim], joined, *shape[self.dim + 2 :])), (view,))
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         lengths, groups = [sizes(size) for size in self.sizes], sizes(self.groups)
-        (node,) = bundle
+        (node,) = bundle  # `forward` makes one node
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         total = sum(lengths) * groups
         text = " + ".join(map(str, self.sizes))
@@ -221,7 +237,13 @@ class _Concat(Operation):
 
 @dataclass(frozen=True)
 class StackCounted(Operation):
-    """Joins a pattern's counted tensors along a new dim."""
+    """Stacks the tensors that a pattern counts (experts) along a new dim.
+
+    Args:
+        over: the capture that counts the tensors.
+        dim: the position of the new dim.
+        count: the size expression for the number of tensors.
+    """
 
     over: str
     dim: int
@@ -256,7 +278,8 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
-    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),  # 2: the halves of a head
+    # 2: the halves of each head, which become adjacent pairs.
+    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),
     "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
     "trim": lambda v: Trim(int(v["dim"]), v["to"]),
     "cast": lambda v: Cast(str(v["to"]), str(v["back"])),
@@ -264,13 +287,13 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
 
 
 def parse_operation(data: Mapping[str, Any], *, where: str) -> Operation:
-    """The operation of one table in a rule's ``ops``.
+    """Parse one table of a rule's ``ops``.
 
     Raises:
-        ConversionError: for an unknown operation, or one without its fields.
+        ConversionError: for an unknown operation, or an operation that lacks one of its fields.
     """
     try:
-        ((kind, value),) = data.items()
+        ((kind, value),) = data.items()  # a table with exactly one key, the operation's name
         return _PARSERS[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConversionError(

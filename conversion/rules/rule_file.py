@@ -1,8 +1,8 @@
 """Key rules: files that describe how tensors of one framework become tensors of another.
 
-A rule file is TOML with sizes in [let], rules in [[rule]], keys that may be left out in [[drop]] and keys that only the
-other framework has in [[zeros]]. It is written once, from Hugging Face's names ("hf") to another framework's ("ours"),
-and used in both directions: every operation has an inverse.
+A rule file is TOML: [let] has sizes, [[rule]] has rules, [[drop]] has keys to leave out, and [[zeros]] has tensors of
+zeros that only the other framework has. It is written once, from Hugging Face's names ("hf") to another framework's
+("ours"), and used in both directions: every operation has an inverse.
 
     format = 1
     [let]
@@ -15,23 +15,23 @@ and used in both directions: every operation has an inverse.
     hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
     [[drop]]
     hf = "model.layers.{l}.*"
-    from = { l = "num_hidden_layers" }           # only keys with {l} of at least this value
-    warn = "modules for multi-token prediction"  # names the loss in a warning
+    from = { l = "num_hidden_layers" }           # only keys whose {l} is at least this value
+    warn = "modules for multi-token prediction"  # a warning says that these were left out
     [[refuse]]
     hf = "*.weight_scale_inv"
     todo = "convert a copy in bf16"
     [[zeros]]
-    ours  = "layers.{l}.moe.expert_bias_E"       # made for each match of "beside", dropped in the other direction
+    ours  = "layers.{l}.moe.expert_bias_E"       # added for each hf key that matches "beside"; dropped on the way to hf
     beside = "model.layers.{l}.mlp.gate.weight"
     shape = ["num_experts"]
     dtype = "float32"
 
 ``{l}`` matches a whole number. ``*``, which only drops and refusals may contain, matches any text. A rule with
 ``optional = true`` may match nothing. With ``tie = "NAME"``, our tensor is made from hf's NAME if hf omits the tied
-weight. Keys without a rule are an error, unless the file contains ``keep_others = true``.
+weight. A key that no rule matches is an error, unless the file contains ``keep_others = true``.
 
-A file may extend a shipped one: ``extends = "torchtitan-llama"`` adds the rules of that file, except rules whose hf
-names have a rule in this file, and [rename] changes our names in that file.
+A file may extend a shipped one: ``extends = "torchtitan-llama"`` adds the rules of that file. A rule of this file
+replaces all shipped rules that have one of its hf names, and [rename] changes our names in the shipped rules.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 
 _FORMAT = 1
-_CAPTURE = re.compile(r"\{(\w+)\}")
+_CAPTURE = re.compile(r"\{(\w+)\}")  # ``{l}`` in a pattern
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name with captures of whole numbers, such as ``layers.{l}.w``; ``*`` matches any text."""
+    """A pattern of names, such as ``layers.{l}.w``: ``{l}`` captures a whole number, ``*`` matches any text."""
 
     text: str
 
@@ -73,24 +73,32 @@ class Pattern:
             if index % 2 == 0:
                 regex += ".*".join(map(re.escape, part.split("*")))
             else:
-                # No leading zeros: `fill` must give the same name back.
+                # No leading zeros, so that `fill` restores the same name. A repeated capture must have one value.
                 regex += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
                 seen.add(part)
         return re.compile(regex)
 
     def match(self, name: str) -> dict[str, int] | None:
-        """The captures of a name; None if it does not match."""
+        """Return the value of each capture; None if the name does not match."""
         match = self._regex.fullmatch(name)
         return {key: int(value) for key, value in match.groupdict().items()} if match else None
 
     def fill(self, captures: Mapping[str, int]) -> str:
-        """The name with values in place of captures."""
+        """Return the name that has these values in place of the captures."""
         return _CAPTURE.sub(lambda match: str(captures[match[1]]), self.text)
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One rule. Both sides must have the same captures."""
+    """One [[rule]]: tensors of hf become tensors of ours. All patterns of both sides must have the same captures.
+
+    Args:
+        hf: name patterns of the tensors in Hugging Face's layout.
+        ours: name patterns of the tensors in the other layout.
+        ops: the operations from hf to ours.
+        optional: whether the rule may match no key.
+        tie: the hf name to use if hf omits the tied weight; None if the weight is never omitted.
+    """
 
     hf: tuple[Pattern, ...]
     ours: tuple[Pattern, ...]
@@ -99,6 +107,7 @@ class KeyRule:
     tie: str | None = None
 
     def __post_init__(self) -> None:
+        # Both sides need the same captures, since `fill` makes the names of one side from the captures of the other.
         ours = [pattern.names for pattern in self.ours]
         shared = {names | ({self.over} if self.over else set()) for names in ours}
         is_same = all(p.names in shared for p in self.hf) and len(shared) == 1
@@ -113,18 +122,18 @@ class KeyRule:
 
     @cached_property
     def over(self) -> str | None:
-        """The capture that a stack counts; only hf's side has it."""
+        """The capture that a ``stack`` operation counts over, which only hf patterns have; None without a stack."""
         return next((op.over for op in self.ops if isinstance(op, StackCounted)), None)
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Keys that may be left out.
+    """Keys that are left out of the result.
 
     Args:
-        pattern: of the keys.
-        least: capture -> an expression for its minimum.
-        warn: a description of the keys, for a warning; None for no warning.
+        pattern: the keys' name pattern.
+        least: capture -> size expression; keys whose capture has a smaller value are not left out.
+        warn: a description of the keys for a warning; None for no warning.
     """
 
     pattern: Pattern
@@ -137,10 +146,10 @@ class Drop:
             raise _bad(self.pattern.text, expected, ", ".join(self.least))
 
     def among(self, names: Iterable[str], size: Callable[[str | int], int]) -> list[str]:
-        """The names that are left out.
+        """Return those of ``names`` that are left out.
 
         Args:
-            size: evaluates an expression; called only if a name matches.
+            size: evaluates a size expression; called only if a name matches, since the config may lack the size.
         """
         matches = [(name, captures) for name in names if (captures := self.pattern.match(name)) is not None]
         least = {key: size(text) for key, text in self.least.items()} if matches else {}
@@ -149,7 +158,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Keys of hf that no rule can convert, and what to do about them."""
+    """Keys of hf that no rule can convert; an error refuses them, with ``todo`` as its advice."""
 
     pattern: Pattern
     todo: str
@@ -157,7 +166,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Zeros:
-    """A tensor of zeros that only our side has: one for each key of hf that matches ``beside``."""
+    """Tensors of zeros that only our side has: one for each key of hf that matches ``beside``."""
 
     ours: Pattern
     beside: Pattern
@@ -167,7 +176,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """All rules of one file.
+    """All rules of one file, together with the rules of the file that it extends.
 
     Examples:
         >>> len(load_rules("torchtitan-llama").rules) > 5
@@ -185,7 +194,7 @@ class RuleSet:
     prefixes: tuple[tuple[str, str], ...] = field(default=())  # (hf's, ours)
 
     def moved(self, name: str, *, to_hf: bool) -> str:
-        """The new name of a key that no rule matches: with the other prefix, or unchanged."""
+        """Return the new name of a key that no rule matches: with the other side's prefix, or else unchanged."""
         for hf, ours in self.prefixes:
             old, new = (ours, hf) if to_hf else (hf, ours)
             if name.startswith(old):
@@ -194,6 +203,7 @@ class RuleSet:
 
     def is_of_other_side(self, name: str, *, to_hf: bool) -> bool:
         """Whether a key already has a prefix of the side that it would be converted to."""
+        # The longest prefix decides: a prefix of one side may begin with a prefix of the other side.
         hf, ours = (
             max((len(pair[side]) for pair in self.prefixes if name.startswith(pair[side])), default=0)
             for side in (0, 1)
@@ -201,13 +211,13 @@ class RuleSet:
         return hf > ours if to_hf else ours > hf
 
     def renamed(self, spellings: Mapping[str, str]) -> RuleSet:
-        """The same rules with other names on our side.
+        """Return the same rules with other names on our side.
 
         Args:
-            spellings: name in the rules -> new name.
+            spellings: name pattern on our side -> the pattern that replaces it.
 
         Raises:
-            ConversionError: for a name that no rule has.
+            ConversionError: for a pattern that no rule has.
         """
         known = {p.text for r in self.rules for p in r.ours} | {d.pattern.text for d in self.drops_ours}
         known |= {zeros.ours.text for zeros in self.zeros}
@@ -226,7 +236,10 @@ class RuleSet:
         )
 
     def extended_by(self, own: RuleSet) -> RuleSet:
-        """These rules together with the rules of a file that extends them, which take precedence."""
+        """Return these rules together with the rules of ``own``, the file that extends them.
+
+        A rule of ``own`` replaces all rules here that share an hf name with it.
+        """
         replaced = {pattern.text for rule in own.rules for pattern in rule.hf}
         kept = tuple(rule for rule in self.rules if not any(p.text in replaced for p in rule.hf))
         return RuleSet(
@@ -238,27 +251,27 @@ class RuleSet:
             (*self.refusals, *own.refusals),
             (*self.zeros, *own.zeros),
             self.keep_others or own.keep_others,
-            (*own.prefixes, *self.prefixes),
+            (*own.prefixes, *self.prefixes),  # own first: `moved` uses the first prefix that matches
         )
 
 
 def shipped_rules() -> tuple[str, ...]:
-    """Names of the rule files that come with the package.
+    """Return the names of the rule files that come with the package.
 
     Examples:
         >>> "torchtitan-llama" in shipped_rules()
         True
     """
     folder = resources.files("vescale_fsdp.conversion.rules.shipped")
-    # endswith: the folder is a package, with a Python file.
+    # endswith: the folder also contains __init__.py.
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 
 def load_rules(name: str) -> RuleSet:
-    """A shipped rule set by name, or one from a file or URL that ends in ``.toml``.
+    """Load a rule set: a shipped one by its name, or a file or URL that ends in ``.toml``.
 
     Raises:
-        ConversionError: if there is no such file, or it is not valid.
+        ConversionError: if there is no such file, or it is not a valid rule file.
 
     Examples:
         >>> load_rules("torchtitan-llama").name
@@ -275,6 +288,7 @@ def load_rules(name: str) -> RuleSet:
         raise _bad(name, f"a file ending in .toml, or one of {', '.join(shipped_rules())}", name)
     try:
         return _parse(name, tomllib.loads(data.decode()))
+    # `_parse` reads the tables without checks: entries that are missing or have wrong types raise the last three.
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise _bad(name, "a rule file of format 1", f"{type(error).__name__}: {error}") from error
 
@@ -286,6 +300,7 @@ def _bad(name: str, expected: str, got: object) -> ConversionError:
 
 
 def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
+    """Make a rule set from the tables of a rule file."""
     if data.get("format") != _FORMAT:
         raise _bad(name, f"format = {_FORMAT}", data.get("format"))
     known = {"format", "extends", "rename", "let", "rule", "drop", "refuse", "zeros", "keep_others", "prefix"}
@@ -304,7 +319,7 @@ def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
         tuple((str(prefix["hf"]), str(prefix["ours"])) for prefix in data.get("prefix", ())),
     )
     if own.prefixes and not own.keep_others:
-        raise _bad(name, "keep_others = true, as [[prefix]] applies to keys without a rule", "false")
+        raise _bad(name, "keep_others = true, since [[prefix]] applies to keys without a rule", "false")
     base = data.get("extends")
     if base is None and "rename" not in data:
         return own

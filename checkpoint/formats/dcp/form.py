@@ -1,7 +1,7 @@
-"""`DCP`: a form of `save` that writes a folder of stock torch.distributed.checkpoint, without DCP's planning.
+"""`DCP`: save a folder that stock torch.distributed.checkpoint (DCP) can load, without DCP's planning.
 
-Every rank writes one file with its boxes (a ragged piece is a few boxes). The layout of all ranks' files follows from
-the manifest, so that rank 0 can write ``.metadata``, the last file, without communication.
+Every rank writes one file with its boxes (a ragged piece is a few boxes). The manifest determines the layout of all
+ranks' files, so rank 0 can write ``.metadata``, the last file, without communication.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from vescale_fsdp.layout.geometry import Box
 
 @dataclass(frozen=True)
 class DCP(Form):
-    """Write a folder that ``torch.distributed.checkpoint.load`` reads: for ``save(..., format=)`` and
-    ``CheckpointManager(export=)``.
+    """Makes a save write a folder that ``torch.distributed.checkpoint.load`` reads.
+
+    Pass it to ``save(..., format=)`` or ``CheckpointManager(export=)``.
 
     Examples:
         >>> from vescale_fsdp.checkpoint.dcp import DCP
         >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
 
-    Values that differ per rank are refused by name: such a folder cannot contain them.
+    A DCP folder cannot contain `PerRank` values: a save of such values raises an error that names them.
     """
 
     def arguments(self) -> Json:
-        """DCP's form has no options."""
+        """Return the arguments of this form, which ranks compare; there are no options."""
         return {"form": "DCP"}
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """Lock the folder, and refuse a folder with files that are not DCP's."""
+        """Lock the folder; refuse a folder that contains files other than DCP's."""
         _folder(storage).claim(held, overwrite=overwrite)
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
-        """Plan, and write this rank's file."""
+        """Plan the folder and write this rank's file; a collective."""
         storage, coordinator, folder = share.storage, share.coordinator, _folder(share.storage)
         world_size = coordinator.world_size
         with coordinator.together("planning a DCP folder"), gc_paused():
             shards = HeldShards(plan(), coordinator.rank, share.locals_by_name, storage)
             if shards.source.omitted:
                 raise ConversionError(
-                    "A DCP folder cannot hold all of this state.",
+                    "A DCP folder cannot contain all entries of this state.",
                     expected="values that are the same on all ranks",
                     got=f"{some(shards.source.omitted, 8)}: PerRank",
                     where=storage.where,
@@ -70,18 +71,19 @@ class DCP(Form):
         with coordinator.together(f"making {storage.where}"):
             if coordinator.rank == 0:
                 folder.begin()
-        # A block of its own: no rank writes before rank 0 has made the folder.
+        # A separate block, so that no rank writes before rank 0 has created the folder.
         with coordinator.together(f"writing to {storage.where}"):
             _write(folder.working, output)
         names = [file_of_rank(rank) for rank in range(world_size)]
         return Commit(nbytes, partial(folder.commit, output.closing, names))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """Remove all files of the attempt."""
+        """Remove all files of a failed save."""
         _folder(storage).clear_away()
 
 
 def _folder(storage: Storage) -> WrittenFolder:
+    """Return the folder of a DCP checkpoint; `.metadata` is the file that makes it valid."""
     return WrittenFolder(
         storage,
         "a DCP folder",
@@ -91,7 +93,7 @@ def _folder(storage: Storage) -> WrittenFolder:
 
 
 def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tuple[str, Box]]:
-    """(name, box) of each box that a rank writes; a tensor with several names is written under its first name."""
+    """Yield (name, box) for each box that a rank writes; a tensor with several names has only its first name here."""
     file = shards.file if rank == shards.rank else RankFile(shards.manifest, rank)
     for name, place in shards.places.items():
         piece = file.piece_of.get(place) if name not in twins else None
@@ -100,23 +102,24 @@ def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tu
 
 
 def _write(storage: Storage, output: OutputPlan) -> None:
-    """Write this rank's file, durably."""
+    """Write this rank's file; on return it is durable."""
     outputs: list[FileWriter] = []
 
     def give_up() -> None:
+        """Remove the file that is being written, if there is one."""
         while outputs:
             outputs.pop().abort()
 
     def create(file: FilePlan) -> FileWriter:
-        give_up()  # removes the file of a failed attempt
+        give_up()  # after a failed attempt, `Copier` calls `create` again: removes the incomplete file
         outputs.append(storage.create(file.name, file.nbytes))
         return outputs[0]
 
-    # A stream is written from front to back, by one thread.
+    # One thread if the storage's files are streams, which are written from front to back.
     limits = CopyLimits(threads=1 if storage.in_order else max(1, storage.write_threads))
     try:
         copier = Copier(limits, create, storage.retrying, no_progress, lambda *_: None)
         copier.copy(output.files, in_order=storage.in_order)
-    except BaseException:  # Ctrl-C too: no torn file stays
+    except BaseException:  # BaseException: also after Ctrl-C, no incomplete file is left
         give_up()
         raise

@@ -1,8 +1,8 @@
-"""Planning a folder of stock torch.distributed.checkpoint, which every program that uses DCP can load.
+"""Plan a folder of stock torch.distributed.checkpoint (DCP), which every program that uses DCP can load.
 
-A conversion cuts tensors along dim 0 into items of at most 64 MiB: DCP reads whole items even for a few rows, so that
-small items make a load on another number of ranks cheap. A live save writes each rank's boxes as they are.
-``.metadata`` is written last. Its pickle names torch's records and contains plain data only.
+A conversion cuts tensors along dim 0 into items of at most 64 MiB. DCP reads whole items even for a few rows, so small
+items make a load on another number of ranks cheap. A live save writes each rank's boxes without further cuts.
+``.metadata`` is written last. Its pickle contains only torch's own records and plain data.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
 class _Item(NamedTuple):
-    """One archive: a box of a tensor, or a value, and its byte range in a file."""
+    """One archive, which contains a box of a tensor or a value, and its byte range in a file."""
 
     name: str
     offsets: tuple[int, ...] | None  # None for a value
     sizes: tuple[int, ...]
     file: str
-    start: int  # byte in the file
+    start: int  # offset of the archive in the file, in bytes
     nbytes: int
 
 
 def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
-    """Data files of about ``max_shard_bytes`` at most, and ``.metadata``.
+    """Plan data files of at most about ``max_shard_bytes`` bytes, and ``.metadata``.
 
     Raises:
-        ConversionError: for values that are not plain data, or types that torch lacks.
+        ConversionError: for values that are not plain data, or dtypes that torch lacks.
     """
     files = _Files(max_shard_bytes)
     for name, view in state.views.items():
@@ -69,26 +69,27 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
 
 
 def file_of_rank(rank: int, number: int = 0) -> str:
-    """A rank's data file, as stock DCP names them."""
+    """Return the name of a rank's data file, in the form that stock DCP uses."""
     return f"__{rank}_{number}.distcp"
 
 
 def plan_dcp_by_rank(
     state: CarriedState, boxes: Callable[[int], Iterable[tuple[str, Box]]], world_size: int, rank: int
 ) -> OutputPlan:
-    """The data file of ``rank``, and the ``.metadata`` of all ranks' files.
+    """Plan the data file of ``rank``, and the ``.metadata`` that describes the files of all ranks.
 
     Args:
-        boxes: gives (name, box) of all that a rank writes; a tensor with several names is listed under its first name.
+        boxes: returns (name, box) of each box that a rank writes; a tensor with several names is listed under its
+            first name.
     """
 
     def of_rank(number: int) -> _Files:
-        files = _Files(sys.maxsize, number)  # one file per rank, however large
+        files = _Files(sys.maxsize, number)  # maxsize: one file per rank, of any size
         for name, box in boxes(number):
             files.add_tensor(name, state.views[name], box)
-        if number == 0:  # one rank writes what belongs to no rank
+        if number == 0:  # rank 0 also writes empty tensors, which have no boxes, and values
             for name, view in state.views.items():
-                if not view.info.numel:  # no rank stores a part of it
+                if not view.info.numel:
                     files.add_tensor(name, view, whole_box(view.info.shape))
             for name, read in state.values.items():
                 files.add_value(name, read())
@@ -107,23 +108,23 @@ def _is_stale(name: str) -> bool:
 
 
 def _row_boxes(info: TensorInfo) -> Iterator[Box]:
-    """Boxes of whole rows, which tile a tensor; one box for a tensor without rows."""
+    """Yield boxes of whole rows that tile a tensor; one box for a tensor that is empty or 0-d."""
     if not info.shape or not info.numel:
         yield whole_box(info.shape)
         return
     rows, corner = info.shape[0], (0,) * (len(info.shape) - 1)
-    step = max(1, _ITEM_BYTES // (info.nbytes // rows))  # at least a row, however long
+    step = max(1, _ITEM_BYTES // (info.nbytes // rows))  # at least 1: a row may be larger than an item
     for first in range(0, rows, step):
         yield Box((first, *corner), (min(step, rows - first), *info.shape[1:]))
 
 
-@lru_cache(maxsize=256)  # the items of equal layers have the same pickle
+@lru_cache(maxsize=256)  # cached, since items of equal layers have the same pickle
 def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
-    return dump_pickle(TensorOut("0", dtype, sizes), where="a tensor")  # "0": the only storage of its archive
+    return dump_pickle(TensorOut("0", dtype, sizes), where="a tensor")  # "0": the archive's only storage
 
 
 class _Files:
-    """Collects archives, one after another, into data files of a limited size."""
+    """Collects archives in data files of a limited size; archives in a file follow each other."""
 
     def __init__(self, max_bytes: int, rank: int = 0) -> None:
         self.items: list[_Item] = []
@@ -134,12 +135,13 @@ class _Files:
 
     @property
     def _name(self) -> str:
+        """The name of the current file."""
         return file_of_rank(self._rank, len(self._done))
 
     def add_tensor(self, name: str, view: TensorView, box: Box) -> None:
         """Append a box of a tensor as one archive."""
         start = run_start(view.info.shape, box)
-        if start is not None:
+        if start is not None:  # the box is one run of the tensor's items, which needs no slicing
             items = TensorItems(view, start, start + box.numel)
         else:
             for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -149,6 +151,7 @@ class _Files:
         self._add(name, box.offsets, box.sizes, _tensor_pickle(view.info.dtype, box.sizes), [items])
 
     def add_value(self, name: str, value: Any) -> None:
+        """Append a value that is not a tensor as one archive."""
         self._add(name, None, (), dump_pickle(value, where=name), [])
 
     def _add(
@@ -159,6 +162,7 @@ class _Files:
         pickle: bytes,
         storages: list[TensorItems],
     ) -> None:
+        """Append an archive; it begins a new file if the current file would become too large."""
         if self._contents and self._nbytes + sum(items.nbytes for items in storages) > self._max_bytes:
             self._close()
         contents = plan_archive(pickle, storages, len(self._contents))
@@ -168,21 +172,23 @@ class _Files:
         self._nbytes += nbytes
 
     def _close(self) -> None:
+        """Finish the current file."""
         self._done.append(FilePlan(self._name, tuple(self._contents)))
         self._contents, self._nbytes = [], 0
 
     def finish(self) -> tuple[FilePlan, ...]:
+        """Close the last file and return all files."""
         if self._contents or not self._done:  # an empty state has one empty file
             self._close()
         return tuple(self._done)
 
 
 def _metadata(state: CarriedState, written: list[_Item]) -> New:
-    """The records that stock DCP pickles into ``.metadata``."""
+    """Make the record that stock DCP pickles into ``.metadata``; ``written`` are the items of all files."""
     names: dict[str, list[str]] = {}
     for alias, first in state.aliases.items():
         names.setdefault(first, [first]).append(alias)
-    # All names of a tensor refer to the same bytes: stock DCP allows it.
+    # All names of a tensor refer to the same bytes, which stock DCP allows.
     items = [item._replace(name=name) for item in written for name in names.get(item.name, [item.name])]
     entries: dict[str, Any] = {}
     chunks: dict[str, list[New]] = {name: [] for name in state.views}
@@ -202,7 +208,7 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
     contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
     for name, view in state.views.items():
         info = view.info
-        # In the order in which the record pickles its fields: dtype, layout, requires_grad, memory format, pinned.
+        # The order in which TensorProperties pickles its fields: dtype, layout, requires_grad, memory format, pinned.
         properties = (torch_dtype(info.dtype), layout, False, contiguous, False)
         fields = {
             "properties": New(Global(_RECORDS, "TensorProperties"), properties),
@@ -210,7 +216,7 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
             "chunks": chunks[name],
         }
         entries[name] = New(Global(_RECORDS, "TensorStorageMetadata"), fields)
-    # DCP's paths: an int is an index of a list, a key of a dict is a string.
+    # In DCP's paths, an int is the index of a list, and a str is the key of a dict.
     paths = {
         name: tuple(int(part) if isinstance(part, ListIndex) else str(part) for part in state.path(name))
         for name in entries
@@ -227,7 +233,7 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
 
 
 class _Key(New):
-    """A record used as a dict key: equal to itself only, since its state cannot be hashed."""
+    """A record used as a dict key. It is hashed by identity, since its state is a dict, which cannot be hashed."""
 
     __hash__ = object.__hash__
 

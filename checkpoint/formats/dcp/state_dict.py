@@ -1,15 +1,15 @@
 """torch's ``get_*_state_dict`` and ``set_*_state_dict``, with setters that load a full state into any sharding.
 
-The getters are torch's own. torch's setters, given ``full_state_dict=True``, call its ``distribute_tensor``, which
-refuses placements of other libraries. The setters here first cut each full tensor to this rank's region, and then give
-torch a sharded state. Signatures are torch's.
+The getters are torch's own. With ``full_state_dict=True``, torch's setters call ``distribute_tensor``, which refuses
+placements of other libraries. The setters here first cut each full tensor to this rank's region, and then pass a
+sharded state to torch's setters. Their signatures are torch's.
 
     options                                what each rank passes             what is sent between ranks
     full_state_dict                        the whole state                   nothing
     full_state_dict, broadcast_from_rank0  rank 0: the whole state           one tensor at a time
     neither                                a sharded state                   nothing
 
-A full state can also fill a model on the meta device, as with torch's setters: tensors that the state names are
+A full state can also fill a model on the meta device, as with torch's setters: tensors that the state contains are
 allocated, in the model's dtypes; all other tensors stay on the meta device.
 """
 
@@ -44,10 +44,10 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
-    """Load a model's state, full or sharded, into a model of any sharding.
+    """Load a model's state, full or sharded, into a model with any sharding.
 
     Raises:
-        CheckpointError: if a full tensor has another shape than the parameter.
+        CheckpointError: if the shape of a full tensor differs from that of the parameter.
 
     Examples:
         >>> from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -65,7 +65,7 @@ def set_model_state_dict(
 
 
 def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, Any]) -> None:
-    """Replace the model's tensors on the meta device by those of the state."""
+    """Replace the model's tensors on the meta device by tensors of the state."""
     missing = {fqn for fqn, value in template.items() if isinstance(value, torch.Tensor) and value.is_meta}
     values = {}
     for name in model.state_dict() if missing else ():
@@ -76,7 +76,7 @@ def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, An
                 value = value.detach().to(home_device(template), template[fqn].dtype, copy=True)
             values[name] = value
     if values:
-        # `assign`, since a tensor on the meta device cannot be copied into.
+        # assign=True: values cannot be copied into a tensor on the meta device.
         model.load_state_dict(values, strict=False, assign=True)
 
 
@@ -87,10 +87,10 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Load optimizers' state, full or sharded, nested or flattened, into optimizers of any sharding.
+    """Load the state of optimizers, full or sharded, nested or flattened, into optimizers with any sharding.
 
     Raises:
-        CheckpointError: if a full tensor has another shape than the optimizer's.
+        CheckpointError: if the shape of a full tensor differs from that of the optimizer's tensor.
 
     Examples:
         >>> from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -115,7 +115,7 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Load the state of a model and of its optimizers, as the two functions above do. An empty model state is skipped.
+    """Call `set_optimizer_state_dict` and `set_model_state_dict`; an empty model state is skipped.
 
     Examples:
         >>> from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -124,17 +124,22 @@ def set_state_dict(
         >>> weights, moments = get_state_dict(model, optimizer)
         >>> _ = set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     """
-    has_model = [bool(model_state_dict)]  # a list, which the broadcast changes in place
+    has_model = [bool(model_state_dict)]  # a list, since the broadcast writes its result in place
     if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
-        dist.broadcast_object_list(has_model, src=0)  # other ranks pass empty dicts
+        # Rank 0 decides, since other ranks pass empty dicts also if there is a model state.
+        dist.broadcast_object_list(has_model, src=0)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     if has_model[0]:
         return set_model_state_dict(model, model_state_dict, options=options)
-    return _torch_set_model(model, {}, options=StateDictOptions(strict=False))  # loads nothing
+    # Loads nothing; called for the value that torch's setter returns in this case.
+    return _torch_set_model(model, {}, options=StateDictOptions(strict=False))
 
 
 def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, StateDictOptions | None]:
-    """(options for torch's setter, for a sharded state; the caller's options if its state is full, else None)."""
+    """Return the options for torch's setter, which gets a sharded state, and the options for cutting a full state.
+
+    The latter are the caller's options; None if the caller's state is sharded.
+    """
     options = options if options is not None else StateDictOptions()
     if not (options.full_state_dict or options.broadcast_from_rank0):
         return options, None
@@ -143,14 +148,14 @@ def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, 
 
 
 class _Stub(NamedTuple):
-    """A tensor of rank 0 whose values are not sent yet."""
+    """The description of a tensor on rank 0, which other ranks get before its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _stubs(value: Any) -> Any:
-    """A state with a stub for each tensor."""
+    """Return the state with a stub in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return _Stub(tuple(value.shape), value.dtype)
     if isinstance(value, Mapping):
@@ -161,15 +166,17 @@ def _stubs(value: Any) -> Any:
 
 
 def _cut(template: Any, full: Any, broadcast: bool) -> Any:
-    """The full state, with each tensor sharded as in the template.
+    """Return the full state with each tensor sharded like the tensor at the same place in the template.
 
     Args:
-        broadcast: only rank 0 has the full state.
+        template: a sharded state of the same model or optimizer.
+        full: the full state; ignored on ranks other than 0 if ``broadcast``.
+        broadcast: whether only rank 0 has the full state, and sends it to all ranks.
     """
     describer, home = Describer(), home_device(template)
     broadcast = broadcast and dist.is_initialized() and dist.get_world_size() > 1
-    skeleton = full
-    if broadcast:
+    skeleton = full  # the structure of the state on all ranks
+    if broadcast:  # rank 0 sends the structure, with stubs in place of tensors
         full = full if dist.get_rank() == 0 else None
         from_rank_0 = [None if full is None else _stubs(full)]
         dist.broadcast_object_list(from_rank_0, src=0)
@@ -182,7 +189,8 @@ def _cut(template: Any, full: Any, broadcast: bool) -> Any:
                 key: cut(known.get(key), item, None if value is None else value[key], child_name(name, key))
                 for key, item in skeleton.items()
             }
-        if isinstance(skeleton, list) and broadcast:  # param_groups, which may contain tensors
+        # Only with ``broadcast``: param_groups may contain tensors, which are sent.
+        if isinstance(skeleton, list) and broadcast:
             unknown = [None] * len(skeleton)
             templates = template if isinstance(template, list) and len(template) == len(skeleton) else unknown
             items = zip(templates, skeleton, unknown if value is None else value, strict=True)
@@ -199,15 +207,22 @@ def _cut(template: Any, full: Any, broadcast: bool) -> Any:
 
 
 def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: torch.device) -> torch.Tensor:
-    """Send ``value`` from rank 0 to every rank, on the template's device; other ranks pass None."""
+    """Send a tensor from rank 0 to all ranks, and return it on the template's device.
+
+    Args:
+        stub: the description of the tensor.
+        value: the tensor on rank 0, None on other ranks.
+        template: the tensor that the result is for; other leaves are received on the CPU.
+        home: the device to use in place of the meta device.
+    """
     device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
     if device.type == "meta":
         device = home
-    if device.type == "cpu" and dist.get_backend() == "nccl":  # NCCL cannot send CPU tensors
+    if device.type == "cpu" and dist.get_backend() == "nccl":  # NCCL sends only CUDA tensors
         device = torch.device("cuda", torch.cuda.current_device())
     if value is None:
         value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
-    value = value.detach().to(device).contiguous()  # collectives take contiguous tensors only
+    value = value.detach().to(device).contiguous()  # collectives accept only contiguous tensors
     dist.broadcast(value, src=0)
     return value
 
@@ -215,24 +230,29 @@ def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: tor
 def _cut_tensor(
     describer: Describer, home: torch.device, template: DTensor, full: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """A tensor sharded like the template, with this rank's region of the full values."""
+    """Make a tensor that is sharded like the template and has this rank's region of the full tensor.
+
+    Args:
+        home: the device to use if the template is on the meta device.
+        name: the tensor's name, for messages.
+    """
     if tuple(template.shape) != tuple(full.shape):
         raise CheckpointError(
-            "A full tensor has another shape than the one it is loaded into.",
+            "The shape of a full tensor differs from that of the tensor that it is loaded into.",
             expected=tuple(template.shape),
             got=tuple(full.shape),
             where=name,
             todo="load the state of the same model",
         )
     if template.is_meta:
-        # In the model's dtype: a tensor that is assigned is not cast.
+        # In the template's dtype, since `_materialize` assigns the tensor, which casts nothing.
         local = torch.empty_like(local_of(template), device=home, requires_grad=False)
         result: torch.Tensor = wrap_like(local, spec_of(template), like=template)
     else:
-        # In the dtype of the full tensor: torch's setter casts when it copies.
+        # In the dtype of the full tensor, since torch's setter copies the values, which casts them.
         result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)
-    if described.local is None:
+    if described.local is None:  # this rank has no part of the tensor
         return result
     region = describer.region(described, dist.get_rank())
     into = described.local.view(-1)

@@ -3,17 +3,18 @@
     dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner())
     dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())
 
-With these planners every rank gives DCP an empty plan; the checkpoint's own engine saves or fills the state. With DCP's
-default planners, DCP plans as usual: the writer then saves the planner's state, and the reader offers each tensor as
-one chunk.
+With these planners every rank gives DCP an empty plan, and `save` or `load` of this package handles the state. With
+DCP's default planners, DCP plans as usual: the writer then saves the state that the planner was given, and the reader
+describes each tensor as one chunk.
 
-DCP does not pass its process group to a storage. It passes each rank's number, and the plans of all ranks to the
-coordinator. `_DcpRanks` compares both with the ranks that the storage was made for, so that no rank waits forever:
+DCP does not pass its process group to a storage reader or writer. It passes each rank's number, and the plans of all
+ranks to its coordinator rank. `_DcpRanks` compares both with the ranks that the reader or writer was created for, so
+that no rank waits forever:
 
-    RaggedWriter(path), dcp.save(no_dist=True) on one rank      one plan: that rank saves alone
+    RaggedWriter(path), dcp.save(no_dist=True) on one rank      one plan: this rank saves alone
     RaggedWriter(path, no_dist=True), dcp.save on all ranks     refused
-    two process groups                                          refused
-    use_collectives=False                                       refused: differs from no_dist=True, but looks the same
+    different process groups for the writer and dcp.save        refused
+    use_collectives=False on several ranks                      refused: each passes one plan, as with no_dist=True
 """
 
 from __future__ import annotations
@@ -60,51 +61,57 @@ from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
-_GROUP_USE = "dcp"  # a group of its own: DCP saves in a thread, while other saves and loads may run
+_GROUP_USE = "dcp"  # a separate gloo group, since DCP may save in a thread while other saves and loads run
 
 
 class _DcpRanks:
-    """The ranks that a storage was made for, to compare with the ranks that DCP works with.
+    """The ranks that a reader or writer was created for; checks that DCP uses the same ranks.
 
     Args:
-        process_group: as passed to DCP; default: all ranks.
-        no_dist: this rank alone.
+        process_group: the group that is passed to DCP, too; None for all ranks.
+        no_dist: whether this rank works alone.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         self._process_group = process_group
         self._alone = self._no_dist = no_dist
-        self.coordinator()  # makes the gloo group, a collective, here: all ranks make their storage
+        # Creates the gloo group now: that is a collective, and all ranks create their reader or writer.
+        self.coordinator()
 
     def coordinator(self) -> Coordinator:
-        """The coordinator of the storage's ranks."""
+        """Return the coordinator of these ranks."""
         return solo_coordinator() if self._alone else coordinator_for(self._process_group, use=_GROUP_USE)
 
     def check_rank(self, is_coordinator: bool, options: Mapping[str, Any]) -> None:
-        """Compare this rank's number; ``options`` are the keyword arguments of DCP's set-up call.
+        """Compare this rank's number with the rank that DCP passes.
+
+        Args:
+            is_coordinator: whether this rank is DCP's coordinator.
+            options: the keyword arguments of DCP's set-up call.
 
         Raises:
-            CheckpointError: if DCP works with other ranks, or without any collectives.
+            CheckpointError: if DCP uses other ranks, or several ranks without collectives.
         """
-        # Reset, since `check_count` of an earlier save may have set it.
+        # Reset, since `check_count` may have set it in an earlier save.
         self._alone = self._no_dist
         ours = self.coordinator()
+        # Without collectives, each rank gets its own plan only, so that `check_count` would take it for a lone rank.
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
             raise CheckpointError(
                 "Ranks that save one checkpoint need collectives.",
-                expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
+                expected="use_collectives=True; the plans of RaggedSavePlanner are empty, and take no time to gather",
                 got="use_collectives=False",
-                todo="leave it out; to save this rank alone, make the writer with no_dist=True too",
+                todo="leave it out; to save this rank alone, create the writer with no_dist=True, too",
             )
-        # DCP's coordinator has rank 0 with and without no_dist=True: only `check_count` can tell these apart.
+        # DCP's coordinator has rank 0 with and without no_dist=True; only `check_count` can distinguish these cases.
         if not is_coordinator and options.get("rank") != ours.rank:
             raise _other_ranks(ours, f"rank {options.get('rank')}")
 
     def check_count(self, num_plans: int) -> None:
-        """On DCP's coordinator: compare the number of ranks.
+        """On DCP's coordinator, compare the number of ranks with DCP's number of plans.
 
         Raises:
-            CheckpointError: if it differs from the storage's.
+            CheckpointError: if the numbers differ, unless DCP runs on this rank alone.
         """
         ours = self.coordinator()
         self._alone = num_plans == 1
@@ -115,8 +122,8 @@ class _DcpRanks:
 def _other_ranks(ours: Coordinator, theirs: str) -> CheckpointError:
     return CheckpointError(
         "DCP and its storage were given different ranks.",
-        expected=f"rank {ours.rank} of {ours.world_size}, as RaggedWriter or RaggedReader was made",
-        got=f"{theirs}, as dcp.save or dcp.load was called",
+        expected=f"rank {ours.rank} of {ours.world_size}, for which RaggedWriter or RaggedReader was created",
+        got=f"{theirs}, with which dcp.save or dcp.load was called",
         todo="pass the same process_group and the same no_dist to both",
     )
 
@@ -131,7 +138,7 @@ def _wrong_storage(planner: str, storage: str) -> CheckpointError:
 
 
 class RaggedSavePlanner(DefaultSavePlanner):
-    """Gives the state to `RaggedWriter` as it is; DCP plans nothing.
+    """Passes the state to `RaggedWriter` unchanged; DCP gets an empty plan.
 
     Examples:
         >>> planner = RaggedSavePlanner()  # for dcp.save(storage_writer=RaggedWriter(..), planner=..)
@@ -143,7 +150,8 @@ class RaggedSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        if storage_meta is not None:  # RaggedWriter has none; DCP's own writers would save an empty plan
+        # RaggedWriter passes None. DCP's own writers pass metadata, and would save nothing with an empty plan.
+        if storage_meta is not None:
             raise _wrong_storage("RaggedSavePlanner", "RaggedWriter")
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
@@ -154,15 +162,15 @@ class RaggedSavePlanner(DefaultSavePlanner):
 class RaggedWriter(StorageWriter):
     """A DCP storage writer that writes native checkpoints.
 
-    Make it on every rank that saves: making the first one is a collective, which makes a gloo group.
+    Create it on all ranks that save: creating the first one creates a gloo group, which is a collective.
 
     Args:
         path: folder or fsspec URL.
         metadata: JSON stored with the state.
         overwrite: replace an existing checkpoint.
         process_group: the ranks that save; pass the same group to DCP.
-        no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may make the writer alone.
-        check_replicas: as for `vescale_fsdp.checkpoint.save`.
+        no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may create the writer alone.
+        check_replicas: see `vescale_fsdp.checkpoint.save`.
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp
@@ -193,13 +201,13 @@ class RaggedWriter(StorageWriter):
         self._held = ExitStack()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Release the lock of a failed save; use another path, if one is given."""
+        """Release the lock of a failed save; ``checkpoint_id`` is the path of the next save, None for the same path."""
         self._held.close()
         if checkpoint_id is not None:
             self._storage = open_storage(checkpoint_id, neighbors=num_neighbors())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that DCP saves with the ranks that this writer was made for."""
+        """Check that DCP saves with the ranks for which this writer was created."""
         self._ranks.check_rank(is_coordinator, kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -210,7 +218,7 @@ class RaggedWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, once all ranks have agreed on the state; DCP then calls `finish` on rank 0."""
+        """Write this rank's file, after all ranks have agreed on the state; DCP then calls `finish` on rank 0."""
         coordinator = self._ranks.coordinator()
         saver = Saver(
             self._storage, coordinator, overwrite=self._overwrite, check_replicas=self._check_replicas
@@ -221,7 +229,7 @@ class RaggedWriter(StorageWriter):
                 self._metadata,
                 self._held,
             )
-        except BaseException:  # DCP calls `finish`, which releases the lock, only after a success
+        except BaseException:  # releases the lock here, since DCP calls `finish` only after a success
             self._held.close()
             raise
         future: Future[list[WriteResult]] = Future()
@@ -236,15 +244,15 @@ class RaggedWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may use this as a path: any path or URL."""
+        """Whether DCP may pass this as a path; any path or URL that is not empty is valid."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _state_of(planner: SavePlanner) -> Any:
-    """The state that a planner was set up with, nested as it was."""
+    """Return the state that was passed to the planner, with its original nesting."""
     if not isinstance(planner, DefaultSavePlanner):
         raise CheckpointError(
-            "RaggedWriter cannot get the state from this planner.",
+            "RaggedWriter cannot read the state of this planner.",
             expected="RaggedSavePlanner, or DCP's DefaultSavePlanner",
             got=type(planner).__qualname__,
             todo="pass planner=RaggedSavePlanner()",
@@ -255,14 +263,14 @@ def _state_of(planner: SavePlanner) -> Any:
 
 
 class RaggedLoadPlanner(DefaultLoadPlanner):
-    """Lets `RaggedReader` fill the state; DCP plans nothing.
+    """Lets `RaggedReader` load the state; DCP gets an empty plan.
 
-    A value is loaded if the state has a key for it. An optimizer before its first step has an empty dict in place of
-    its moments: the moments are not loaded, and a warning names one of them.
+    A value is loaded if the state has a key for it. Before its first step, an optimizer has an empty dict in place of
+    its moments. The moments are then not loaded, and a warning names one of them.
 
     Args:
-        strict: raise if the checkpoint lacks a leaf of the state (it may always have more).
-        verify: as for `vescale_fsdp.checkpoint.load`.
+        strict: raise if the checkpoint lacks a leaf of the state; further leaves of the checkpoint are allowed.
+        verify: see `vescale_fsdp.checkpoint.load`.
 
     Examples:
         >>> planner = RaggedLoadPlanner(strict=False, verify="before")  # for dcp.load(planner=..)
@@ -280,7 +288,7 @@ class RaggedLoadPlanner(DefaultLoadPlanner):
             metadata is not None and metadata.storage_data is not None
         ):  # DCP's own readers would load an empty plan
             raise _wrong_storage("RaggedLoadPlanner", "RaggedReader")
-        self.state_dict = state_dict  # set here: the base class would replace tensors on the meta device
+        self.state_dict = state_dict  # not by the base class, which would replace tensors on the meta device
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([])
@@ -292,7 +300,7 @@ class RaggedReader(StorageReader):
     Args:
         path: folder or fsspec URL.
         process_group: the ranks that load; pass the same group to DCP.
-        no_dist: this rank loads alone, as in ``dcp.load(no_dist=True)``, and may make the reader alone.
+        no_dist: this rank loads alone, as in ``dcp.load(no_dist=True)``, and may create the reader alone.
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp
@@ -314,18 +322,18 @@ class RaggedReader(StorageReader):
         self._storage = open_storage(path, neighbors=num_neighbors())
         self._ranks = _DcpRanks(process_group, no_dist)
         self._reader: CheckpointReader | None = None  # opened by `read_metadata`, which DCP calls first
-        self._stored: dict[str, Any] = {}
+        self._stored: dict[str, Any] = {}  # flattened name -> value, or `CheckpointTensor`
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Close the open checkpoint; use another path, if one is given."""
+        """Forget the open checkpoint; ``checkpoint_id`` is the path for the next load, None for the same path."""
         self._reader = None
         if checkpoint_id is not None:
             self._storage = open_storage(checkpoint_id, neighbors=num_neighbors())
 
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
-        """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes."""
-        # The keyword arguments are not named ``kwargs``: after an error, DCP calls a reader with ``**kwargs`` again for
-        # one rank's metadata. That rank would then continue while all other ranks wait.
+        """Open the checkpoint and describe it for DCP: each tensor is one chunk, each other leaf is bytes."""
+        # The keyword arguments must not be named ``kwargs``: if such a reader fails, DCP calls it again for the
+        # metadata of one rank. That rank would then continue while all other ranks wait.
         self._reader = CheckpointReader(self._storage)
         tree = self._reader.tree()
         stubs: dict[int, CheckpointTensor] = {}
@@ -346,7 +354,7 @@ class RaggedReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Check that DCP loads with the ranks that this reader was made for."""
+        """Check that DCP loads with the ranks for which this reader was created."""
         self._ranks.check_rank(is_coordinator, kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -357,7 +365,7 @@ class RaggedReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the state: as one load with `RaggedLoadPlanner`, item by item with DCP's planners."""
+        """Fill the state: with a `RaggedLoadPlanner` as in `checkpoint.load`, with DCP's planners item by item."""
         with torch.no_grad():
             if isinstance(planner, RaggedLoadPlanner):
                 self._load(planner)
@@ -368,6 +376,7 @@ class RaggedReader(StorageReader):
         return future
 
     def _load(self, planner: RaggedLoadPlanner) -> None:
+        """Load the planner's state; warns about leaves for which the state has an empty dict."""
         loader = Loader(self._storage, self._ranks.coordinator(), planner.verify)
         empty_dicts = tuple(_empty_dicts(planner.state_dict, ""))
         report = loader.load(planner.state_dict, strict="missing" if planner.strict else False, include=None)
@@ -378,13 +387,14 @@ class RaggedReader(StorageReader):
                     f"{len(left_out)} leaves of the checkpoint were not loaded: the state has an empty dict for them.",
                     expected="a state with a key for every value to load",
                     got=f"an empty dict for {left_out[0]}" + (", .." if len(left_out) > 1 else ""),
-                    todo="an optimizer before its first step has no state yet: let vescale_fsdp.checkpoint.load fill "
-                    "it, with {'model': model, 'optimizer': optimizer}",
+                    todo="an optimizer before its first step has no state yet: pass the optimizer itself to "
+                    "vescale_fsdp.checkpoint.load, as {'model': model, 'optimizer': optimizer}",
                 ),
                 stacklevel=2,
             )
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read the items of a plan that one of DCP's own planners has made."""
         assert self._reader is not None
         targets, overwriting = [], Overwriting()
         with closing(self._reader.reads()) as reads:
@@ -392,26 +402,26 @@ class RaggedReader(StorageReader):
                 stored = self._stored[item.storage_index.fqn]
                 if item.type == LoadItemType.BYTE_IO:
                     data = io.BytesIO()
-                    # Planners expect the bytes of a torch.save, as DCP's own writers store values.
+                    # Planners expect the bytes of torch.save, since DCP's own writers store values in this form.
                     torch.save(stored, data)
-                    data.seek(0)  # planners read from the current place
+                    data.seek(0)  # planners read from the current position
                     planner.load_bytes(item, data)
                     continue
                 tensor = planner.resolve_tensor(item).detach()
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 if tensor.dtype != stored.dtype:
                     raise CheckpointError(
-                        "A tensor has another dtype than in the checkpoint.",
+                        "The dtype of a tensor differs from that in the checkpoint.",
                         expected=stored.dtype,
                         got=tensor.dtype,
                         where=stored.name,
-                        todo="build the state as it was saved; cast after loading",
+                        todo="create the state with the dtypes of the checkpoint, and cast it after loading",
                     )
                 region = Region(box, FlatRange(0, box.numel))
                 target = reads.ask(stored.index, region, tensor)
                 overwriting.add(item.storage_index.fqn, tensor, target)
                 targets.append((item, tensor, target))
-            with overwriting.together(num_ranks=1):  # DCP reports errors to the other ranks
+            with overwriting.together(num_ranks=1):  # 1: DCP itself reports errors to other ranks
                 reads.run(verify=True)
                 for item, tensor, target in targets:
                     target.finish()
@@ -419,12 +429,12 @@ class RaggedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether DCP may use this as a path: any path or URL."""
+        """Whether DCP may pass this as a path; any path or URL that is not empty is valid."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _empty_dicts(value: Any, name: str) -> Iterator[str]:
-    """For each empty dict of a state, the prefix of names of leaves in that dict."""
+    """Yield, for each empty dict in a state, the prefix that names of leaves in this dict would have."""
     if isinstance(value, Mapping) and not value:
         yield f"{name}." if name else ""
     if isinstance(value, (Mapping, list, tuple)):
@@ -433,7 +443,11 @@ def _empty_dicts(value: Any, name: str) -> Iterator[str]:
 
 
 def _with_stubs(value: Any, stubs: dict[int, CheckpointTensor]) -> Any:
-    """The tree with a meta tensor in place of each `CheckpointTensor`: DCP's flattening knows torch's tensors only."""
+    """Return the tree with a meta tensor in place of each `CheckpointTensor`, since DCP flattens only torch's tensors.
+
+    Args:
+        stubs: gets id of the meta tensor -> `CheckpointTensor`.
+    """
     if isinstance(value, CheckpointTensor):
         stub = torch.empty(value.shape, dtype=value.dtype, device="meta")
         stubs[id(stub)] = value

@@ -1,11 +1,11 @@
 """Check whether the class in config.json loads a repository: names, shapes, ties and quantization, never values.
 
-    table          the shipped table of common classes says yes                     nothing is imported
-    class          the class itself, with ``from_pretrained`` on the meta device    a child process (`model_class`)
-    not checked    neither can answer; `ClassCheck.reason` says why
+    table          the shipped table of common classes       imports nothing
+    class          ``from_pretrained`` on the meta device    runs in a child process (`model_class`)
+    not checked    neither has an answer                     `ClassCheck.reason` says why
 
-A no of the table is confirmed by the class, which accepts more names than it writes (names of transformers 4, and of
-its base model); without transformers the table's no is final.
+If the table rejects the tensors, the class checks them too, since a class loads more names than it writes (those of
+transformers 4 and of its base model). Without transformers, the table's rejection is final.
 """
 
 from __future__ import annotations
@@ -27,24 +27,22 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
-# "always": a child process asks the class itself, unless the table accepts the tensors. "doubt": only if the table
-# rejects them. "never": no child process.
 Asks = Literal["always", "doubt", "never"]
-"""When the class itself checks the tensors, in a child process: unless the table accepts them, only to confirm that the
-table rejects them, or never."""
+"""When the class itself checks the tensors, in a child process. "always": unless the table accepts them. "doubt": only
+if the table rejects them. "never": no child process."""
 FindQuantized = Callable[[Iterable[TensorInfo], Mapping[str, Any]], Collection[str]]
-"""Names of codes and scales among tensors, given their config.json."""
+"""Returns the names of quantized codes and of scales among tensors, given their config.json."""
 
 
 @dataclass(frozen=True)
 class ClassCheck:
-    """Whether a class loads a repository.
+    """The result of the check whether a class loads a repository.
 
     Args:
-        how: where the answer comes from.
+        how: what the answer comes from: the shipped table or the class itself; or that there is no answer.
         class_name: the class in config.json; None if there is none.
-        problems: tensors that the class would miss, ignore or refuse, one text each.
-        reason: why there is no answer, if it is not checked.
+        problems: one text for each tensor that the class would miss, ignore or refuse.
+        reason: why there is no answer; empty if there is one.
         child_bytes: peak memory of the child process; 0 without one.
 
     Examples:
@@ -66,10 +64,11 @@ class ClassCheck:
         """Refuse a repository that the class does not load.
 
         Args:
-            is_required: refuse a repository that could not be checked, too.
+            where: the repository, for messages.
+            is_required: whether to refuse a repository that could not be checked, too.
 
         Raises:
-            ConversionError: if it is refused.
+            ConversionError: if the repository is refused.
         """
         if self.problems:
             raise ConversionError(
@@ -87,20 +86,23 @@ class ClassCheck:
                 expected="a class of the shipped table, or of an installed transformers (with accelerate)",
                 got=self.reason,
                 where=where,
-                todo="install what is missing, pass a config.json that names a class, or go without --require-check",
+                todo="install what is missing, pass a config.json that names a class, or leave out --require-check",
             )
 
 
 def check_planned(
     plan: OutputPlan, find_quantized: FindQuantized, *, asks: Asks = "always"
 ) -> ClassCheck | None:
-    """Check a plan; None for a target without a class, or if only the class could answer and ``asks`` forbids it."""
+    """Check the planned tensors of a target.
+
+    Returns None for a target other than Hugging Face's, or if only the class could answer and ``asks`` excludes it.
+    """
     infos = {items.view.info.name: items.view.info for file in plan.files for _, items in file.tensors}
     return _check(plan, infos, find_quantized, asks)
 
 
 def check_written(plan: OutputPlan, read: Written, find_quantized: FindQuantized) -> ClassCheck | None:
-    """Check written files by their headers; None for a target without a class."""
+    """Check the tensors in the headers of written files; returns None for a target other than Hugging Face's."""
     infos: dict[str, TensorInfo] = {}
     for file in plan.files if plan.kind == "hf" else ():
         entries, _ = read_header(partial(read, file.name), file.nbytes, file.name)
@@ -134,7 +136,7 @@ def _check(
     if is_declared and (unpaired := _unpaired_scales(infos, config)):
         return ClassCheck("table", class_name, unpaired)
     known: ClassCheck | None = None
-    if not is_declared:  # neither the table nor earlier answers describe quantized weights
+    if not is_declared:  # neither the table nor descriptions of classes include quantized weights
         shapes = {name: info.shape for name, info in infos.items()}
         if (by_table := known_class(config, class_name)) is not None:
             known = ClassCheck("table", class_name, by_table.problems(shapes))
@@ -145,14 +147,14 @@ def _check(
     if known is not None and (asks == "never" or not known.problems):
         return known
     answer = _ask_class(infos, config, class_name)
+    # If the class gives no answer, the rejection by the table remains.
     return answer if known is None or answer.how == "class" else known
 
 
 def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Problems of FP8 weights: codes without scales, or scales without codes, under the names that transformers writes.
+    """Find FP8 codes without scales and FP8 scales without codes, by the names that transformers writes.
 
-    Without a GPU, the quantizer of transformers accepts codes without scales, or scales without codes, and computes
-    wrong values.
+    Checked here, because without a GPU the quantizer of transformers accepts both, and computes wrong values.
     """
     settings = config.get(QUANTIZATION_KEYS[0])
     if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
@@ -167,6 +169,7 @@ def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any])
 
 
 def _ask_class(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], class_name: str) -> ClassCheck:
+    """Check tensors with the class itself, in a child process."""
     unknown = next((info for info in infos.values() if info.dtype.torch_name is None), None)
     if unknown is not None:
         reason = f"torch has no type {unknown.dtype.name} ({unknown.name})"

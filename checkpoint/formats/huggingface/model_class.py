@@ -1,12 +1,12 @@
-"""The weights that a class of transformers has: names, shapes, ties, orientation, and whether it loads a folder.
+"""The weights that a class of transformers has: names, shapes, ties, orientation, and whether it loads given tensors.
 
-    class_table.json   common classes: names and shapes as functions of config.json, options, ties (`tools.class_table`)
-                        nothing is imported; a row has no answer for settings that it does not describe
-    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB; it runs before
-                        or after data is copied, never at the same time
+    class_table.json    common classes: names and shapes as functions of config.json, options, ties; imports nothing.
+                        Made by `tools.class_table`. A row has no answer for settings that it does not describe.
+    `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB. It runs before or after
+                        the copy of the data, never at the same time.
 
-The child process is isolated (``python -I``). It gets this process's search path without the working directory, no
-network and no GPU, and is stopped after ten minutes.
+The child process is isolated (``python -I``): it gets this process's search path without the working directory, and is
+told to use no network and no GPU. It is killed after ten minutes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_child
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
-_MOST_NAMES = 10**6  # limit for one row, since a config.json can contain any number
-_FIELD = re.compile(r"\{(\w+)\}")  # placeholder in a name: runs from 0 to the field's value - 1
+_MOST_NAMES = 10**6  # maximum number of names of one template: a config.json can contain any number of layers
+_FIELD = re.compile(r"\{(\w+)\}")  # in a name template: replaced by 0 up to the field's value - 1
 _LONGEST_S = 600  # time limit of a child process
+# No network and no GPU, since names and shapes need neither. UTF-8, since the request and the answer are UTF-8.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
-# Variables of launchers, which change how transformers loads a model.
+# Prefixes of variables that launchers set, which the child must not inherit: they change how transformers loads.
 _OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 Ties = tuple[dict[str, str] | None, tuple[str, ...]]
-"""Name -> the name that stands for it, None if transformers has no such class; and warnings."""
-# Answers of classes about themselves: one conversion asks several times.
+"""(ties, warnings). The ties are name -> the name it is tied to; None if the class gave no answer."""
+# Cached descriptions of classes, by `_key`: one conversion needs a description several times.
 _ANSWERS: dict[str, Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True)
 class KnownClass:
-    """The tensors of a class with certain settings.
+    """The tensors of a class with the settings of one config.json.
 
     Args:
-        forms: the tensors under their names in memory and, where they differ, in files; tied ones included.
+        forms: all tensors, tied tensors included, under their names in memory and, if these differ, in files.
         ties: name -> the name it is tied to.
-        ignored: patterns of names that the class silently ignores.
+        ignored: regular expressions for names that the class silently ignores.
     """
 
     forms: tuple[ClassForm, ...]
@@ -56,10 +57,11 @@ class KnownClass:
     ignored: tuple[str, ...] = ()
 
     def problems(self, shapes: ClassForm) -> tuple[str, ...]:
-        """Differences between these tensors and the form that fits best; empty if the class loads them."""
+        """List the differences between ``shapes`` and the form that fits best; empty if the class loads them."""
         return min((tuple(self._differences(form, shapes)) for form in self.forms), key=len)
 
     def _differences(self, form: ClassForm, shapes: ClassForm) -> Iterator[str]:
+        """Yield one text for each difference between the tensors of a form and ``shapes``."""
         for name in sorted(form.keys() - shapes.keys() - self.ties.keys()):
             yield f"missing: {name}"
         for name in sorted(shapes.keys() - form.keys()):
@@ -72,36 +74,40 @@ class KnownClass:
 
 @cache
 def _rows() -> Mapping[str, Any]:
+    """Read the table; returns its rows by class name."""
     rows: dict[str, Any] = json.loads(Path(__file__).with_name("class_table.json").read_text())
     return rows
 
 
 def known_class(config: Mapping[str, Any], class_name: str) -> KnownClass | None:
-    """The tensors of a class with the settings of a config.json, by the table; None if it has no answer."""
+    """Look up the tensors of a class with the settings of a config.json; None if the table has no answer."""
     row = _rows().get(class_name)
     return expected_by(row, config) if isinstance(row, dict) else None
 
 
 def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass | None:
-    """The tensors that a row of the table describes for a config.json; None for settings that it does not describe."""
-    aliases = row.get("aliases", {})
+    """Evaluate a row of the table for a config.json; returns None for settings that the row does not describe."""
+    aliases = row.get("aliases", {})  # alternative names of settings
     given = {aliases.get(key, key): value for key, value in config.items()}
+    # Settings whose influence the row does not describe must have the value for which the row was made.
     if any(key in given and given[key] != value for key, value in row.get("fixed", {}).items()):
         return None
     flags = {flag: given.get(flag, value) for flag, value in row["flags"].items()}
-    if not all(isinstance(value, bool) for value in flags.values()):
+    if not all(isinstance(value, bool) for value in flags.values()):  # the row describes True and False only
         return None
     sizes = {key: given[key] for key in row["fields"] if _is_size(given.get(key))}
     for key in row["fields"].keys() - sizes.keys():
+        # For a field that is null or absent, the row may have an expression for the value that the class then uses.
         rule = row["fields"][key].get("null" if key in given else "absent")
         if given.get(key) is not None or rule is None:
             return None
         try:
             sizes[key] = size(str(rule), {name: value for name, value in given.items() if _is_size(value)})
-        except (KeyError, ZeroDivisionError):  # the rule needs a field that is absent too
+        except (KeyError, ZeroDivisionError):  # the rule needs a field that is absent or 0
             return None
     only_if = row.get("only_if", {})
     templates = [template for form in row["forms"] for template in form]
+    # A number of names per template, such as layers times experts.
     if any(prod(sizes[field] for field in _FIELD.findall(each)) > _MOST_NAMES for each in templates):
         return None
     forms = []
@@ -112,7 +118,7 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
                 shape = tuple(size(text, sizes) for text in dims)
                 form |= dict.fromkeys(_names(template, sizes), shape)
         forms.append(form)
-    # Two entries: the ties if tie_word_embeddings is False, and if it is True.
+    # A pair, indexed by tie_word_embeddings: the ties if it is False, the ties if it is True.
     ties = row.get("tied", ({}, {}))[flags["tie_word_embeddings"]]
     return KnownClass(tuple(forms), ties, tuple(row.get("ignored", ())))
 
@@ -122,6 +128,7 @@ def _is_size(value: object) -> bool:
 
 
 def _names(template: str, sizes: Mapping[str, int]) -> Iterable[str]:
+    """Yield all names of a template such as ``layers.{num_hidden_layers}.weight``."""
     pattern, fields = _FIELD.sub("{}", template), _FIELD.findall(template)
     return (
         pattern.format(*numbers) for numbers in itertools.product(*(range(sizes[field]) for field in fields))
@@ -129,7 +136,11 @@ def _names(template: str, sizes: Mapping[str, int]) -> Iterable[str]:
 
 
 def size(text: str, sizes: Mapping[str, int]) -> int:
-    """A sum of products of numbers and fields, such as ``heads*dim+2*kv*dim``, or one quotient ``hidden//heads``."""
+    """Evaluate a sum of products of numbers and fields, such as ``heads*dim+2*kv*dim``, or a quotient of two sums.
+
+    Raises:
+        KeyError: if ``sizes`` lacks a field.
+    """
     above, _, below = text.partition("//")
     if below:
         return size(above, sizes) // size(below, sizes)
@@ -144,16 +155,23 @@ def ask_child(
     class_name: str,
     tensors: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> Mapping[str, Any]:
-    """The answer of `class_child` in a child process; ``{"unknown": reason}`` if there is none."""
+    """Run `class_child` in a child process and return its answer; ``{"unknown": reason}`` if it fails.
+
+    Args:
+        config: the config.json.
+        tensors: name -> (shape, torch's name of the dtype), to check whether the class loads these; None for a
+            description of the class.
+    """
+    # Without transformers the child could not answer, and need not be started.
     if "transformers" not in sys.modules and find_spec("transformers") is None:
         return {"unknown": "transformers is not installed", "is_absent": True}
-    # `python -m` and `python -c` put the working directory first, which must not shadow packages in the child.
+    # `python -m` and `python -c` put the working directory first, except in safe mode (-P). Its files must not shadow
+    # packages in the child.
     is_script = not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()])
     path = [part for part in sys.path[is_script:] if part]
     request: dict[str, Any] = {"class": class_name, "config": config, "path": path}
     if tensors is not None:
         request["tensors"] = tensors
-    # No downloads and no GPU: the answer needs neither.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)} | _OFFLINE
     try:
         done = subprocess.run(
@@ -169,17 +187,17 @@ def ask_child(
         return {"unknown": f"{type(error).__name__}: {error}"}
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:  # no answer: the process has died
-        last_line = done.stderr.strip().splitlines()[-1:]  # of a traceback, the error itself
+    except ValueError:  # stdout is not JSON: the process has died before its answer
+        last_line = done.stderr.strip().splitlines()[-1:]  # the last line of a traceback is the error itself
         return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(last_line)}"}
     return answer
 
 
 def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
-    """A class's description of itself: from this process if torch is imported already, else from a child process."""
+    """Return the description of a class by `class_child`, which is cached."""
     key = _key(config, class_name)
     if key not in _ANSWERS:
-        # torch is loaded already; or an embedded interpreter has no executable to start as a child.
+        # Without a child if torch is imported already, or if an embedded interpreter has no executable to start.
         if "torch" in sys.modules or not sys.executable:
             _ANSWERS[key] = class_child.answer({"class": class_name, "config": config})
         else:
@@ -188,13 +206,14 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
 
 
 def _key(config: Mapping[str, Any], class_name: str) -> str:
-    # A dtype changes neither names nor shapes.
+    """Return the key of a class and its settings in `_ANSWERS`."""
+    # The dtype is left out, since it changes neither names nor shapes.
     described = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return f"{class_name} {json.dumps(described, sort_keys=True)}"
 
 
 def class_asked_before(config: Mapping[str, Any], class_name: str) -> KnownClass | None:
-    """The tensors of a class that has described itself in this process already; None for any other class."""
+    """Return the tensors of a class from its cached description; None if this process has none."""
     answer = _ANSWERS.get(_key(config, class_name), {})
     if "forms" not in answer:
         return None
@@ -203,13 +222,13 @@ def class_asked_before(config: Mapping[str, Any], class_name: str) -> KnownClass
 
 
 def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str) -> bool | None:
-    """Whether a module of a class has its weight as [in, out] (Conv1D) rather than [out, in] (Linear).
+    """Whether the weight of a module is [in, out] (Conv1D) rather than [out, in] (Linear).
 
     Args:
-        module: its name in memory, or the end of it.
+        module: the module's name in memory, or the end of this name.
 
     Returns:
-        None if there is no such class in transformers, or no such module in it.
+        None if transformers has no such class, the class has no such module, or several modules of this name differ.
     """
     row = _rows().get(class_name)
     if isinstance(row, dict):
@@ -225,7 +244,7 @@ def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str
 
 
 def ties_of_class(config: Mapping[str, Any], class_name: str) -> Ties:
-    """The ties of a class with the settings of a config.json, under names in memory and in files."""
+    """Return the ties of a class with the settings of a config.json, by names in memory and by names in files."""
     known = known_class(config, class_name)
     if known is not None:
         return dict(known.ties), ()

@@ -2,13 +2,13 @@
 
     u64 little-endian N | N bytes of JSON, padded with spaces to a multiple of 8 | data, tensor after tensor
 
-A file is written front to back: shapes and types are known before any data is read, so the header comes first and
-names every offset. The data has the order of the safetensors library (widest type first, then by name), so the
-files equal those of the library byte for byte. Format: README of huggingface/safetensors.
+Shapes and dtypes are known before any data is read, so a file can be written from front to back: first the header with
+the offset of each tensor, then the data. The tensors of a file have the order of the safetensors library (widest dtype
+first, then by name), so the bytes are those that the library writes. Format: README of huggingface/safetensors.
 
 Tensors are distributed over files in natural order of their names (``layers.2`` before ``layers.10``), so the shards
-depend on names, shapes and the size limit only, never on the source. The repository contains the model's tensors, an
-index if there are several files, and the settings files of ``assets``.
+depend only on names, shapes, dtypes and the size limit, never on the source. The repository contains the model's
+tensors, an index if there are several files, and the settings files of ``assets``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
 
 MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
-_ALIGNMENT_BYTES = 8  # of the header, as the safetensors library pads it
-_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}  # from narrow to wide
+_ALIGNMENT_BYTES = 8  # the safetensors library pads the header to a multiple of this
+# The safetensors library sorts data by its own list of dtypes, in reverse; DTYPES has the order of that list.
+_RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """A complete header, and the place of each tensor after it.
+    """The header of a safetensors file, and the offset of each tensor.
 
     Args:
-        data: bytes before the tensors: length, JSON, padding.
-        offsets: byte offset of each tensor in the file, in file order.
-        nbytes: size of the file.
+        data: the bytes before the tensors: length, JSON, padding.
+        offsets: name -> byte offset of the tensor in the file, in the order of the file.
+        nbytes: size of the whole file.
     """
 
     data: bytes
@@ -54,11 +55,14 @@ class SafetensorsHeader:
 
 
 def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None = None) -> SafetensorsHeader:
-    """Header of a file with these tensors; ``metadata`` defaults to the entry that Hugging Face loaders require.
+    """Make the header of a file with these tensors.
+
+    Args:
+        metadata: the ``__metadata__``; by default ``{"format": "pt"}``, which Hugging Face loaders require.
 
     Raises:
-        ConversionError: for a type that the format lacks, a shape that it cannot record, a reserved name, or too many
-            tensors.
+        ConversionError: for a dtype that the format lacks, a shape that it cannot record, a reserved name, or too many
+            tensors for one file.
     """
     ordered = sorted(infos, key=lambda info: (-_RANK_OF_DTYPE[info.dtype], info.name))
     table: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
@@ -117,7 +121,7 @@ class ShardPlan:
 def plan_shards(
     infos: Iterable[TensorInfo], max_shard_bytes: int, stem: str = "model"
 ) -> tuple[ShardPlan, ...]:
-    """Distribute tensors over files of at most ``max_shard_bytes`` bytes; a larger tensor gets a file of its own.
+    """Distribute tensors over files with at most ``max_shard_bytes`` of data; a larger tensor gets a file of its own.
 
     Raises:
         ConversionError: if the limit is not positive.
@@ -147,15 +151,15 @@ def plan_shards(
 
 
 def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
-    """The index file of several shards.
+    """Make the content of the index file of several shards.
 
     Raises:
-        ConversionError: if loaders would refuse it for its size.
+        ConversionError: if the index is larger than loaders accept.
     """
     weight_map = {info.name: shard.file for shard in shards for info in shard.infos}
     index = {
         "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
-        "weight_map": dict(sorted(weight_map.items())),  # as transformers sorts it
+        "weight_map": dict(sorted(weight_map.items())),  # transformers sorts it, too
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     if len(data) > MAX_INDEX_BYTES:
@@ -174,10 +178,16 @@ def plan_hf(
     max_shard_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> OutputPlan:
-    """The files of a repository with these tensors; ``metadata`` is written into the header of each weight file.
+    """Plan the files of a repository with these tensors.
+
+    Args:
+        views: the tensors.
+        assets: the settings files to copy.
+        max_shard_bytes: the most bytes of tensors in one file.
+        metadata: ``__metadata__`` entries for the header of each weight file.
 
     Raises:
-        ConversionError: for a type that safetensors lacks, or an index too large for loaders.
+        ConversionError: for a dtype that safetensors lacks, or an index that is larger than loaders accept.
     """
     by_name = {view.info.name: view for view in views}
     stem = stem_of(assets.settings)

@@ -2,7 +2,7 @@
 
 model.safetensors, or an index and its files      transformers, diffusers
 shard-0000R-model-0000I-of-0000N.safetensors      one file per rank: transformers 5, torch's HuggingFaceStorageWriter
-pytorch_model.bin, pytorch_model_fsdp.bin         torch.save files: transformers before safetensors, accelerate
+pytorch_model.bin, pytorch_model_fsdp.bin         torch.save files: older versions of transformers, accelerate
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, whole_box
 from vescale_fsdp.layout.safetensors_header import read_header
 
-# One rank's part of a model, as torch's safetensors writer names it.
+# The name that torch's HuggingFaceStorageWriter gives to one rank's file.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-# 00001-of-00001 is a whole model.
+# One of several files of a model. (?!00001\.): a file 00001-of-00001 is a whole model.
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")
 _BIN_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
 
 def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of a safetensors file, which must tile the file exactly, and its ``__metadata__``.
+    """Read the header of a safetensors file, whose tensors must cover the file's data without gaps.
+
+    Returns:
+        The tensors by name, and the ``__metadata__``.
 
     Raises:
         CorruptCheckpointError: if the file is truncated or not a safetensors file.
@@ -69,7 +72,8 @@ def open_hf_folder(store: Storage) -> Source:
     """Open a folder with ``model.safetensors``, or with an index and its files.
 
     Raises:
-        ConversionError: if the folder has both (loaders would ignore the index), or neither; or if it is being written.
+        ConversionError: if the folder has both (loaders would ignore the index) or neither, or a save to it is running
+            or has failed.
         CorruptCheckpointError: if index and headers disagree or a file is damaged.
     """
     listed = store.list_files()
@@ -94,9 +98,9 @@ def open_hf_folder(store: Storage) -> Source:
         files = sorted(set(mapped.values()))  # by the numbers in their names
     elif single in files:
         files = [single]
-    elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):  # one file of any other name is accepted
+    elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):  # a single file may have any other name
         raise ConversionError(
-            "The folder has files of a model in several files, but no index.",
+            "The folder has several weight files, or one of several, but no index.",
             expected=f"{single}, or {index} and its files",
             got=", ".join(files[:4]) or "no safetensors file",
             where=store.where,
@@ -133,11 +137,11 @@ def _two_models(store: Storage, expected: str, got: str, hint: str = "") -> Conv
 def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict[str, str]:
     """Join the ``__metadata__`` of several files.
 
-    Under each key, all files must have the same text, or JSON lists of names (torchao's ``tensor_names``), which are
-    concatenated.
+    Under each key, all files must have the same text, or JSON lists of names (torchao's ``tensor_names``); such lists
+    are concatenated.
 
     Raises:
-        ConversionError: if files disagree.
+        ConversionError: if files have different texts under one key.
     """
     joined: dict[str, str] = {}
     for file, metadata in files.items():
@@ -148,18 +152,19 @@ def _joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict
             lists = [_json_list(before), _json_list(value)]
             if lists[0] is None or lists[1] is None:
                 raise ConversionError(
-                    "The __metadata__ of a model's files disagree.",
+                    "The files of a model have different __metadata__.",
                     expected=f"{key}: {before:.100}",
                     got=f"{value:.100}",
                     where=f"{where}/{file}",
                     todo="convert the files one by one, or copy the folder again from where it was made",
                 )
-            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))  # each name once, in order
+            # fromkeys: without duplicates, in order.
+            joined[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
     return joined
 
 
 def _json_list(text: str) -> list[str] | None:
-    """A list of strings from JSON; None for any other text."""
+    """Parse a JSON list of strings; returns None for any other text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -168,12 +173,12 @@ def _json_list(text: str) -> list[str] | None:
 
 
 def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Problems that make loaders fail on a folder although every file is good."""
+    """List problems that make loaders fail although every single file is valid."""
     problems = []
     listed = store.list_files()
     index_file = index_of(stem_in(listed))
     used = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks} | {index_file}
-    # Weights for other loaders are fine: pytorch_model.bin, Mistral's consolidated.safetensors.
+    # Weights for other loaders are not stale: pytorch_model.bin, Mistral's consolidated.safetensors.
     others = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
     stale = [file for file in others if file not in used and not file.startswith("consolidated")]
     if stale:
@@ -188,11 +193,12 @@ def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> lis
 
 
 def open_shards(store: Storage) -> Source:
-    """Open a folder of per-rank safetensors files, as transformers 5 and torch's ``HuggingFaceStorageWriter`` write
-    them: the header of each file says where its boxes begin.
+    """Open a folder of per-rank safetensors files, as written by transformers 5 and torch's HuggingFaceStorageWriter.
+
+    The header of each file contains the offsets of its boxes in the whole tensors.
 
     Raises:
-        ConversionError: if whole weights are in the folder too.
+        ConversionError: if the folder also contains other weight files.
         CorruptCheckpointError: if a file is damaged or the boxes do not tile a tensor.
     """
     listed = store.list_files()
@@ -213,24 +219,26 @@ def open_shards(store: Storage) -> Source:
                 raise _odd_shard(store, file, f"{len(shape)} offsets of {name}", box.offsets)
             if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
+            # An empty box has no chunk in the file, but counts for the shape of the whole tensor.
             chunk = replace(tensor.chunks[0], box=box) if tensor.chunks else StoredChunk(box, file, 0, 0)
-            chunks.setdefault(name, {})[box] = chunk  # replicas have the same bytes: any of them will do
+            chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes
     tensors = {}
     for name, chunk_of_box in chunks.items():
+        # The header has no global shape, so it is computed from the ends of the boxes.
         ends = [tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True)) for box in chunk_of_box]
         info = TensorInfo(name, tuple(max(column) for column in zip(*ends, strict=True)), dtypes[name])
         tensors[name] = StoredTensor(info, tuple(chunk for box, chunk in chunk_of_box.items() if box.numel))
-    warning = "these files do not record the shapes of whole tensors: a missing last rank cannot be noticed"
+    warning = "these files do not record the shapes of whole tensors: a missing last rank cannot be detected"
     facts = {"weight files": str(len(files))}
     return Source("shards", store, tensors, facts=facts, warnings=(warning,))
 
 
 def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Offsets of a file's boxes by tensor, from its header."""
+    """Read the offsets of a file's boxes in the whole tensors, by tensor name, from the file's ``__metadata__``."""
     try:
         sharding = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in sharding.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON of other types too
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # also JSON with unexpected types
         got = f"{type(error).__name__}: {error}"
         raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
 
@@ -241,7 +249,7 @@ def _odd_shard(store: Storage, file: str, expected: str, got: object) -> Corrupt
         expected=expected,
         got=got,
         where=f"{store.where}/{file}",
-        todo="copy the files of all ranks again, from one save",
+        todo="copy the files of all ranks again, all from one save",
     )
 
 
@@ -249,10 +257,10 @@ def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
     """Open a folder with ``pytorch_model.bin``, ``pytorch_model_fsdp.bin``, or an index and its files.
 
     Raises:
-        ConversionError: if a file contains no dict of tensors, or its pickle names more than tensors need.
+        ConversionError: if a file contains no dict of tensors, or its pickle names code that tensors do not need.
         CorruptCheckpointError: if index and files disagree or a file is damaged.
     """
-    # Imported here: folders of safetensors need no reader of pickles.
+    # Imported here, since folders of safetensors files need no pickle reader.
     from vescale_fsdp.checkpoint.formats.torch_save.read import open_torch
 
     indices = [f"{stem}.bin.index.json" for stem in _BIN_STEMS]
@@ -270,15 +278,15 @@ def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
 
 
 def weight_map(store: Storage, index_file: str) -> dict[str, str]:
-    """Tensor name -> file, from an index.
+    """Read an index; returns tensor name -> file.
 
     Raises:
-        CorruptCheckpointError: if the index is damaged or names files outside of the folder.
+        CorruptCheckpointError: if the index is damaged or names files outside the folder.
     """
     try:
         index = parse_json(store.read(index_file), is_text=True)
         mapped = {str(name): str(file) for name, file in index["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSON of other types too
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # also JSON with unexpected types
         raise CorruptCheckpointError(
             "The index cannot be read.",
             expected="JSON with a weight_map",
@@ -287,7 +295,7 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
             todo="copy the file again from where it was made",
         ) from error
     for name, file in mapped.items():
-        # An index may come from anyone. A colon would be part of a drive letter or a URL.
+        # An index may come from anyone and must not name files elsewhere. A colon marks a drive letter or a URL.
         if file.startswith(("/", "\\")) or ".." in file or ":" in file:
             raise _disagree(store, index_file, name, "in a file of the folder", f"mapped to {file}")
     return mapped
@@ -300,13 +308,22 @@ def _tensors_of_files(
     read: Callable[[str], Mapping[str, StoredTensor]],
     index_file: str,
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors of all files, compared with the index ``mapped``; and warnings where the index is incomplete.
+    """Read the tensors of all files, and compare them with the index.
 
-    Like transformers, it accepts tensors that the index does not name, and tensors that are in several files if the
-    bytes are the same; it reads and compares the bytes.
+    Like transformers, this accepts tensors that the index does not name. It accepts a tensor in several files if the
+    bytes, which are read and compared, are the same.
+
+    Args:
+        mapped: tensor name -> file, from the index; None without an index.
+        read: returns the tensors of a file.
+        index_file: the name of the index, for messages.
+
+    Returns:
+        The tensors by name; and warnings about tensors that the index does not name or that several files contain.
 
     Raises:
-        CorruptCheckpointError: if a name is not where the index says, or files have different tensors of one name.
+        CorruptCheckpointError: if a file lacks a tensor that the index maps to it, or two files have different tensors
+            of one name.
     """
     tables = {file: read(file) for file in files}
     for name, file in (mapped or {}).items():
@@ -327,12 +344,12 @@ def _tensors_of_files(
             left, right = (SourceView(Source("hf", store, {name: copy}), name, name) for copy in copies)
             if not equal_bytes(left, right):
                 raise _disagree(
-                    store, index_file, name, f"in {first} alone", f"a different one of that name in {file}"
+                    store, index_file, name, f"only in {first}", f"a different tensor of that name in {file}"
                 )
     unnamed = [name for name in tensors if mapped is not None and name not in mapped]
     notes = {
-        "tensors that the index does not name, taken as transformers does": unnamed,
-        "tensors that are in several files, with the same bytes": repeated,
+        "tensors that the index does not name, included as in transformers": unnamed,
+        "tensors that are in several files with the same bytes": repeated,
     }
     return tensors, tuple(f"{note}: {some(names)}" for note, names in notes.items() if names)
 

@@ -1,15 +1,15 @@
-"""The files of a Hugging Face repository: names of weight files, and the settings that are copied with the weights.
+"""The files of a Hugging Face repository: names of weight files, and the settings files to copy.
 
     model.safetensors                                     the only weight file
     model-00001-of-0000N.safetensors, ..                  several weight files
     model.safetensors.index.json                          their index: tensor name -> file
-    diffusion_pytorch_model...                            models of diffusers, whose config.json has ``_class_name``
+    diffusion_pytorch_model...                            same, for diffusers, whose config.json has ``_class_name``
     config.json, tokenizer.json, *.py, LICENSE, ..        settings
 
-Settings are recognized by a list of known names. A repository also contains weights in other forms
-(``original/consolidated.00.pth``, ``onnx/model.onnx``) and files of a trainer (``optimizer.pt``,
-``training_args.bin``); these are not copied, because they would not match the converted weights, and some loaders
-prefer them.
+Settings files are recognized by their names. A repository may also contain weights in other formats
+(``original/consolidated.00.pth``, ``onnx/model.onnx``) and a trainer's files (``optimizer.pt``,
+``training_args.bin``). Such files are not copied: they would not match the converted weights, and some loaders prefer
+them to the converted weights.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.model_shapes import natural_key
 
 _MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
-BEING_WRITTEN = ".vescale-being-written"  # a marker file: the folder is incomplete, or has files of two saves
+BEING_WRITTEN = ".vescale-being-written"  # marker file: the folder is incomplete, or has files of two saves
+# Weight files of any framework, whole or in shards, and their indices.
 _WEIGHTS = re.compile(
     r"(model|diffusion_pytorch_model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"
 )
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Sizes of pointer files, which have a version, a hash and a size as text.
+# Range of sizes of pointer files, which consist of a version, a hash and a size as text. Other files are not opened.
 _LFS_POINTER_BYTES = range(100, 301)
 
 
@@ -45,12 +46,12 @@ def is_of_diffusers(config: Mapping[str, Any]) -> bool:
 
 
 def stem_of(config: Mapping[str, Any]) -> str:
-    """The start of the names of weight files next to this config.json."""
+    """Return the prefix of the names of weight files next to this config.json."""
     return _DIFFUSERS_MODEL if is_of_diffusers(config) else _MODEL
 
 
 def stem_in(files: Collection[str]) -> str:
-    """The start of the names of the weight files among these files."""
+    """Return the prefix of the names of the weight files among these files; "model" if both prefixes or none exist."""
     names = set(files)
     if {single_of(_MODEL), index_of(_MODEL)} & names:
         return _MODEL
@@ -58,17 +59,17 @@ def stem_in(files: Collection[str]) -> str:
 
 
 def single_of(stem: str) -> str:
-    """Name of the weight file of a model in one file."""
+    """Return the name of the weight file of a model that is stored in one file."""
     return f"{stem}.safetensors"
 
 
 def index_of(stem: str) -> str:
-    """Name of the index of a model in several files."""
+    """Return the name of the index of a model that is stored in several files."""
     return f"{stem}.safetensors.index.json"
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file in a repository's root contains (or indexes) weights rather than settings."""
+    """Whether a file is in the repository's root and contains weights or is an index of weights."""
     return "/" not in name and (_WEIGHTS.fullmatch(name) is not None or name.endswith(".safetensors"))
 
 
@@ -76,10 +77,10 @@ def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | Non
     """Refuse files whose content git-lfs has not fetched yet.
 
     Args:
-        cause: the error that reading such a file raised.
+        cause: the error that occurred when such a file was parsed, to be chained.
 
     Raises:
-        ConversionError: with their names, and the command that fetches them.
+        ConversionError: with the names of these files, and the command that fetches them.
     """
     small = (file for file in files if (store.size(file) or 0) in _LFS_POINTER_BYTES)
     pointers = [file for file in small if store.read(file, 0, len(_LFS_POINTER)) == _LFS_POINTER]
@@ -96,7 +97,7 @@ def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | Non
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
     r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # folders of a sentence-transformers module or a tokenizer
-    # Loaders take a folder with adapter_config.json for an adapter.
+    # Not adapter_config.json: loaders treat a folder that contains this file as an adapter.
     r"((?!adapter_)[^/]*config[^/]*|tokenizer[^/]*|[^/]*vocab[^/]*|merges|bpe|modules|normalizer|tekken|params"
     r"|[^/]*processor[^/]*|[^/]*feature_extractor[^/]*|[^/]*tokens(_map)?|chat_template[^/]*)\.json"
     r"|(tokenizer[^/]*|[^/]*vocab[^/]*|merges|dict[^/]*|requirements|[^/]*licen[cs]e[^/]*|notice)\.txt"
@@ -104,15 +105,15 @@ _SETTINGS = re.compile(
     r"|[^/]+\.(spm|tiktoken|jinja|md)|bpe\.codes"
     r"|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
     r"|(licen[cs]e|notice|readme|use_policy|copying)[^/.]*"
-    r"|(.+/)?[^/]+\.py)",  # code that config.json names
-    re.IGNORECASE,  # LICENSE, License
+    r"|(.+/)?[^/]+\.py)",  # code to which config.json refers
+    re.IGNORECASE,  # such as LICENSE and License
 )
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, transformers 4
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and of transformers 4
 
 
 class Assets:
-    """The settings files of a folder or URL, which a conversion copies, with the changes to its config.json.
+    """The settings files of a folder or URL that a conversion copies, and its changes to config.json.
 
     Args:
         url: the folder; None for no settings.
@@ -131,7 +132,7 @@ class Assets:
         self.files: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
         self.config: dict[str, Any] | None = None
-        self._changes: dict[str, Any] = {}  # in config.json: new values; None removes a key
+        self._changes: dict[str, Any] = {}  # changes to config.json: key -> new value; None removes the key
         if url is None:
             return
         self._store: Storage = open_store(url)
@@ -144,7 +145,7 @@ class Assets:
                 where=url,
                 todo="check the path given with --assets",
             )
-        # Weights are written by the conversion; hidden files belong to git or to a download.
+        # Neither weights, which the conversion writes, nor hidden files, which belong to git or to a download.
         is_candidate = {f: not is_weight_file(f) and not f.startswith(".") and "/." not in f for f in listed}
         candidates = sorted((file for file in listed if is_candidate[file]), key=natural_key)
         for pattern in include:
@@ -163,23 +164,26 @@ class Assets:
         if CONFIG_FILE in self.files:
             self.config = _config_in(self._store)
 
-    # Loaders believe config.json, not the weight files, so it changes with the weights.
+    # The following methods change config.json with the weights, because loaders rely on config.json.
 
     def set_weights_dtype(self, name: str) -> None:
-        """Set the dtype of weights that are cast; configs of diffusers have no such entry."""
-        if is_of_diffusers(self.config or {}):
+        """Set the dtype in config.json."""
+        if is_of_diffusers(self.config or {}):  # these configs have no dtype
             return
+        # The spelling of the original file is kept.
         key = next((key for key in _DTYPE_KEYS if key in (self.config or {})), _DTYPE_KEYS[0])
         self._changes[key] = name
 
     def set_quantization(self, settings: dict[str, Any] | None) -> None:
-        """Set the quantization settings; None if no weight is quantized any more."""
+        """Set the quantization settings in config.json; None removes them."""
+        # fromkeys: None removes the old settings under all keys.
         self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: settings}
 
     def correct_dtype(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
-        """Replace config.json's dtype if no ordinary float tensor has it.
+        """Replace config.json's dtype if no float tensor has that dtype.
 
-        The new dtype is the original config's if an ordinary float tensor has that, else the most frequent dtype.
+        The new dtype is that of the original config.json if a float tensor has it, and otherwise the most frequent one.
+        Tensors in ``quantized`` (codes and scales) do not count.
         """
         counts = _float_types(infos, quantized)
         if counts and _named_dtype(self.settings) not in counts:
@@ -189,23 +193,24 @@ class Assets:
             self.set_weights_dtype(dtype)
 
     def untie(self) -> None:
-        """Set that embeddings are not tied, for weights that are stored apart."""
+        """Set ``tie_word_embeddings`` to false, for embeddings that are written as two tensors."""
         self._changes |= _untied(self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The changed config.json, which is written; empty if there is none."""
+        """The changed config.json that is written; empty if there is no config.json."""
         changed = {**(self.config or {}), **self._changes}
+        # A null is removed only if it is in the changes: a null in the original file may be a setting.
         return {key: value for key, value in changed.items() if value is not None or key not in self._changes}
 
     def disagreements(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> list[str]:
-        """Warnings where config.json and the weights disagree about types or quantization."""
+        """Return warnings if config.json and the weights disagree about dtype or quantization."""
         config, warnings = self.settings, list[str]()
         counts, named = _float_types(infos, quantized), _named_dtype(config)
         if named and counts and named not in counts:
             most = counts.most_common(1)[0][0]
             warnings.append(
-                f"config.json says dtype {named}, the weights are {most}: loaders make them {named}; "
+                f"config.json says dtype {named}, the weights are {most}: loaders cast them to {named}; "
                 f"--dtype {most} (or {named}) makes both agree"
             )
         if self.config is None:
@@ -213,7 +218,7 @@ class Assets:
         is_said = any(config.get(key) for key in QUANTIZATION_KEYS)
         if is_said and not quantized:
             warnings.append(
-                "config.json has a quantization_config, but no weight is quantized: remove it there"
+                "config.json has a quantization_config, but no weight is quantized: remove this entry"
             )
         if quantized and self.config is not None and not is_said:
             warnings.append(
@@ -222,33 +227,35 @@ class Assets:
         return warnings
 
     def reader(self, file: str) -> Callable[[], Iterable[bytes]]:
-        """A function that reads a file in pieces, since some are large; config.json with its changes."""
+        """Return a function that reads a file in pieces, since some files are large; config.json has its changes."""
         if file != CONFIG_FILE or self.config is None:
             return lambda: self._store.read_pieces(file)
         return self._changed_config
 
     def _changed_config(self) -> Iterable[bytes]:
-        if not self._changes:  # the original bytes, whatever their formatting
+        if not self._changes:  # the original bytes, which keep their formatting
             return self._store.read_pieces(CONFIG_FILE)
         return [(json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()]
 
 
 def _float_types(infos: Iterable[TensorInfo], quantized: Collection[str]) -> Counter[str]:
-    """Number of ordinary float tensors by dtype."""
+    """Count the float tensors by dtype, without codes and scales (``quantized``)."""
     return Counter(i.dtype.name for i in infos if i.dtype.kind == "float" and i.name not in quantized)
 
 
 def _named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype in a config.json, such as "bfloat16"; None if it has none."""
     return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The changed entries of a config that unties its embeddings and those of its parts, such as text or vision."""
+    """Return the changed entries of a config that unties its embeddings, also those of its parts (text, vision)."""
     parts = {key: value for key, value in config.items() if isinstance(value, dict) and _ties(value)}
     return {key: {**value, **_untied(value)} for key, value in parts.items()} | {"tie_word_embeddings": False}
 
 
 def _ties(config: Mapping[str, Any]) -> bool:
+    """Whether a config or one of its parts ties its embeddings."""
     return any(
         value is True if key == "tie_word_embeddings" else isinstance(value, dict) and _ties(value)
         for key, value in config.items()
@@ -256,19 +263,22 @@ def _ties(config: Mapping[str, Any]) -> bool:
 
 
 def config_class(config: Mapping[str, Any]) -> str | None:
-    """Name of the model's class in a config.json."""
+    """Return the name of the model's class in a config.json; None if it names none."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def own_settings(store: Storage) -> Storage | None:
-    """The folder with a checkpoint's own config.json: the checkpoint's, or ``huggingface`` inside it (verl)."""
+    """Return the folder that contains the checkpoint's own config.json; None if there is none.
+
+    verl stores config.json in the subfolder ``huggingface``.
+    """
     folders = (store, store.child("huggingface"))
     return next((folder for folder in folders if folder.size(CONFIG_FILE) is not None), None)
 
 
 def own_config(store: Storage) -> dict[str, Any]:
-    """A checkpoint's own config.json; empty if there is none.
+    """Read a checkpoint's own config.json; empty if there is none.
 
     Raises:
         ConversionError: if it is not JSON.
@@ -281,7 +291,7 @@ def _config_in(store: Storage) -> dict[str, Any]:
     try:
         loaded = parse_json(store.read(CONFIG_FILE), is_text=True)
     except ValueError as error:
-        refuse_pointers(store, [CONFIG_FILE], error)  # for a pointer of git-lfs, this error is more useful
+        refuse_pointers(store, [CONFIG_FILE], error)  # raises a more useful error for a pointer of git-lfs
         loaded = f"{type(error).__name__}: {error}"
     if not isinstance(loaded, dict):
         raise ConversionError(
@@ -295,5 +305,5 @@ def _config_in(store: Storage) -> dict[str, Any]:
 
 
 def is_setting(file: str) -> bool:
-    """Whether a file of a repository contains settings, by its name."""
+    """Whether the name of a file says that it contains settings."""
     return _SETTINGS.fullmatch(file) is not None

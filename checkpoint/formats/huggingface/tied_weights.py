@@ -1,12 +1,12 @@
-"""Tied weights: several names of one tensor, of which Hugging Face folders store one.
+"""Tied weights: several names of one tensor. Hugging Face folders store only one of the names.
 
-    folder       model.embed_tokens.weight                     and config.json, which names the model's class
-    class        lm_head.weight is model.embed_tokens.weight   transformers knows, see `declared_ties`
-    elsewhere    both names, and one tensor                    as `save` and torch.save write a tied model
+    folder           model.embed_tokens.weight                     config.json names the model's class
+    class            lm_head.weight is model.embed_tokens.weight   known to transformers, see `declared_ties`
+    other formats    both names, with the same bytes               as `save` and torch.save write a tied model
 
-Other formats record the tie: both names lead to the same bytes. When a folder is written, the class alone does not
-decide: the bytes must be equal too. If they differ (training untied them, or the config is another model's), both
-tensors are written with a warning, and the new config.json declares no ties.
+When a Hugging Face folder is written, a tie of the class counts only if the bytes of both tensors are equal. If the
+bytes differ (training untied the tensors, or config.json belongs to another model), both tensors are written with a
+warning, and the new config.json declares no ties.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
 Compare = Callable[[TensorView, TensorView], bool]
 """Whether two tensors have the same bytes."""
 
-_FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that store one name of tied tensors
+_FOLDERS = ("hf", "safetensors", "shards", "bin")  # sources that store only one name of a tied tensor
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
-# Output projection -> input embeddings in common model families, for hosts without transformers.
+# Tied name -> candidates for the stored name, in common model families; used if transformers gives no answer.
 _PAIRS = {
     "lm_head.weight": ("model.embed_tokens.weight", "shared.weight", "transformer.wte.weight"),
     "embed_out.weight": ("gpt_neox.embed_in.weight",),
@@ -38,23 +38,26 @@ _PAIRS = {
 def declared_ties(
     config: Mapping[str, Any], names: Iterable[str] = ()
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The ties that a config.json declares, as left-out name -> stored name; and warnings if its class gave no answer.
+    """Find the ties that a config.json declares.
 
-    The class is looked up in the shipped table, or built by transformers on the meta device. If the settings tie
-    nothing, no class is needed.
+    The class in config.json is looked up in the shipped table, or instantiated by transformers on the meta device. If
+    config.json says that no embeddings are tied, the class is not used.
 
     Args:
         config: a config.json.
         names: names of the model's tensors, to recognize ties without transformers.
+
+    Returns:
+        Omitted name -> stored name; and warnings if the class gave no answer.
     """
     declared, classes = set(_tie_settings(config)), config.get("architectures")
     classes = classes if isinstance(classes, list) else ()
-    # A false at the root unties the model, unless one of its parts ties weights of its own.
+    # False at the root unties the model, unless the config of one of its parts (text, vision) ties weights.
     is_untied = config.get("tie_word_embeddings") is False and True not in declared
     if is_untied or (True not in declared and not classes):
         return {}, ()
     ties, warnings = ties_of_class(config, str(classes[0])) if classes else (None, ())
-    if ties is None:
+    if ties is None:  # without the class, only ties that tie_word_embeddings declares
         known = set(names)
         ties = {
             alias: stored
@@ -65,7 +68,7 @@ def declared_ties(
 
 
 def _tie_settings(config: Any) -> Iterator[bool | None]:
-    """The values of ``tie_word_embeddings`` in a config.json and its parts (text, vision); None for invalid ones."""
+    """Yield each ``tie_word_embeddings`` of a config.json and its parts (text, vision); None for an invalid value."""
     for key, value in config.items():
         if key == "tie_word_embeddings":
             yield value if isinstance(value, bool) else None
@@ -74,7 +77,11 @@ def _tie_settings(config: Any) -> Iterator[bool | None]:
 
 
 def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Names of tied tensors that a Hugging Face folder left out -> one of ``names`` that it stores; and warnings."""
+    """Find the names of tied tensors that a Hugging Face folder omits.
+
+    Returns:
+        Omitted name -> the one of ``names`` that the folder stores, empty for other formats; and warnings.
+    """
     if source.kind not in _FOLDERS:
         return {}, ()
     ties, warnings = declared_ties(own_config(source.store), names)
@@ -82,14 +89,18 @@ def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str],
 
 
 def absent_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Names of tied tensors that are not among ``names`` -> the one of ``names`` that they are tied to."""
+    """Return the names of tied tensors that are missing in ``names`` -> the one of ``names`` to which each is tied."""
     return _absent(declared_ties(config, names)[0], names)
 
 
 def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    groups: dict[str, list[str]] = {}
+    """Map each name that is missing in ``names`` to a name in ``names`` of the same tensor.
+
+    A folder may store a tensor under any of its names, so all names are compared.
+    """
+    groups: dict[str, list[str]] = {}  # the end of a chain of ties -> all names of this tensor
     for alias, target in ties.items():
-        while target in ties:  # the target is an alias itself
+        while target in ties:  # the target is itself tied to another name
             target = ties[target]
         groups.setdefault(target, [target]).append(alias)
     known = set(names)
@@ -104,10 +115,15 @@ def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
 def find_ties(
     views: Mapping[str, TensorView], config: Mapping[str, Any] | None, is_equal: Compare | None = None
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Names to leave out -> the name that is stored; warnings; and declared ties of tensors with different bytes.
+    """Find the tied tensors that a Hugging Face folder must not store twice.
 
     Args:
+        views: all tensors of the model, by name.
+        config: the config.json of the folder; None if it has none.
         is_equal: compares two tensors; None for `equal_bytes`.
+
+    Returns:
+        Name to omit -> stored name; warnings; and the declared ties whose tensors have different bytes.
     """
     is_equal = is_equal or equal_bytes
     declared, class_warnings = declared_ties(config or {}, views)
@@ -122,16 +138,16 @@ def find_ties(
         else:
             differing[alias] = target
             warnings.append(
-                f"config.json ties {alias} to {target}, but their bytes differ: both are kept, and the result's "
+                f"config.json ties {alias} to {target}, but their bytes differ: both are written, and the result's "
                 "config.json says tie_word_embeddings: false"
             )
     return ties, warnings, differing
 
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:
-    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time.
+    """Whether two tensors have the same shape, dtype and bytes; reads a few MiB at a time.
 
-    Two names of one stored tensor need no read.
+    If both are names of one stored tensor, nothing is read.
     """
     import numpy as np
 

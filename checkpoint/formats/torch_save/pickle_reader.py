@@ -1,11 +1,11 @@
 """Read pickles without running the code that they name.
 
-A pickle is a program that may call anything importable. Checkpoints need little of that: a few record types, sizes,
-dtypes, numpy's numbers and arrays, and the functions that rebuild a tensor. The unpicklers here know only those names
+A pickle is a program that may call anything importable. Checkpoints need only a few names: some record types, sizes,
+dtypes, numpy's numbers and arrays, and the functions that rebuild a tensor. The unpicklers here know only these names
 and replace them by plain stand-ins, so that opening an unknown checkpoint runs none of its code and imports neither
-torch nor numpy. Any other name is refused; ``trust=True`` imports it instead, as torch would, and ``stand_ins=True``
-replaces it by an `UnreadObject`. Trainers pickle loss scalers and arguments together with the weights: refusing those
-would refuse the weights.
+torch nor numpy. Any other name is refused. ``trust=True`` imports it instead, as torch would, and ``stand_ins=True``
+replaces it by an `UnreadObject`: trainers pickle loss scalers and arguments together with the weights, and refusing
+these objects would refuse the weights.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ if TYPE_CHECKING:
 
 
 class _NotDenseError(Exception):
-    """The pickle contains a tensor or an array that no format here can store."""
+    """The pickle contains a tensor or an array that cannot be read as dense items."""
 
 
 class NumpyType:
-    """Stand-in for numpy's dtype: a code such as ``f4``, and the byte order."""
+    """Stand-in for numpy.dtype: a code such as ``f4``, and the byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "<"
 
     def __setstate__(self, state: Any) -> None:
-        self.order = ">" if state[1] == ">" else "<"
+        self.order = ">" if state[1] == ">" else "<"  # "|" is for items of one byte, which have no order
 
 
 class ArrayRef:
-    """A numpy array, whose bytes are in the pickle itself."""
+    """Stand-in for a numpy array, whose bytes are stored in the pickle itself."""
 
     def __init__(self) -> None:
-        self.dtype, self.shape = dtype_from_torch("uint8"), (0,)  # numpy's pickles make an empty array first
+        # numpy's pickles create an empty array first, and then set its state.
+        self.dtype, self.shape = dtype_from_torch("uint8"), (0,)
         self._code, self._order, self.data = "u1", "C", b""
 
     def __setstate__(self, state: Any) -> None:
@@ -53,7 +54,7 @@ class ArrayRef:
         self.fill(data, kind, shape, "F" if is_fortran else "C")
 
     def fill(self, data: Any, kind: Any, shape: Any, order: str) -> None:
-        """Set the bytes, the type (a `NumpyType`), the shape and the order: C for rows first, F for columns first."""
+        """Set the bytes, the dtype (a `NumpyType`), the shape, and the order: "C" (row-major) or "F" (column-major)."""
         code = kind.code if isinstance(kind, NumpyType) else str(kind)
         dtype = dtype_from_numpy(code)
         if dtype is None:
@@ -64,7 +65,7 @@ class ArrayRef:
             raise pickle.UnpicklingError(f"{len(self.data)} bytes of an array of shape {self.shape}")
 
     def read(self, box: Box) -> np.ndarray:
-        """A box of its items, little-endian, as raw bits."""
+        """Return the items of a box as raw bits, little-endian."""
         import numpy as np
 
         values = np.frombuffer(self.data, dtype=self._code).reshape(self.shape, order=self._order)  # type: ignore[call-overload]
@@ -79,14 +80,14 @@ def _empty_array(*_: Any) -> ArrayRef:
 
 
 def _array_of_buffer(data: Any, kind: Any, shape: Any, order: str) -> ArrayRef:
-    """An array as protocol 5 pickles it."""
+    """Rebuild an array from a pickle of protocol 5."""
     array = ArrayRef()
     array.fill(data, kind, shape, order)
     return array
 
 
 def _numpy_scalar(kind: Any, data: bytes) -> int | float | complex | bool:
-    """A numpy scalar as a Python number of the same value."""
+    """Rebuild a numpy scalar, as a Python number of the same value."""
     letters = _NUMPY_NUMBERS.get(kind.code) if isinstance(kind, NumpyType) else None
     if letters is None:
         raise pickle.UnpicklingError(f"a numpy scalar of type {getattr(kind, 'code', kind)!r}")
@@ -94,7 +95,7 @@ def _numpy_scalar(kind: Any, data: bytes) -> int | float | complex | bool:
     return complex(*parts) if len(parts) > 1 else parts[0]
 
 
-_NUMPY_NUMBERS = {  # numpy's code -> the struct module's
+_NUMPY_NUMBERS = {  # numpy's type code -> format of the struct module
     "f2": "e",
     "f4": "f",
     "f8": "d",
@@ -107,7 +108,7 @@ _NUMPY_NUMBERS = {  # numpy's code -> the struct module's
         for size, letter in zip("1248", "bhiq" if sign == "i" else "BHIQ", strict=True)
     },
 }
-_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1 and of numpy 2
 NUMBER_NAMES: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): NumpyType,
     **{(module, "scalar"): _numpy_scalar for module in _MULTIARRAY},
@@ -120,13 +121,14 @@ ARRAY_NAMES: dict[tuple[str, str], Any] = {
 
 
 class UnreadObject:
-    """Stand-in for an object of any class: accepts whatever its pickle does with it, and keeps only attributes."""
+    """Stand-in for an object of any class: accepts all operations of its pickle, and keeps only the attributes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
+        # The state is a dict of attributes, or (attributes, slots).
+        for part in state if isinstance(state, tuple) else (state,):
             self.__dict__.update(part if isinstance(part, dict) else {})
 
     def __call__(self, *args: Any, **options: Any) -> UnreadObject:
@@ -154,7 +156,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
-# Errors that the unpickler raises for damaged pickles, found by flipping and removing bytes.
+# Errors that the unpickler raises for damaged pickles, determined by tests that flip and remove bytes.
 _DAMAGE = (
     pickle.UnpicklingError,
     AttributeError,
@@ -177,13 +179,13 @@ class Record:
     def __init__(self, *args: Any) -> None:
         self.args = args
 
-    if TYPE_CHECKING:  # at run time the unpickler would call it for a missing `__setstate__`
+    if TYPE_CHECKING:  # for the type checker only: the unpickler would take its result for a `__setstate__`
 
         def __getattr__(self, name: str) -> Any: ...
 
 
 class _PropertiesRecord(Record):
-    """Stand-in for TensorProperties, whose pickled state is a tuple that begins with the dtype."""
+    """Stand-in for TensorProperties; its pickled state is a tuple that begins with the dtype, or a dict."""
 
     dtype: DType
 
@@ -193,51 +195,55 @@ class _PropertiesRecord(Record):
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor as a torch.save pickle describes it: a strided window on one storage record."""
+    """Stand-in for a tensor in a torch.save pickle: a strided view of one storage record."""
 
     storage_key: str
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in items
     storage_offset: int  # in items
-    signs: int = 0  # bits of every item that a lazy conjugation or negation flips
+    signs: int = 0  # the bits to flip in every item, for a lazy conjugation or negation
 
 
 @dataclass(frozen=True)
 class ShardRef:
-    """A DTensor as a rank pickled it: the rank's part and its placement."""
+    """Stand-in for a DTensor in a rank's pickle: the rank's part and its placements."""
 
     local: TensorRef
     shape: tuple[int, ...]  # of the full tensor
-    placements: tuple[Record, ...]  # stand-ins with the class names of torch's placements
-    coordinates: tuple[int, ...]  # of the rank, one per mesh axis
+    placements: tuple[Record, ...]  # stand-ins that have the class names of torch's placements
+    coordinates: tuple[int, ...]  # the rank's coordinate on each mesh axis
 
 
 @dataclass(frozen=True)
 class PiecesRef:
-    """A ShardedTensor (of FSDP1) as a rank pickled it: the rank's boxes."""
+    """Stand-in for a ShardedTensor (of FSDP1) in a rank's pickle: the rank's boxes."""
 
     shape: tuple[int, ...]  # of the full tensor
     dtype: DType
-    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # (offsets in the full tensor, items)
+    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # (offsets in the full tensor, the box's items)
 
 
 class _Fields(tuple[Any, ...]):
-    """Stand-in for a named tuple of torch."""
+    """Stand-in for torch's named tuples, whose pickles call the class with the fields."""
 
     def __new__(cls, *args: Any) -> _Fields:
         return super().__new__(cls, args)
 
 
 def _rebuild_wrapper(*args: Any) -> Any:
+    """Return the arguments: `_rebuild_typed` needs them together with the tensor's state."""
     return args
 
 
 def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """Rebuild a tensor of a subclass or with attributes; of a DTensor or ShardedTensor, the rank's part."""
+    """Rebuild a tensor subclass or a tensor with attributes.
+
+    Returns a `ShardRef` for a DTensor, a `PiecesRef` for a ShardedTensor, and a `TensorRef` for others.
+    """
     if function is not _rebuild_wrapper:
         return function(*args)
-    # By name: DTensor has been in several modules of torch, and has a stand-in for each.
+    # DTensor by its name: it has been in several modules of torch, and each has its own stand-in.
     if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
         raise _NotDenseError(f"a {getattr(kind, '__qualname__', kind)}, which wraps other tensors")
     if kind is _SHARDED_TENSOR:
@@ -245,7 +251,8 @@ def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) 
         pieces = tuple((tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards)
         return PiecesRef(tuple(metadata.size), metadata.tensor_properties.dtype, pieces)
     merged: dict[str, Any] = {}
-    for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
+    # The state is a dict of attributes, or (attributes, slots).
+    for part in state if isinstance(state, tuple) else (state,):
         merged |= part or {}
     spec = merged["_spec"]
     return ShardRef(
@@ -255,28 +262,33 @@ def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) 
 
 @dataclass(frozen=True)
 class _StorageRef:
-    key: str
+    """Stand-in for a storage."""
+
+    key: str  # name of the storage's record in the archive
     dtype: DType | None  # None for an untyped storage
 
 
 def _path(*parts: str) -> str:
+    """Rebuild a pathlib path, as text."""
     return "/".join(parts)
 
 
 def _device(*parts: str | int) -> str:
-    return ":".join(map(str, parts))  # torch pickles the type and the index apart
+    """Rebuild a torch.device, as text; its pickle contains the type, and the index if there is one."""
+    return ":".join(map(str, parts))
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """The first argument of a call whose other arguments are not needed to read tensors."""
+    """Return the first argument of a call; its other arguments are not needed to read tensors."""
     return value
 
 
 def _rebuild_v2(
     storage: _StorageRef, offset: int, shape: Any, strides: Any, grad: bool, hooks: Any, flags: Any = None
 ) -> TensorRef:
+    """Rebuild a tensor whose dtype is that of its storage."""
     if storage.dtype is None:
-        raise pickle.UnpicklingError("an untyped storage where a typed one belongs")
+        raise pickle.UnpicklingError("an untyped storage in place of a typed one")
     return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, flags)
 
 
@@ -290,45 +302,48 @@ def _rebuild_v3(
     dtype: DType,
     flags: Any = None,
 ) -> TensorRef:
+    """Rebuild a tensor whose dtype is an argument, since torch has no typed storage for it."""
     sizes, steps = tuple(shape), tuple(strides)
+    # ``type(n) is int``: a bool is not a size.
     if len(sizes) != len(steps) or not all(type(n) is int and n >= 0 for n in (*sizes, *steps, offset)):
         raise pickle.UnpicklingError(f"a tensor of shape {sizes}, strides {steps} and offset {offset}")
     return TensorRef(storage.key, dtype, sizes, steps, offset, _signs(dtype, flags or {}))
 
 
 def _signs(dtype: DType, flags: Any) -> int:
-    """Bits that differ between a stored item and its value.
+    """Return the bits in which a stored item differs from its value.
 
-    torch conjugates and negates lazily: the storage keeps the old values, and the tensor has flags.
+    torch conjugates and negates lazily: the storage keeps the original values, and the tensor gets a flag.
     """
     if unknown := set(flags) - {"conj", "neg"}:
         raise _NotDenseError(f"a tensor with unknown flags: {', '.join(sorted(map(str, unknown)))}")
     conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
     if (conj and dtype.kind != "complex") or (neg and dtype.kind not in ("float", "complex")):
         raise _NotDenseError(f"a {dtype.name} tensor that is lazily conjugated or negated")
-    # Sign bits of the real and the imaginary part; in little-endian items the imaginary part is last.
+    # The sign bits of the real and of the imaginary part, which is in the high bits of a little-endian item.
     real, last = 1 << (dtype.bits // 2 - 1), 1 << (dtype.bits - 1)
     if dtype.kind == "float":
         return last if neg else 0
+    # Both conjugation and negation flip the imaginary sign, so together they do not.
     return (real if neg else 0) | (last if conj != neg else 0)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Bytes as protocol 2 pickles them."""
+    """Rebuild bytes, which protocol 2 pickles as latin1 text."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
     return text.encode("latin1")
 
 
 def _nested_class(outer: Any, name: str) -> type[Record]:
-    """``getattr`` in a pickle of protocol 2: a nested class; torch's pickles name only this one."""
+    """Stand-in for ``getattr``, by which protocol 2 pickles nested classes; torch's pickles need only this class."""
     if (outer, name) != (_SHARDED_TENSOR, "ProcessGroupState"):
         raise pickle.UnpicklingError(f"an attribute {name!r} of {outer!r}")
     return Record
 
 
 def _stand_in_attribute(outer: Any, name: str) -> Any:
-    """``getattr`` where classes are stand-ins, whose attributes (members of an enum) are stand-ins too."""
+    """Stand-in for ``getattr`` with ``stand_ins``: attributes of unknown classes (such as enums) are `UnreadObject`."""
     if isinstance(outer, type) and issubclass(outer, UnreadObject):
         return UnreadObject()
     return _nested_class(outer, name)
@@ -337,7 +352,7 @@ def _stand_in_attribute(outer: Any, name: str) -> Any:
 _SHARDED_TENSOR = type("ShardedTensor", (Record,), {"ProcessGroupState": Record})
 
 
-STORAGE_TYPES = {  # torch's storage class -> dtype of its items
+STORAGE_TYPES = {  # name of torch's storage class -> dtype of its items
     "BoolStorage": "bool",
     "ByteStorage": "uint8",
     "CharStorage": "int8",
@@ -354,35 +369,38 @@ STORAGE_TYPES = {  # torch's storage class -> dtype of its items
 
 
 def _no_bytes(*args: Any) -> bytes:
-    """``bytes()``, as protocol 2 pickles empty bytes."""
+    """Rebuild empty bytes, which protocol 2 pickles as ``bytes()``."""
     if args:
         raise pickle.UnpicklingError("bytes of something else")
     return b""
 
 
 def _default_dict(*_: Any) -> dict[Any, Any]:
-    """A defaultdict as a dict: its factory is not data."""
+    """Rebuild a defaultdict as a dict, since its factory is code."""
     return {}
 
 
 _BUILTINS: dict[str, Any] = {
     each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
 }
-_BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # names in protocol 2
+_BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # names in pickles of protocol 2
+# Names in pickles of plain values.
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
+    ("collections", "Counter"): dict,  # the milestones of torch's MultiStepLR
     ("collections", "defaultdict"): _default_dict,
     ("_codecs", "encode"): _encode,
     **NUMBER_NAMES,
     **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in _BUILTINS.items()},
 }
+# Names both in pickles of tensors and in DCP's metadata.
 _TORCH_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _first,
     ("collections", "OrderedDict"): OrderedDict,
 }
+# Names in DCP's ``.metadata``.
 _METADATA_NAMES: dict[tuple[str, str], Any] = {
     **_TORCH_NAMES,
     **{
@@ -400,7 +418,7 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _first,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type(
         "_StorageInfo", (Record,), {}
-    ),  # readers tell records apart by class name
+    ),  # a class of its own for each record: readers check the class name
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")
@@ -409,12 +427,13 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
 }
+# Names in the ``data.pkl`` of torch.save archives.
 _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     **_PLAIN_NAMES,
     **_TORCH_NAMES,
     **{("torch", name): dtype_from_torch(dtype) for name, dtype in STORAGE_TYPES.items()},
     **ARRAY_NAMES,
-    # None: an untyped storage has no dtype.
+    # None: an untyped storage has no dtype, so `_StorageRef.dtype` is None.
     ("torch.storage", "UntypedStorage"): None,
     ("torch", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
@@ -439,7 +458,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
             "torch.distributed._shard.metadata": ("ShardMetadata",),
             "torch.distributed._shard.sharded_tensor.api": (
                 "ShardedTensor",
-                "ShardedTensor.ProcessGroupState",
+                "ShardedTensor.ProcessGroupState",  # protocol 4 names nested classes in this way
             ),
             "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
             "torch.distributed._shard.sharded_tensor.metadata": ("ShardedTensorMetadata",),
@@ -457,7 +476,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-# Functions that rebuild tensors which no format here can store, even from a trusted pickle.
+# Functions that rebuild tensors that cannot be read as dense items; refused even in a trusted pickle.
 _NOT_DENSE = {
     ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
     ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantized type",
@@ -471,10 +490,10 @@ _NOT_DENSE = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows only Python's own numbers, strings and containers."""
+    """Knows only numbers, strings and containers of Python, and numpy's scalars."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _PLAIN_NAMES:
+        if (module, name) not in _PLAIN_NAMES:  # not damage: the caller may have torch load the object
             raise LookupError(f"{module}.{name}")
         return _PLAIN_NAMES[module, name]
 
@@ -483,7 +502,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _AllowListUnpickler(pickle.Unpickler):
-    """Knows the given names; others are refused, imported (``trust``) or replaced (``stand_ins``)."""
+    """Knows the given names; all other names are refused, imported (``trust``) or replaced (``stand_ins``)."""
 
     def __init__(
         self,
@@ -500,10 +519,10 @@ class _AllowListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NOT_DENSE:
             raise _NotDenseError(_NOT_DENSE[module, name])
-        # `getattr` is among the names for one nested class only; ``trust`` and ``stand_ins`` allow any attribute.
+        # The known `getattr` allows one nested class only; with ``trust`` or ``stand_ins``, any attribute is allowed.
         is_other = (module, name) not in self._names or name == "getattr"
         if self._stand_ins and is_other:
-            # A new class differs from all known classes. Where the name is a function, the call makes an instance.
+            # A class in every case: if the name is that of a function, the pickle's call makes an instance.
             unread = type(f"{module}.{name}", (UnreadObject,), {})
             return _stand_in_attribute if name == "getattr" else unread
         if self._trust and is_other:
@@ -515,13 +534,13 @@ class _AllowListUnpickler(pickle.Unpickler):
             expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
             got=f"{module}.{name}",
             where=self._where,
-            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
+            todo="pass --trust-pickle if you trust whoever made the file: this runs code from it",
         )
 
     def persistent_load(self, pid: Any) -> _StorageRef:
         if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"):
             raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
-        dtype = pid[1]  # ("storage", type, key, location, numel)
+        dtype = pid[1]  # ``pid`` is ("storage", type, key, location, numel)
         if dtype is not None and not isinstance(dtype, DType):
             raise pickle.UnpicklingError(f"unknown storage type {dtype!r}")
         if len(pid) > 3 and pid[3] == "meta":
@@ -530,6 +549,7 @@ class _AllowListUnpickler(pickle.Unpickler):
 
 
 def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
+    """Unpickle, and convert the unpickler's errors; ``what`` is the subject of the message for a damaged pickle."""
     try:
         return unpickler.load()
     except _NotDenseError as error:
@@ -551,17 +571,17 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
 
 
 def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Record:
-    """The Metadata record of a DCP ``.metadata`` file; arguments as of `load_tensor_pickle`.
+    """Read the Metadata record of a DCP ``.metadata`` file; for the arguments see `load_tensor_pickle`.
 
     Raises:
         ConversionError: if the pickle names anything outside the allow-list, without ``trust`` and ``stand_ins``.
-        CorruptCheckpointError: if it is damaged or contains another object.
+        CorruptCheckpointError: if the file is damaged or contains another object.
     """
     unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust, stand_ins=stand_ins)
     loaded = _load(unpickler, "The checkpoint's metadata", where)
     if type(loaded).__name__ != "Metadata":
         raise CorruptCheckpointError(
-            "The checkpoint's metadata is not what DCP writes.",
+            "The checkpoint's .metadata file was not written by DCP.",
             expected="a Metadata record",
             got=type(loaded).__name__,
             where=where,
@@ -572,27 +592,27 @@ def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False, stand_ins
 
 
 def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Any:
-    """The object in the ``data.pkl`` of a torch.save archive, with a `TensorRef` in place of every tensor.
+    """Read the object in the ``data.pkl`` of a torch.save archive, with a stand-in such as `TensorRef` for each tensor.
 
     Args:
         data: the pickle.
         where: path of the archive, for messages.
         trust: import names outside the allow-list, which may run any code.
-        stand_ins: replace such names by `UnreadObject`, and import nothing.
+        stand_ins: replace names outside the allow-list by `UnreadObject`, without importing them.
 
     Raises:
         ConversionError: if the pickle names anything outside the allow-list, without ``trust`` and ``stand_ins``.
-        CorruptCheckpointError: if it is damaged.
+        CorruptCheckpointError: if the pickle is damaged.
     """
     unpickler = _AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust, stand_ins=stand_ins)
     return _load(unpickler, "A torch.save pickle", where)
 
 
 def load_plain_pickle(data: bytes, *, where: str) -> Any:
-    """A value that consists of numbers, strings and containers of them.
+    """Read a value that consists only of numbers, strings and containers.
 
     Raises:
         LookupError: if the pickle names anything else.
-        CorruptCheckpointError: if it is damaged.
+        CorruptCheckpointError: if the pickle is damaged.
     """
     return _load(_PlainUnpickler(io.BytesIO(data)), "A stored value", where)

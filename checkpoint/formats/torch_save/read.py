@@ -1,18 +1,18 @@
-"""Read torch.save files by range: one file with a state dict, or a folder with one file per rank.
+"""Read torch.save files by byte ranges: one file with a state dict, or a folder with one file per rank.
 
     state.pt                                                              open_torch
     pytorch_model_fsdp_rank0.bin  optimizer_rank0.bin ..                  open_ranks: accelerate
     model_world_size_2_rank_0.pt  extra_state_world_size_2_rank_0.pt ..   open_ranks: verl
 
-The object that a rank pickled for a tensor gives the position of the rank's part:
+The position of a rank's part in the whole tensor depends on the class of the pickled tensor:
 
-    DTensor         placements and the rank's coordinates in the mesh give the box
-    ShardedTensor   lists its boxes
-    plain tensor    whole on every rank, so the first rank's copy is read; so are numpy arrays, stored in the pickle
+    DTensor         the box is computed from the placements and the rank's coordinates in the mesh
+    ShardedTensor   contains the offsets of its boxes
+    plain tensor    must be whole on every rank; the first rank's copy is read. The same holds for numpy arrays.
 
-`StoredTensor` checks that the boxes tile the tensor, so a missing rank is an error. Placements that give no boxes
-(partial sums, strides that do not fit the mesh) are refused. Other state (schedulers, random states) is left out where
-ranks disagree about it or its pickle names more than tensors and plain values.
+`StoredTensor` checks that the boxes tile the tensor, so a missing rank is an error. Placements without boxes (partial
+sums, split factors that do not fit the mesh) are refused. Other state (schedulers, random states) is left out if it
+differs between ranks, or if it contains objects other than tensors and plain values.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from vescale_fsdp.layout.geometry import Box, whole_box
 if TYPE_CHECKING:
     import numpy as np
 
-_STEP_DTYPE = dtype_from_torch("float32")  # torch's optimizers count steps in float32
+_STEP_DTYPE = dtype_from_torch("float32")  # the dtype of step counters in torch's optimizers
 
 
 def is_torch_file(store: Storage, file: str) -> bool:
     """Whether a file begins like a torch.save archive (a zip)."""
     size = store.size(file)
-    # A shorter file has no signature to read.
+    # >= 4: a shorter file has no signature.
     return size is not None and size >= 4 and store.read(file, 0, 4) == LOCAL_SIGNATURE
 
 
 def is_tensor_ref(value: Any) -> bool:
-    """Whether a leaf of an unpickled state is a tensor, whole or in part."""
+    """Whether a leaf of an unpickled state stands for a tensor, or for a rank's part of a tensor."""
     return isinstance(value, (TensorRef, ShardRef, PiecesRef, ArrayRef))
 
 
@@ -64,7 +64,8 @@ class FlatTensor(NamedTuple):
     """A 1D tensor whose items are contiguous in a file.
 
     Attributes:
-        chunk: the place of the tensor's items.
+        numel: number of items.
+        chunk: the file and the byte range of the items.
     """
 
     dtype: DType
@@ -72,7 +73,7 @@ class FlatTensor(NamedTuple):
     chunk: StoredChunk
 
     def part(self, box: Box, start: int) -> StoredChunk:
-        """The items from ``start`` on as a box of another tensor, row-major."""
+        """Return the chunk of another tensor whose ``box`` is stored here, row-major, from item ``start`` on."""
         size = self.dtype.itemsize
         offset = self.chunk.offset + start * size
         return replace(self.chunk, box=box, offset=offset, nbytes=box.numel * size, strides=None)
@@ -80,7 +81,7 @@ class FlatTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchFile:
-    """One torch.save file, read by range."""
+    """One torch.save file, read by byte ranges."""
 
     store: Storage
     file: str
@@ -88,17 +89,17 @@ class TorchFile:
 
     @classmethod
     def open(cls, store: Storage, file: str, *, trust: bool = False, stand_ins: bool = False) -> TorchFile:
-        """Open a file; its end is read. ``trust`` and ``stand_ins`` as in `load_tensor_pickle`.
+        """Open a file; reads its directory. For ``trust`` and ``stand_ins`` see `load_tensor_pickle`.
 
         Raises:
-            ConversionError: if it has the format from before zip archives.
+            ConversionError: if the file is not a zip archive, which torch has written since 1.6.
             CorruptCheckpointError: if the file is missing.
         """
         where = f"{store.where}/{file}"
         size = store.required_info(file).size_bytes
         if not is_torch_file(store, file):
             raise ConversionError(
-                "This torch.save file cannot be read by range.",
+                "This torch.save file cannot be read by byte ranges.",
                 expected="the zip format that torch has written since 1.6",
                 got="another format",
                 where=where,
@@ -114,10 +115,10 @@ class TorchFile:
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The dict in a trainer's file.
+        """The saved dict, for files of trainers, whose content is known.
 
         Raises:
-            CorruptCheckpointError: if the file contains something else.
+            CorruptCheckpointError: if the file contains another object.
         """
         content = self.archive.content
         if not isinstance(content, Mapping):
@@ -125,12 +126,12 @@ class TorchFile:
         return content
 
     def leaves(self) -> dict[Path, Any]:
-        """Leaves of the state dict in a user's file: tensors as `is_tensor_ref` knows them, other values as they are.
+        """Return the leaves of the saved state dict by path; tensors are stand-ins (see `is_tensor_ref`).
 
         Raises:
-            ConversionError: if the file contains no dict, its pickle names more than tensors need, or FSDP1 has
+            ConversionError: if the file contains no dict, its pickle names code that tensors do not need, or FSDP1 has
                 flattened the parameters.
-            CorruptCheckpointError: if it is damaged.
+            CorruptCheckpointError: if the file is damaged.
         """
         content = self.archive.content
         if not isinstance(content, Mapping):
@@ -144,7 +145,7 @@ class TorchFile:
         leaves = flatten(content, is_tensor_ref)
         if flat := next((path for path in leaves if str(path[-1]).endswith("_flat_param")), None):
             raise ConversionError(
-                "FSDP1 has flattened these parameters, and the file does not say how.",
+                "FSDP1 has flattened these parameters, and the file does not contain their names and shapes.",
                 expected="parameters under their own names",
                 got=name_of(flat),
                 where=self.where,
@@ -153,14 +154,14 @@ class TorchFile:
         return leaves
 
     def tensor(self, path: Path, ref: Any) -> StoredTensor:
-        """A tensor that is whole in this file."""
+        """Describe a tensor that is whole in this file."""
         return stored_tensor(name_of(path), [TensorPart(self, ref)])
 
     def flat(self, ref: Any) -> FlatTensor:
-        """A flat tensor of this file.
+        """Describe a flat tensor of this file.
 
         Raises:
-            CorruptCheckpointError: if it is not 1D and contiguous.
+            CorruptCheckpointError: if the tensor is not 1D and contiguous.
         """
         if not isinstance(ref, TensorRef):
             raise self.damaged("flat, contiguous tensors of parameters", type(ref).__name__)
@@ -171,7 +172,7 @@ class TorchFile:
         return FlatTensor(ref.dtype, ref.shape[0], chunk)
 
     def scalar(self, value: Any) -> object:
-        """A scalar in a form that can be compared: the bytes of a tensor, or the number."""
+        """Read a scalar for comparisons: the bytes if it is a tensor, otherwise the number itself."""
         if not isinstance(value, TensorRef):
             return value
         chunk = self.archive.chunk(whole_box(()), self.file, 0, value, self.where)
@@ -185,7 +186,7 @@ class TorchFile:
             entries.add_value(path, leaf)
 
     def add_all(self, entries: Entries, path: Path, value: Any) -> None:
-        """Add the leaves inside a value to ``entries``; those that are neither tensors nor plain are omitted."""
+        """Add the leaves inside a value to ``entries``; leaves other than tensors and plain values are omitted."""
         for inner, leaf in flatten({path[-1]: value}, is_tensor_ref).items():
             leaf_path = (*path[:-1], *inner)
             if is_tensor_ref(leaf) or is_plain(leaf):
@@ -194,44 +195,49 @@ class TorchFile:
                 entries.omitted.append(name_of(leaf_path))
 
     def add_step(self, entries: Entries, path: Path, value: Any) -> None:
-        """Add an optimizer's step count, which the file has once for several parameters, for one parameter.
+        """Add the step count of one parameter, given the step count that the file stores for several parameters.
 
-        The bytes are copied: if parameters shared a tensor, each parameter's update would increment it.
+        Each parameter gets a copy: if parameters shared one tensor, the update of each would increment it.
         """
         if isinstance(value, TensorRef):
             tensor = self.tensor(path, value)
             data = self.scalar(value)
         else:
             info = TensorInfo(name_of(path), (), _STEP_DTYPE)
+            # "": no file stores the tensor, whose bytes are in ``data``.
             tensor = StoredTensor(info, (StoredChunk(whole_box(()), "", 0, 0),))
             data = struct.pack("<f", float(value))
         assert isinstance(data, bytes)
         entries.add_tensor(path, tensor, partial(_read_box_of, data, tensor.info))
 
     def damaged(self, expected: str, got: object, todo: str | None = None) -> CorruptCheckpointError:
-        """The error for a file that does not contain what its format says."""
+        """Make the error for a file whose entries do not have the structure of its format."""
         return CorruptCheckpointError(
             "A file of this checkpoint does not contain the expected entries.",
             expected=expected,
             got=got,
             where=self.where,
-            todo=todo or "copy the files of all ranks again, of one save",
+            todo=todo or "copy the files of all ranks again, all from one save",
         )
 
 
 def _array_reader(ref: Any) -> BoxReader | None:
-    """Reads boxes of a numpy array, which is stored in the pickle itself; None for tensors, which have byte ranges."""
+    """Return the function that reads boxes of a numpy array, which is stored in the pickle itself.
+
+    Returns None for tensors, which are read by their byte ranges.
+    """
     return ref.read if isinstance(ref, ArrayRef) else None
 
 
 def _read_box_of(data: bytes, info: TensorInfo, box: Box) -> np.ndarray:
+    """Return ``data`` as the items of a box, as raw bits."""
     import numpy as np
 
     return np.frombuffer(data, info.dtype.raw).reshape(box.sizes)
 
 
 class TensorPart(NamedTuple):
-    """The part of a tensor that one file contains: all of it, or one rank's part.
+    """The part of a tensor that one file contains: the whole tensor, or one rank's part.
 
     Attributes:
         ref: a `TensorRef`, `ShardRef`, `PiecesRef` or `ArrayRef`.
@@ -242,41 +248,42 @@ class TensorPart(NamedTuple):
 
 
 def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
-    """The whole tensor that consists of the parts in ranks' files.
+    """Describe the whole tensor whose parts are in the files of ranks.
 
     Raises:
-        ConversionError: for placements that do not say where a part belongs.
-        CorruptCheckpointError: if the parts do not tile it, or a part's shape differs from its box.
+        ConversionError: for placements that do not determine the boxes of the parts.
+        CorruptCheckpointError: if the parts do not tile the tensor, or a part does not have the shape of its box.
     """
     first = parts[0].ref
     if isinstance(first, ArrayRef):
         info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
-        # An empty array has no chunk.
+        # * bool(..): an empty array has no chunks.
         return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
-    if isinstance(first, TensorRef):
+    if isinstance(first, TensorRef):  # whole on every rank: the first file's copy
         chunks = _chunks(name, parts[0].file, first, whole_box(first.shape))
         return StoredTensor(TensorInfo(name, first.shape, first.dtype), tuple(chunks))
     chunk_of_box: dict[Box, StoredChunk] = {}
     for file, part in parts:
         if isinstance(part, PiecesRef):
             boxes = [(Box(offsets, ref.shape), ref) for offsets, ref in part.pieces]
-        else:  # the mesh has as many ranks along an axis as the largest coordinate says
+        else:  # an axis of the mesh has one rank more than the largest coordinate of any rank
             axes = [1 + max(p.ref.coordinates[i] for p in parts) for i in range(len(part.coordinates))]
             boxes = [(_dtensor_box(name, file.file, part, axes), part.local)]
         for box, ref in boxes:
             for chunk in _chunks(name, file, ref, box):
-                chunk_of_box.setdefault(box, chunk)  # replicas have the same bytes
+                chunk_of_box.setdefault(box, chunk)  # replicas of a box have the same bytes; keeps the first
     dtype = first.local.dtype if isinstance(first, ShardRef) else first.dtype
     return StoredTensor(TensorInfo(name, first.shape, dtype), tuple(chunk_of_box.values()))
 
 
 def _chunks(name: str, file: TorchFile, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
-    if box.numel:  # empty tensors have no bytes
+    """Yield the chunk of a box; an empty box has none."""
+    if box.numel:
         yield file.archive.chunk(box, file.file, 0, ref, f"tensor {name} in {file.file}")
 
 
 def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:
-    """Files whose copy of a whole tensor differs from the first file's: in shape, type, flags or checksum."""
+    """Return the files whose copy of a plain tensor differs from the first file's copy, in description or content."""
     if not isinstance(parts[0].ref, (TensorRef, ArrayRef)):
         return ()
 
@@ -285,7 +292,7 @@ def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:
         if not isinstance(ref, TensorRef):
             return (ref.shape, ref.dtype, ref.data) if isinstance(ref, ArrayRef) else ()
         crc = 0 if 0 in ref.shape else archive.storage_crc(ref.storage_key)
-        if crc is None:  # an archive without checksums: read the bytes
+        if crc is None:  # the archive has no checksums, so the bytes are read
             crc = archive.find_crc(ref.storage_key)
         return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
 
@@ -294,23 +301,24 @@ def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:
 
 
 def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
-    """The rank's box: each mesh axis in turn cuts the box into chunks, whose size is rounded up."""
+    """Compute the rank's box: each mesh axis in turn cuts the box into chunks, whose size is rounded up."""
     box = whole_box(part.shape)
     for axis in _cutting_order(name, file, part, axes):
         box = box.chunk(part.placements[axis].dim, axes[axis], part.coordinates[axis])
     if box.sizes != part.local.shape:
         raise CorruptCheckpointError(
-            "A rank's part does not have the shape that its place in the mesh gives.",
+            "A rank's part does not have the shape of its box.",
             expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
             got=f"shape {part.local.shape}",
             where=f"{name} in {file}",
-            todo="check that the files of all ranks are there, and from one save",
+            todo="check that the files of all ranks are there and from one save",
         )
     return box
 
 
 def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> list[int]:
-    """The mesh axes that cut the tensor, in the order of their cuts."""
+    """Return the mesh axes that shard the tensor, in the order in which they cut it."""
+    # By class name, since placements are stand-ins.
     kinds = [type(placement).__name__ for placement in part.placements]
     if odd := set(kinds) - {"Shard", "_StridedShard", "Replicate"}:
         raise _unplaced(name, file, "Shard and Replicate", min(odd))
@@ -322,14 +330,14 @@ def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> lis
     order = shard_order(shards, axes)
     if order is None:
         factors = [factor for _, factor in shards.values() if factor != 1]
-        expected = f"split factors that are sizes of later axes over the same dim in a mesh of {axes}"
+        expected = f"split factors that are sizes of later axes that shard the same dim, in a mesh of {axes}"
         raise _unplaced(name, file, expected, factors)
     return order
 
 
 def _unplaced(name: str, file: str, expected: str, got: object) -> ConversionError:
     return ConversionError(
-        "A tensor's placement does not say where its parts belong.",
+        "A tensor's placements do not determine the position of its parts.",
         expected=expected,
         got=got,
         where=f"{name} in {file}",
@@ -338,11 +346,11 @@ def _unplaced(name: str, file: str, expected: str, got: object) -> ConversionErr
 
 
 def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Source:
-    """Open a torch.save file; reads its directory and its pickle only.
+    """Open a torch.save file; reads only its directory and its pickle.
 
     Raises:
-        ConversionError: if it contains no dict, or its pickle names more than tensors need.
-        CorruptCheckpointError: if it is damaged, or is one rank's file of several.
+        ConversionError: if the file contains no dict, or its pickle names code that tensors do not need.
+        CorruptCheckpointError: if the file is damaged, or contains only one rank's parts of tensors.
     """
     torch_file, entries = TorchFile.open(store, file, trust=trust_pickle), Entries()
     for path, leaf in torch_file.leaves().items():
@@ -350,10 +358,10 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
     return entries.source("torch", store, file=file)
 
 
-# accelerate's names, and verl's, which have the world size too.
+# Names of accelerate's files, and of verl's files, which also contain the world size.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
-_STATES = ("model", "optimizer")
-_CONTAINERS = {  # accelerate's and verl's names -> the state
+_STATES = ("model", "optimizer")  # only in other states (schedulers), single entries may be left out
+_CONTAINERS = {  # names of accelerate and verl -> name of the state
     "pytorch_model_fsdp": "model",
     "optim": "optimizer",
     "optimizer_0": "optimizer",
@@ -362,10 +370,10 @@ _CONTAINERS = {  # accelerate's and verl's names -> the state
 
 
 def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
-    """Files of each state (``model``, ``optimizer``, ...), in order of rank; empty if there are none.
+    """Find the per-rank files; returns the files of each state (``model``, ``optimizer``, ...) in the order of ranks.
 
     Raises:
-        CorruptCheckpointError: if ranks are missing.
+        CorruptCheckpointError: if the file of a rank is missing.
     """
     by_state: dict[str, dict[int, str]] = {}
     worlds: dict[str, int] = {}
@@ -374,7 +382,7 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
         if match and "/" not in file:
             name = _CONTAINERS.get(match[1], match[1])
             by_state.setdefault(name, {})[int(match[3])] = file
-            # accelerate's names have no world size: only the largest rank is known.
+            # accelerate's names have no world size, so at least the ranks up to the largest one are expected.
             worlds[name] = max(worlds.get(name, 0), int(match[2] or 0), int(match[3]) + 1)
     for name, ranks in by_state.items():
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
@@ -391,8 +399,8 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
     """Open a folder of per-rank files; reads their directories and pickles.
 
     Raises:
-        ConversionError: for placements that do not say where a part belongs, states that are no dicts, or
-            plain tensors that differ between ranks though nothing says which part each is.
+        ConversionError: for placements that do not determine the boxes of the parts, states that are no dicts, or
+            plain tensors that differ between ranks in a state without sharded tensors.
         CorruptCheckpointError: if a file is damaged, or the parts do not tile a tensor (a rank is missing).
     """
     entries = Entries()
@@ -400,16 +408,18 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
     for container, names in groups.items():
         is_state = container in _STATES
         try:
+            # stand_ins: the pickles of schedulers and similar state may contain objects of any class.
             files = [
                 TorchFile.open(store, name, trust=trust_pickle, stand_ins=not is_state) for name in names
             ]
             entries.update(_joined_state(container, files))
         except ConversionError as error:
-            # FSDP1's optimizers of flat parameters have ranges without names; the model can be read alone.
+            # Without the optimizer, the model can still be read: an optimizer of FSDP1's flat parameters has no
+            # parameter names.
             if container == "model" or (is_state and "model" not in groups):
                 raise
             entries.omitted.append(container)
-            # The first line is the error's sentence; the lines below are too long for a warning.
+            # The first line is the error's summary; its other lines are too long for a warning.
             problem = str(error).splitlines()[0]
             entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
@@ -417,10 +427,10 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
 
 
 def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
-    """One state, whose parts are in the files of all ranks.
+    """Join one state from the files of all ranks.
 
     Raises:
-        ConversionError: if plain tensors of a model or an optimizer differ, and none is sharded.
+        ConversionError: if plain tensors of a model or an optimizer differ between ranks, and no tensor is sharded.
     """
     entries = Entries()
     differing: list[tuple[str, str]] = []
@@ -436,19 +446,21 @@ def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
             else:
                 entries.omitted.append(name_of(path))
             continue
-        unlike = differing_files(parts)[:1]  # one is enough for a message
+        unlike = differing_files(parts)[:1]  # one file is enough for the message
         if unlike and container not in _STATES:
-            entries.omitted.append(name_of(path))  # random states differ between ranks
+            entries.omitted.append(name_of(path))  # such as a random state, which each rank has of its own
             continue
         entries.add_tensor(path, stored_tensor(name_of(path), parts), _array_reader(first))
         is_sharded |= isinstance(first, (ShardRef, PiecesRef))
         differing += [(name_of(path), file) for file in unlike]
+    # If other tensors are sharded, differing plain tensors are accepted, with a warning. If none is, the plain tensors
+    # may be parts of sharded tensors.
     if differing and not is_sharded:
         name, file = differing[0]
         raise ConversionError(
-            "The ranks have plain tensors that differ, and nothing says how they fit together.",
+            "The ranks have plain tensors that differ, and the files do not say how these belong together.",
             expected="DTensors or ShardedTensors, or the same tensors on every rank",
-            got=f"another {name} in {file} than in {files[0].file}",
+            got=f"a different {name} in {file} than in {files[0].file}",
             todo="save with torch.distributed.checkpoint; "
             f"if {files[0].file} alone is the whole state, pass that file",
         )

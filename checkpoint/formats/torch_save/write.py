@@ -3,10 +3,10 @@
     local header | data.pkl | ... | local header, padded | storage 0 | descriptor | ... | directory | end
 
 The pickle contains plain values, torch's records by name, and tensors as references to storage records of the archive
-(protocol 2, as torch.save writes; see `pickletools`). Sizes are known before the data is copied, checksums only
+(protocol 2, like torch.save; see `pickletools`). Sizes are known before the data is copied, but checksums only
 afterwards. So each storage is followed by a descriptor with its CRC-32, as in streamed zip files, and the directory is
-computed last. Storages begin at multiples of 64 bytes, as torch writes them, so that ``torch.load(mmap=True)`` gets
-aligned tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
+computed last. Like torch, the writer aligns storages to 64 bytes, so that ``torch.load(mmap=True)`` gets aligned
+tensors. Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3 (zip64).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 
 class Global(NamedTuple):
-    """Something importable, by name."""
+    """A class or function that the reader of the pickle imports by name."""
 
     module: str
     name: str
@@ -60,7 +60,7 @@ class Global(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The result of ``func(*args)``, which is called when the pickle is read."""
+    """The result of ``func(*args)``; the call is made when the pickle is read."""
 
     func: Global
     args: tuple[Any, ...]
@@ -68,8 +68,11 @@ class Call:
 
 @dataclass(frozen=True)
 class New:
-    """An instance of a record type, created without ``__init__``, with this state (a dict, or what its ``__setstate__``
-    takes)."""
+    """An instance of a record type, created without ``__init__``.
+
+    Attributes:
+        state: a dict of attributes, or the argument of the type's ``__setstate__``.
+    """
 
     cls: Global
     state: Any
@@ -79,7 +82,9 @@ class New:
 class TensorOut:
     """A tensor that uses all items of one storage record, in row-major order.
 
-    Dims in ``repeated`` have stride 0: their items are stored once.
+    Attributes:
+        storage_key: the name of the storage record.
+        repeated: dims with stride 0, along which the items are stored only once.
     """
 
     storage_key: str
@@ -93,32 +98,34 @@ _STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_TYPES.items()}
 
 
 def torch_dtype(dtype: DType) -> Global:
-    """torch's object for a type; raises ConversionError if torch has no such type."""
+    """Return torch's object for a dtype; raises ConversionError if torch has no such dtype."""
     return Global("torch", dtype.required_torch_name)
 
 
 def torch_size(sizes: tuple[int, ...]) -> Call:
-    """A torch.Size."""
+    """Return a torch.Size."""
     return Call(Global("torch", "Size"), (tuple(sizes),))
 
 
 def dump_pickle(value: Any, *, where: str) -> bytes:
-    """The pickle of a value made of plain Python data and the classes of this module.
+    """Pickle a value that consists of plain Python data and the classes of this module.
 
     Raises:
-        ConversionError: for anything else.
+        ConversionError: if the value contains other objects.
     """
     writer = _Writer(where)
     writer.put(value)
-    return bytes(writer.out + b".")
+    return bytes(writer.out + b".")  # STOP
 
 
 class _Writer:
+    """Writes the opcodes of one pickle."""
+
     def __init__(self, where: str) -> None:
         self._where = where
         self.out = bytearray(b"\x80\x02")  # PROTO 2
-        self._memo: dict[Global | str, int] = {}
-        self._written: dict[object, bytes] = {}
+        self._memo: dict[Global | str, int] = {}  # text or name -> its index in the pickle's memo
+        self._written: dict[object, bytes] = {}  # key of `_put_again` -> opcodes
 
     def put(self, value: Any) -> None:
         kind = type(value)
@@ -132,7 +139,7 @@ class _Writer:
                     where=self._where,
                     todo="leave the value out with --exclude",
                 )
-            _OPCODES_OF[kind] = _OPCODES_OF[base or dict]
+            _OPCODES_OF[kind] = _OPCODES_OF[base or dict]  # remembered for the next value of this type
         _OPCODES_OF[kind](self, value)
 
     def _put_constant(self, value: bool | None) -> None:
@@ -142,44 +149,45 @@ class _Writer:
         if -(2**31) <= value < 2**31:
             self.out += b"J" + _INT(value)  # BININT: 32 bits
         else:
-            value = int(value)
+            value = int(value)  # also for a subclass of int
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)  # room for the sign bit
-            self.out += b"\x8a" + bytes([len(data)]) + data  # LONG1
+            self.out += b"\x8a" + bytes([len(data)]) + data  # LONG1: at most 255 bytes
 
     def _put_float(self, value: float) -> None:
-        self.out += b"G" + struct.pack(">d", value)
+        self.out += b"G" + struct.pack(">d", value)  # BINFLOAT
 
     def _put_bytes(self, value: bytes) -> None:
-        # Protocol 2 has no opcode for bytes.
+        # Protocol 2 has no opcode for bytes; Python's pickler writes the same call.
         self.put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
 
     def _put_tuple(self, items: Iterable[Any]) -> None:
-        self.out += b"("
+        self.out += b"("  # MARK
         for item in items:
             self.put(item)
-        self.out += b"t"
+        self.out += b"t"  # TUPLE
 
     def _put_list(self, items: Iterable[Any]) -> None:
-        self.out += b"]("
+        self.out += b"]("  # EMPTY_LIST, MARK
         for item in items:
             self.put(item)
-        self.out += b"e"
+        self.out += b"e"  # APPENDS
 
     def _put_complex(self, value: complex) -> None:
         self.put(Call(Global("builtins", "complex"), (value.real, value.imag)))
 
     def _put_set(self, items: Set[Any]) -> None:
-        # Sorted: a resumed conversion must write the same bytes, and sets have another order in each process.
+        # Sorted: a resumed conversion must write the same bytes, but the order of a set differs between processes.
         self.put(Call(Global("builtins", type(items).__name__), (tuple(sorted(items, key=repr)),)))
 
     def _put_mapping(self, mapping: Mapping[Any, Any]) -> None:
-        self.out += b"}("
+        self.out += b"}("  # EMPTY_DICT, MARK
         for key, item in mapping.items():
             self.put(key)
             self.put(item)
-        self.out += b"u"
+        self.out += b"u"  # SETITEMS
 
-    # Names repeat thousands of times in metadata: from the second time on, they are written as references.
+    # Metadata contains the same texts and names thousands of times. After the first time, they are written as
+    # references to the pickle's memo.
 
     def _put_str(self, value: str) -> None:
         if not self._put_reference(value):
@@ -191,6 +199,7 @@ class _Writer:
             self._put_new(value, f"c{value.module}\n{value.name}\n".encode())
 
     def _put_reference(self, value: Global | str) -> bool:
+        """Write a reference if the value is in the memo; returns whether it is."""
         index = self._memo.get(value)
         if index is None:
             return False
@@ -201,11 +210,10 @@ class _Writer:
         self.out += opcodes + b"r" + _UINT(len(self._memo))  # LONG_BINPUT
         self._memo[value] = len(self._memo)
 
-    # Sizes and types repeat too. Once all names in a value are in the memo, each repetition has the same bytes, which
-    # are kept.
+    # Sizes and dtypes repeat, too. Once all names in a value are in the memo, the value has the same opcodes each time.
 
     def _put_again(self, key: object, write: Callable[[], None]) -> None:
-        """Call ``write``, or repeat the bytes that it wrote for the same key if they define no new name."""
+        """Call ``write``, or repeat the opcodes that it wrote for the same key if they added nothing to the memo."""
         known = self._written.get(key)
         if known is not None:
             self.out += known
@@ -235,20 +243,22 @@ class _Writer:
         else:
             write()
 
-    # A tensor is a call whose first argument is a persistent id; tensors of one shape differ only in the storage's key.
-
     def _put_tensor(self, value: TensorOut) -> None:
+        """Write a call that rebuilds a tensor, with the persistent id of its storage as the first argument.
+
+        It is written in three parts, since the opcodes of equal tensors differ only in the key of the storage.
+        """
         dtype, shape = value.dtype, value.shape
-        # What the storage has: repeated items are stored once.
+        # The shape of the storage: repeated items are stored once.
         kept = tuple(1 if dim in value.repeated else size for dim, size in enumerate(shape))
         strides = tuple(
             0 if dim in value.repeated else stride for dim, stride in enumerate(contiguous_strides(kept))
         )
-        typed = _STORAGE_CLASSES.get(dtype.name)
+        typed = _STORAGE_CLASSES.get(dtype.name)  # None: torch has no typed storage for this dtype
 
         def write_before() -> None:
             self.put(Global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"))
-            self.out += b"(("
+            self.out += b"(("  # MARK of the arguments, MARK of the persistent id
             self.put("storage")
             self.put(Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage"))
 
@@ -261,14 +271,14 @@ class _Writer:
                 self.put(argument)
             if not typed:
                 self.put(torch_dtype(dtype))
-            self.out += b"tR"
+            self.out += b"tR"  # TUPLE, REDUCE
 
         self._put_again(dtype, write_before)
         self.put(value.storage_key)
         self._put_again((dtype, shape, value.repeated), write_after)
 
 
-# Writers of values by type. A subclass uses the first base in this order: bool is before int.
+# The method that writes values of a type. A subclass uses the first of these types that is its base.
 _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer._put_constant,
     bool: _Writer._put_constant,
@@ -290,14 +300,16 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
 
 
 _ALIGNMENT_BYTES = 64  # of storages, as torch.save aligns them
-_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008  # flags of a record: its name is UTF-8, a descriptor follows its data
+_UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008  # flags of a record: its name is UTF-8; a descriptor follows its data
 _DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
-_VERSION_NEEDED = 45  # to extract: 4.5, for zip64
-_PADDING_TAG = b"FB"  # torch's extra field for padding
+_VERSION_NEEDED = 45  # version 4.5 of the zip format, which has zip64
+_PADDING_TAG = b"FB"  # the tag of torch's extra field for padding
 
 
 class _PlannedRecord(NamedTuple):
+    """A record of the archive, before its data is written."""
+
     name: bytes
     nbytes: int
     offset: int  # of the local header, in the archive
@@ -311,20 +323,23 @@ class _PlannedRecord(NamedTuple):
 
     @property
     def descriptor(self) -> struct.Struct:
-        """Form of the descriptor after a storage."""
+        """The format of the descriptor that follows a storage."""
         return _WIDE_DESCRIPTOR if self.is_wide else _DESCRIPTOR
 
 
 def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: int) -> list[Content]:
-    """Contents of one archive; storage i is record ``data/i`` and content ``first_index + 2 * i + 1``.
+    """Plan the contents of one archive.
 
     Args:
         pickle: the content of ``data.pkl``.
-        storages: the bytes of each storage.
-        first_index: number of contents before the archive in its file.
+        storages: the items of each storage.
+        first_index: the number of contents in the file before this archive.
+
+    Returns:
+        The contents in order. Storage i is the record ``data/i``, and content ``first_index + 2 * i + 1`` of the file.
     """
     sizes = tuple(items.nbytes for items in storages)
-    # DCP has thousands of archives of one tensor, most of them with equal pickles and sizes: their plans are cached.
+    # A DCP file has thousands of archives with one tensor each, mostly of equal pickles and sizes: plans are cached.
     plan = (_small_archive if len(sizes) < 2 else _ArchivePlan)(pickle, sizes)
     contents: list[Content] = [FixedBytes(plan.head)]
     for number, items in enumerate(storages):
@@ -335,18 +350,18 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: in
 
 
 class _ArchivePlan:
-    """One archive: the bytes before its first storage, and after each storage up to the next or the end."""
+    """The bytes of one archive apart from its storages: before the first storage, and after each storage."""
 
     def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
         self._records: list[_PlannedRecord] = []
         self._position = 0
-        self._fixed = [b""]  # bytes before the first storage, and after each storage's descriptor
+        self._fixed = [b""]  # bytes before the first storage, then bytes after each storage's descriptor
         self._add("data.pkl", pickle)
         self._add(".format_version", b"1")
         self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
         self._add("byteorder", b"little")
         self._storages = [self._add_storage(number, nbytes) for number, nbytes in enumerate(sizes)]
-        self._add("version", b"3\n")  # of the file format, as torch writes it
+        self._add("version", b"3\n")  # the version of the file format that torch writes
 
     def _add(self, name: str, data: bytes) -> None:
         record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, CRC32.of(data))
@@ -366,32 +381,38 @@ class _ArchivePlan:
 
     @property
     def head(self) -> bytes:
-        """Bytes before the first storage; the whole archive if there is none."""
+        """The bytes before the first storage; the whole archive if it has no storages."""
         return self._fixed[0] if self._storages else self._fixed[0] + self._directory(lambda _: 0)
 
     def nbytes_after(self, number: int) -> int:
-        """Number of bytes from the end of a storage to the next storage, or to the end of the archive."""
+        """Return the number of bytes from the end of a storage to the next storage, or to the end of the archive."""
         is_last = number == len(self._storages) - 1
         known = self._storages[number].descriptor.size + len(self._fixed[number + 1])
         return known + (self._directory_bytes if is_last else 0)
 
     def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
-        """The bytes that `nbytes_after` counts; ``first_index`` as in `plan_archive`."""
+        """Return the bytes that `nbytes_after` counts.
+
+        Args:
+            first_index: as in `plan_archive`.
+            crc_of: returns the CRC-32 of a content of the file, which has been written.
+        """
 
         def crc_of_storage(storage: int) -> int:
             return crc_of(first_index + 2 * storage + 1)
 
         record = self._storages[number]
-        sizes = (record.nbytes, record.nbytes)  # compressed and not: records are stored as they are
+        sizes = (record.nbytes, record.nbytes)  # compressed and uncompressed size: records are not compressed
         data = record.descriptor.pack(_DESCRIPTOR_SIGNATURE, crc_of_storage(number), *sizes)
         data += self._fixed[number + 1]
         return data + self._directory(crc_of_storage) if number == len(self._storages) - 1 else data
 
     @cached_property
     def _directory_bytes(self) -> int:
-        return len(self._directory(lambda _: 0))
+        return len(self._directory(lambda _: 0))  # any CRC: the size does not depend on it
 
     def _directory(self, crc_of_storage: CrcOf) -> bytes:
+        """Return the central directory and the end of the archive."""
         entries = b"".join(
             _directory_entry(record, record.crc if record.storage is None else crc_of_storage(record.storage))
             for record in self._records
@@ -403,28 +424,29 @@ _small_archive = lru_cache(maxsize=256)(_ArchivePlan)
 
 
 def _local_header(record: _PlannedRecord) -> bytes:
-    """A record's header, padded so that the data begins at a multiple of the alignment."""
+    """Return a record's local header, padded so that the record's data begins at a multiple of 64 bytes."""
     wide = struct.pack("<HHQQ", ZIP64_TAG, 16, 0, 0) if record.is_wide else b""
     before = record.offset + LOCAL_HEADER.size + len(record.name) + len(wide)
-    padding = -(before + 4) % _ALIGNMENT_BYTES  # 4: tag and size of the padding field itself
-    extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding  # Z: as torch pads
-    # A storage's size is in its descriptor; here it is 0, or refers to the zip64 field.
+    padding = -(before + 4) % _ALIGNMENT_BYTES  # 4: bytes of the padding field's tag and size
+    extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding  # torch pads with Z, too
+    # The size of a storage is in its descriptor. Here it is 0, or MAX_32 to refer to the zip64 field.
     nbytes = record.nbytes if record.storage is None else MAX_32 if record.is_wide else 0
     fields = _shared_fields(record, record.crc, nbytes, extra)
     return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *fields) + record.name + extra
 
 
 def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
-    """Fields of local header and directory: version, flags, method, time, date, checksum, sizes, lengths."""
-    date = 0x21  # 1 January 1980: equal states give equal files
+    """Return the fields of both headers: version, flags, method, time, date, checksum, two sizes, two lengths."""
+    date = 0x21  # always 1 January 1980, so that equal states have equal files
     lengths = (len(record.name), len(extra))
     flags = _UTF8 | (_HAS_DESCRIPTOR if record.storage is not None else 0)
     return (_VERSION_NEEDED, flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
 
 
 def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
+    """Return the entry of a record in the central directory."""
     is_far = record.offset >= MAX_32
-    # The zip64 field lists only values that do not fit into 32 bits: size, compressed size, offset.
+    # Of size, compressed size and offset, the zip64 field contains only the values that do not fit into 32 bits.
     values = [record.nbytes, record.nbytes] * record.is_wide + [record.offset] * is_far
     extra = struct.pack(f"<HH{len(values)}Q", ZIP64_TAG, 8 * len(values), *values) if values else b""
     fields = _shared_fields(record, crc, MAX_32 if record.is_wide else record.nbytes, extra)
@@ -434,21 +456,24 @@ def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
-    """The end of an archive whose directory has ``count`` records in the ``nbytes`` bytes from ``start`` on."""
+    """Return the end of an archive whose directory has ``count`` entries in ``nbytes`` bytes from ``start`` on."""
     wide = b""
-    if count >= 0xFFFF or nbytes >= MAX_32 or start >= MAX_32:  # more than the short record's fields hold
+    if count >= 0xFFFF or nbytes >= MAX_32 or start >= MAX_32:  # a value does not fit into the fields of END
         wide = END64.pack(
             END64_SIGNATURE,
             END64.size - 12,  # bytes after this field
             *(_VERSION_NEEDED, _VERSION_NEEDED, 0, 0, count, count, nbytes, start),
         )
-        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)  # on disk 0 of 1
+        # 0: the number of the disk; 1: the number of disks.
+        wide += END64_LOCATOR.pack(END64_LOCATOR_SIGNATURE, 0, start + nbytes, 1)
     short = (min(count, 0xFFFF), min(count, 0xFFFF), min(nbytes, MAX_32), min(start, MAX_32))
     return wide + END.pack(END_SIGNATURE, 0, 0, *short, 0)
 
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:
-    """One file that ``torch.load(file, weights_only=True)`` reads; items that strides repeat are stored once.
+    """Plan one file that ``torch.load(file, weights_only=True)`` reads.
+
+    Items that a stride of 0 repeats are stored once, and so are tied tensors.
 
     Raises:
         ConversionError: for values that are not plain data.
