@@ -103,7 +103,7 @@ class _Call(NamedTuple):
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A device mesh over all ranks of the current call (1-D unless a shape is given), made once in a call.
 
-    DTensor remembers results by equal meshes, and `fully_shard` compares meshes by identity: cases of one call share one.
+    Cases of one call share a mesh: DTensor remembers results by equal meshes, `fully_shard` compares by identity.
     """
     return _mesh(dist.group.WORLD, shape or (dist.get_world_size(),), names)
 
