@@ -24,7 +24,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.nested_tensors import tensors_of
 
-WIDTH, BLOCKS = 6, 8
+WIDTH, BLOCKS = 6, 4
 FORWARD, BACKWARD = "forward", "backward"
 Counts = list[tuple[str, int]]
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
