@@ -102,7 +102,8 @@ MOVES = [
 def test_dcp_between_worlds_and_layouts(tmp_path: Path) -> None:
     """Model and AdamW state load bit-equal under another world size and layout, and training goes on."""
     paths = {move: tmp_path / str(number) for number, move in enumerate(MOVES)}
-    saved, loaded = {}, {}
+    saved: dict[Any, dict[str, torch.Tensor]] = {}
+    loaded: dict[Any, list[Any]] = {}
     for world in range(1, 5):
         moves = [move for move in MOVES if move[0][1] == world]
         results = run_cases(world, save, [(move[0][0], paths[move], world) for move in moves])

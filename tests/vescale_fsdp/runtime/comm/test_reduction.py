@@ -319,17 +319,38 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
 
 
 WAYS = ("each", "no sync", "one graph")
+ON_TWO = [(kind, (2,)) for kind in KINDS if kind != "in parts"]
+ON_FOUR: list[tuple[str, tuple[int, ...]]] = [
+    ("plain", (2, 2)),
+    ("kept", (2, 2)),
+    ("lists", (2, 2)),
+    ("in parts", (4,)),
+]
 
 
-def test_units_whose_output_only_some_ranks_use() -> None:
-    """They train as in plain data parallelism: ranks that skip a unit gather and reduce it where others do."""
-    run_cases(2, unevenly_used, [(kind, (2,), way) for kind in KINDS if kind != "in parts" for way in WAYS])
+@pytest.mark.parametrize(
+    ("world", "kinds", "ways"),
+    [
+        (2, ON_TWO, (0, 1)),
+        (4, ON_FOUR, (0,)),
+        pytest.param(2, ON_TWO, (2,), marks=pytest.mark.part("numerics")),
+        pytest.param(4, ON_FOUR, (1, 2), marks=pytest.mark.part("numerics")),
+    ],
+    ids=["2", "4", "2-more", "4-more"],
+)
+def test_units_whose_output_only_some_ranks_use(
+    world: int, kinds: list[tuple[str, tuple[int, ...]]], ways: tuple[int, ...]
+) -> None:
+    """They train as in plain data parallelism: ranks that skip a unit gather and reduce it where others do.
 
-
-def test_units_whose_output_only_some_ranks_use_over_four_ranks() -> None:
-    """The same over shards and replicas, where one rank of four differs, and with parameters kept in parts."""
-    shapes = {"plain": (2, 2), "kept": (2, 2), "lists": (2, 2), "in parts": (4,)}
-    run_cases(4, unevenly_used, [(kind, shape, way) for kind, shape in shapes.items() for way in WAYS])
+    Also over shards and replicas, where one rank of four differs, and with parameters kept in parts. Each kind meets
+    the ways in turn.
+    """
+    run_cases(
+        world,
+        unevenly_used,
+        [(*kind, WAYS[(number + way) % 3]) for number, kind in enumerate(kinds) for way in ways],
+    )
 
 
 class TwoUnits(nn.Module):

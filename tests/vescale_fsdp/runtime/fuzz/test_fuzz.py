@@ -26,7 +26,7 @@ from tests.vescale_fsdp.runtime.fuzz.sharded import run
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 
 START, SEEDS = int(os.environ.get("START", "0")), int(os.environ.get("SEEDS", "60"))
-CORE = 30  # so many of them run in every `make test`
+CORE = 26  # so many of them run in every `make test`
 
 pytestmark = [
     pytest.mark.skipif(

@@ -123,34 +123,49 @@ def train(
 
 
 # Of each mesh: the axes that shard and that replicate, options, and the axes on which parameters live.
-PARITIES: dict[
-    tuple[tuple[int, ...], tuple[str, ...]], list[tuple[Any, Any, dict[str, Any], tuple[str, ...]]]
-] = {
-    ((2, 2), ("dp", "tp")): [
-        ("dp", None, {}, ("dp", "tp")),
-        ("dp", None, {"granularity": Rows(2)}, ("dp", "tp")),
-        (None, "dp", {}, ("dp", "dp_shard", "tp")),
-    ],
-    ((2, 2), ("a", "b")): [
-        ("b", "a", {"reshard_after_forward": False}, ("a", "b")),
-        (("a", "b"), None, {}, ("a_b",)),
-        (None, ("a", "b"), {}, ("a_b", "a_b_shard")),
-    ],
-    ((1, 2, 2), ("a", "b", "tp")): [
-        ("b", "a", {}, ("a", "b", "tp")),
-        (("a", "b"), None, {"granularity": Rows(1)}, ("a_b", "tp")),
-    ],
+Row = tuple[Any, Any, dict[str, Any], tuple[str, ...]]
+PARITIES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[Row]]] = {
+    "tp": (
+        (2, 2),
+        ("dp", "tp"),
+        [
+            ("dp", None, {}, ("dp", "tp")),
+            ("dp", None, {"granularity": Rows(2)}, ("dp", "tp")),
+            (None, "dp", {}, ("dp", "dp_shard", "tp")),
+        ],
+    ),
+    "replicas": (
+        (2, 2),
+        ("a", "b"),
+        [
+            ("b", "a", {"reshard_after_forward": False}, ("a", "b")),
+            (("a", "b"), None, {}, ("a_b",)),
+            (None, ("a", "b"), {}, ("a_b", "a_b_shard")),
+        ],
+    ),
+    "one axis of two, tp": (
+        (1, 2, 2),
+        ("a", "b", "tp"),
+        [(("a", "b"), None, {"granularity": Rows(1)}, ("a_b", "tp"))],
+    ),
+    "replicas, tp": ((1, 2, 2), ("a", "b", "tp"), [("b", "a", {}, ("a", "b", "tp"))]),
 }
 
 
 @WITH_DIMS
-@pytest.mark.parametrize(("shape", "names"), PARITIES, ids=str)
-def test_parity(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.part("numerics") if name == "replicas, tp" else ())
+        for name in PARITIES
+    ],
+)
+def test_parity(name: str) -> None:
     """Losses and gradients equal FSDP2's (to the bit where each sum is of two) and one process's.
 
     The parameters live on the axes one expects.
     """
-    rows = PARITIES[shape, names]
+    shape, names, rows = PARITIES[name]
     dims = [DataParallelMeshDims(shard=shards, replicate=replicas) for shards, replicas, _, _ in rows]
     cases = [(shape, names, each, options) for each, (_, _, options, _) in zip(dims, rows, strict=True)]
 
