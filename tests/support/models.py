@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.support.distributed import cpu_mesh
 from vescale_fsdp import RaggedDTensor, distribute_tensor, fully_shard
+from vescale_fsdp.errors import VescaleError
 
 
 class MLP(nn.Module):
@@ -101,6 +104,15 @@ def shard(model: Stack, mesh: Any = None, **options: Any) -> Stack:
         fully_shard(block, mesh=mesh or cpu_mesh(), **options)
     fully_shard(model, mesh=mesh or cpu_mesh(), **options)
     return model
+
+
+@contextmanager
+def refused(error: type[VescaleError], **parts: object) -> Iterator[None]:
+    """``error`` is raised; each given part (expected, got, where, todo) contains that name, number or option."""
+    with pytest.raises(error) as caught:
+        yield
+    for part, value in parts.items():
+        assert str(value) in str(getattr(caught.value, part)), f"{part} has no {value}: {caught.value}"
 
 
 def assert_is_piece(

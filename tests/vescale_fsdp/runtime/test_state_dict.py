@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
-from tests.support.models import assert_is_piece
+from tests.support.models import assert_is_piece, refused
 from vescale_fsdp import Element, Rows, Whole, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
@@ -175,7 +175,7 @@ def meta_init(world: int) -> None:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, granularity=Rows(2))
     assert all(p.is_meta and p.to_local().is_meta for p in model.parameters())
-    with pytest.raises(LifecycleError, match="to_empty"):
+    with refused(LifecycleError, todo="to_empty"):
         model(models.batch(0, 0))
     model.reset_iter_state()
     model.to_empty(device="cpu")
