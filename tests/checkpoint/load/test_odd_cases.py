@@ -414,6 +414,7 @@ print(read_state(sys.argv[1]).manifest.structure.digest.hex())
 """
 
 
+@pytest.mark.part("formats")
 def test_sets_have_one_order(tmp_path: Path) -> None:
     """Ranks are processes that hash texts in their own ways; the same sets are the same structure on all."""
     digests = set()
@@ -449,28 +450,6 @@ def test_arguments_with_a_slip(tmp_path: Path) -> None:
         load(tmp_path / "c", state, verify=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="integer"):
         CheckpointManager(tmp_path / "run").save(1.5, _small())  # type: ignore[arg-type]
-
-
-_FAILS_UNHEARD = """
-import sys, torch
-from vescale_fsdp.checkpoint import async_save
-handle = async_save(sys.argv[1], {"w": torch.ones(3)})
-if len(sys.argv) > 2:
-    print(handle.exception())
-"""
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_error_nobody_asks_for(asked: bool, tmp_path: Path) -> None:
-    """A process that ends without a look at its last save says that it failed; one that has looked does not."""
-    (tmp_path / "file").touch()
-    arguments = [str(tmp_path / "file"), *(["ask"] if asked else [])]
-    ended = subprocess.run(
-        [sys.executable, "-c", _FAILS_UNHEARD, *arguments], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == (0 if asked else 1)
-    assert ("StorageError" in ended.stderr) is not asked
-    assert ("remove or rename it" in ended.stdout) is asked
 
 
 def test_one_tensor_under_either_spelling(tmp_path: Path) -> None:

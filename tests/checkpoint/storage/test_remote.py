@@ -102,6 +102,7 @@ def test_an_answer_cut_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
         return bytes(whole(self, path, *args, **kwargs)[: -1 if cut[-1] else None])
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between tries
     always = False
     state = _state(0)
     load(storage, state)
@@ -187,7 +188,7 @@ def test_refused_requests_are_retried(calm: tuple[str, Weather]) -> None:
 def test_slow_answers_are_waited_for(calm: tuple[str, Weather]) -> None:
     """A store that takes its time still gets everything."""
     endpoint, weather = calm
-    weather.pause_s = 0.2
+    weather.pause_s = 0.05
     save(_storage(endpoint, "slow"), _state(1.0))
     state = _state(0.0)
     load(_storage(endpoint, "slow"), state)
