@@ -1,6 +1,6 @@
 """Whatever fails on a rank, at whatever call of a storage: all ranks hear of it, and nothing acknowledged is lost.
 
-make test                   every call and every way, each with every store, rank and moment; every error
+make test                   every call, way and error, each on every rank and at both moments
 make test-part PART=faults  a sample in which every two of call, way, error, rank, store and moment meet
 make test-faults            all of them
 """

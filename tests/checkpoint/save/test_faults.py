@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoint_states import assert_equal, erase, mixed_state, plain
-from tests.support.distributed import run_ranks
+from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage, disk_full, read_only
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.structure import Structure
@@ -88,9 +88,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     try:
         for limit in (0, 1000, 64 << 10, 390_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-            with pytest.raises(OSError, match=r"too large|full|No space") as caught:
+            with pytest.raises(OSError, check=lambda error: error.errno in (errno.EFBIG, errno.ENOSPC)):
                 save(tmp_path / "c", _state(2.0), overwrite=True)
-            assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -125,7 +124,7 @@ class _Elsewhere(LocalStorage):
 
 def test_files_that_do_not_arrive_are_missed(tmp_path: Path) -> None:
     """Before the commit every rank's file is looked for."""
-    with pytest.raises(CheckpointError, match="has written is missing"):
+    with pytest.raises(CheckpointError, check=lambda error: "00000-of-00001.safetensors" in str(error.got)):
         Saver(_Elsewhere(tmp_path / "c"), SoloCoordinator()).save(_state(1.0))
     assert not (tmp_path / "c" / "manifest.json").exists()
 
@@ -324,7 +323,7 @@ def _kill_self() -> Exception:
 
 def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
     """When one rank is killed in a save, the others get an error, and the step is not committed."""
-    with pytest.raises(AssertionError, match="exit code -9"):
+    with pytest.raises(RankError, match="exit code -9", check=lambda error: error.rank == 1):
         run_ranks(2, _die_while_saving, tmp_path, timeout_s=40)
 
     assert (tmp_path / "rank0").read_text()
@@ -458,13 +457,13 @@ def test_a_file_system_without_flock(
     with LocalStorage(path).lock():
         owner = json.loads(lock.read_text())
         assert owner["pid"] == os.getpid()
-        with pytest.raises(CheckpointError, match=f'Another job(.|\n)*"pid": {os.getpid()}'):
+        with pytest.raises(StorageError, match=f'"pid": {os.getpid()}'):
             save(path, _state(2.0), overwrite=True)
     assert not _is_new(path) and not lock.exists()
 
     elsewhere = json.dumps({**owner, "host": "elsewhere", "boot": "another", "started": "1"})
     lock.write_text(elsewhere)
-    with pytest.raises(CheckpointError, match="elsewhere"):
+    with pytest.raises(StorageError, match="elsewhere"):
         save(path, _state(2.0), overwrite=True)
     assert lock.read_text() == elsewhere
     # A later process of the same number, and one that is gone.
@@ -485,6 +484,6 @@ def test_an_error_of_flock_that_means_something_else(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", broken)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
         save(tmp_path / "c", _state(1.0))
     assert not (tmp_path / "c" / LOCK_FILE_NAME).exists()

@@ -86,14 +86,14 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_could_not_be_loaded_is_refused(kind: str, tmp_path: Path) -> None:
     """Nothing is written then, and the error says where it is."""
-    with pytest.raises(CheckpointError, match=r"where: .*here"):
+    with pytest.raises(CheckpointError, check=lambda error: str(error.where).startswith("here")):
         save(tmp_path / "c", {"x": 1, "here": REFUSED[kind]})
     assert not list(tmp_path.glob("c/manifest.json"))
 
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     """Half a surrogate pair is a string like any other, but no name of a tensor."""
-    with pytest.raises(CheckpointError, match="not valid text"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == r"'\ud800'"):
         save(tmp_path / "c", {"\ud800": torch.ones(2)})
     save(tmp_path / "c", {"\ud800": "\udfff"})
     state = {"\ud800": ""}

@@ -17,11 +17,10 @@ def every_pair(cell: Cell) -> set[Any]:
 
 
 def core_pairs(cell: Cell) -> set[Any]:
-    """Call and way, each with store, rank and moment; the error with the moment; and the setting."""
+    """Call, way and error, each with rank and moment; and the setting, which is way and store."""
     values = dict(cell.factors)
-    pairs = itertools.product(("call", "way"), ("store", "rank", "after"))
-    met = {(first, values[first], second, values[second]) for first, second in pairs}
-    return met | {(cell.error, cell.after), cell.setting}
+    pairs = itertools.product(("call", "way", "error"), ("rank", "after"))
+    return {cell.setting, *((first, values[first], second, values[second]) for first, second in pairs)}
 
 
 def sample(cells: Sequence[Cell], pairs_of: Callable[[Cell], set[Any]], limit: int, seed: int) -> list[Cell]:
