@@ -156,7 +156,14 @@ def _sharded(
 
 
 @pytest.mark.parametrize(
-    "kind", ["AdamW tensor lr", "SGD dampening", "ASGD", "Flat", "AdamW8bit", "Muon", "Shampoo", "LBFGS"]
+    "kind",
+    [
+        *("AdamW tensor lr", "AdamW8bit", "Shampoo"),
+        *(
+            pytest.param(kind, marks=pytest.mark.part("numerics"))
+            for kind in ("SGD dampening", "ASGD", "Flat", "Muon", "LBFGS")
+        ),
+    ],
 )
 def test_other_ranks_go_on(kind: str, tmp_path: Path) -> None:
     """Sharded state of live objects is loaded on another number of ranks, in other shards."""
