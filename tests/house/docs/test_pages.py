@@ -147,6 +147,21 @@ def test_blocks_that_are_not_run_say_why() -> None:
     assert nameless == []
 
 
+def test_rows_that_are_shown_stand_in_their_tables() -> None:
+    """Of tables of tests, which CONTRIBUTING.md quotes by file."""
+    quoted = [b for b in ALL_BLOCKS["CONTRIBUTING.md"] if b.reason and b.reason.startswith("rows of ")]
+    gone = [
+        (file, row)
+        for block in quoted
+        for file in [str(block.reason).removeprefix("rows of ")]
+        for row in block.text.splitlines()
+        if row not in (ROOT / file).read_text().splitlines()
+    ]
+
+    assert len(quoted) >= 4
+    assert gone == []
+
+
 def test_files_that_are_shown_are_tested() -> None:
     """A page of a stack shows its example, whose package the stack's test runs."""
     shown = {(name, b.shown) for name, blocks in ALL_BLOCKS.items() for b in blocks if b.shown}
