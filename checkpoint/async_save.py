@@ -256,9 +256,15 @@ class AsyncSaver:
         savers: list[Saver] = []
         taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
+        where, waits_s = type(path).__name__, EXIT_TIMEOUT_S  # until the arguments are known to be valid
+        is_timeout = False
         try:
+            check_exit_timeout(exit_timeout_s)
+            waits_s, is_timeout = exit_timeout_s, True
+            where = path.where if isinstance(path, Storage) else str(path)
             self.drain()  # the previous save still reads the staging buffer
             storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
+            where = storage.where
             meter = meter_for(progress, self._coordinator.rank)
             saver = partial(
                 Saver,
@@ -299,13 +305,9 @@ class AsyncSaver:
                 if number == 0 and after is not None:  # the checkpoint itself, not one of `copies`
                     after(saved)
 
-        if savers:
-            where = savers[0].storage.where
-        else:
-            where = path.where if isinstance(path, Storage) else os.fspath(path)
         # Submitted after an error too: the other ranks wait in `agree` for this rank to report the error.
-        self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
-        if error is not None and not isinstance(error, Exception):
+        self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=waits_s)
+        if error is not None and not (is_timeout and isinstance(error, Exception)):
             self._last.is_read = True  # the exit must not report an error that is raised here
             raise error  # Ctrl-C stops the trainer now, not only in `handle.wait()`
         return SaveHandle(self._last)
@@ -373,7 +375,7 @@ def async_save(
         error of a failed save.
 
     Raises:
-        ValueError: if ``exit_timeout_s`` is negative or not a number.
+        ValueError: if ``exit_timeout_s`` is negative or not a number. The handles of the other ranks raise too.
 
     Examples:
         >>> import torch
@@ -382,7 +384,6 @@ def async_save(
         >>> handle.done()
         True
     """
-    check_exit_timeout(exit_timeout_s)
     saver = _saver_for(process_group)
     return saver.start(
         path,

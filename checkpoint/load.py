@@ -205,16 +205,14 @@ def load(
         >>> load("linear.pt", model).missing, model.weight.sum().item()
         ((), 6.0)
     """
-    patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
-    casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     coordinator = coordinator_for(process_group)
-    alike: dict[str, Json] = {
-        "dtype": list(casts),
-        "init": init is not None,  # functions of different ranks cannot be compared
-        "source": None if source is None else asdict(source),
-    }
+    alike: dict[str, Json] = {"init": init is not None}  # functions of different ranks cannot be compared
     with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
-        check_choices(verify, read)  # here, before `Loader` checks it: inside the block, all ranks raise
+        # All arguments are checked inside the block, so that all ranks raise.
+        check_choices(verify, read)
+        patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+        casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+        alike |= {"dtype": list(casts), "source": None if source is None else asdict(source)}
         storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
         meter = meter_for(progress, coordinator.rank)
         manifest = _manifest_of(storage, path)

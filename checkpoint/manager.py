@@ -145,33 +145,40 @@ class CheckpointManager:
         check_replicas: CheckReplicas = "sample",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
-        if export_every < 1:
-            raise ArgumentError(
-                f"export_every cannot be {export_every}.",
-                expected="at least 1",
-                got=export_every,
-                where=str(root),
-            )
-        check_choice(check_replicas)
-        check_exit_timeout(exit_timeout_s)
-        self._exit_timeout_s = exit_timeout_s
-        self._check_replicas: CheckReplicas = check_replicas
-        policy = check_policy(EverySteps(1) if save_policy is None else save_policy)
-        self._retention = retention_of(retention)
-        self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
-        self._root = open_storage(root, neighbors=num_neighbors())  # neighbors: ranks share the cores
+        self._exit_timeout_s, self._check_replicas = exit_timeout_s, check_replicas
         self._progress, self._optimizer = progress, optimizer
-        self._export = None if export is None else form_of(export)
-        self._export_every = export_every
-        self._ram = ram
+        self._export_every, self._ram = export_every, ram
         self._coordinator = coordinator_for(process_group)
+        alike: dict[str, Json] = {}
+        # All arguments are checked inside the block, so that all ranks raise.
+        with self._coordinator.together(f"looking at {root}", "nothing was written", alike):
+            if export_every < 1:
+                raise ArgumentError(
+                    f"export_every cannot be {export_every}.",
+                    expected="at least 1",
+                    got=export_every,
+                    where=str(root),
+                )
+            check_choice(check_replicas)
+            check_exit_timeout(exit_timeout_s)
+            policy = check_policy(EverySteps(1) if save_policy is None else save_policy)
+            self._retention = retention_of(retention)
+            self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
+            self._root = open_storage(root, neighbors=num_neighbors())  # neighbors: ranks share the cores
+            self._export = None if export is None else form_of(export)
+            self._check_root()
+            copies = ram is not None and ram.replicas > 0
+            # They decide which groups the ranks create below, and at which steps they meet.
+            alike |= {
+                "save_policy": shape_of(policy),
+                "asynchronous": asynchronous,
+                "replicas": copies,
+                "export": export is not None,
+                "export_every": export_every,
+            }
         # Groups of their own: background threads issue collectives at any time between those of the trainer.
         self._behind = coordinator_for(process_group, use="async") if asynchronous else self._coordinator
-        copies = ram is not None and ram.replicas > 0
         self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
-        alike = {"save_policy": shape_of(policy)}
-        with self._coordinator.together(f"looking at {self._root.where}", "nothing was written", alike):
-            self._check_root()
         self._is_swept = False  # whether leftovers of killed jobs have been removed
         self._async = AsyncSaver(self._behind) if asynchronous else None
         self._handle: SaveHandle | None = None

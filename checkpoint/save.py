@@ -118,11 +118,11 @@ def save(
             overwrite=overwrite,
             format=format,
             check_replicas=check_replicas,
+            meter=meter_for(progress, coordinator.rank),
         )
     except BaseException as error:  # Ctrl-C too must reach the other ranks
         coordinator.agree(None, 0, error, {})  # other ranks are waiting in `agree`: now all ranks raise
         raise
-    saver.meter = meter_for(progress, coordinator.rank)
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), metadata)
 
 

@@ -111,6 +111,71 @@ def test_arguments_that_differ_between_ranks(tmp_path: Path) -> None:
             assert "on ranks [0]" in text and "on ranks [1]" in text, (name, text)
 
 
+# Calls whose last argument is valid or not: (path, argument).
+CHECKED: dict[str, tuple[Callable[[Path, Any], Any], Any, Any]] = {
+    "save.path": (lambda path, value: save(value or path, _state()), None, 5),
+    "save.format": (lambda path, value: save(path, _state(), format=value), "native", "none"),
+    "async_save.path": (lambda path, value: async_save(value or path, _state()).wait(), None, 5),
+    "async_save.exit_timeout_s": (
+        lambda path, value: async_save(path, _state(), exit_timeout_s=value).wait(),
+        1.0,
+        -1.0,
+    ),
+    "load.path": (lambda path, value: load(value or path, _state()), None, 5),
+    "load.include": (lambda path, value: load(path, _state(), include=value), "*", 5),
+    "load.dtype": (lambda path, value: load(path, _state(), dtype=value), (), 5),
+    "load.source": (lambda path, value: load(path, _state(), source=value), None, "config.json"),
+    "manager.root": (lambda path, value: CheckpointManager(value or path), None, 5),
+    "manager.save_policy": (lambda path, value: CheckpointManager(path, save_policy=value), None, 5),
+    "manager.retention": (lambda path, value: CheckpointManager(path, retention=value), 1, 0),
+    "manager.export": (lambda path, value: CheckpointManager(path, export=value), None, "none"),
+    "manager.export_every": (lambda path, value: CheckpointManager(path, export_every=value), 1, 0),
+    "manager.exit_timeout_s": (lambda path, value: CheckpointManager(path, exit_timeout_s=value), 1.0, -1.0),
+    "manager.check_replicas": (lambda path, value: CheckpointManager(path, check_replicas=value), "all", "-"),
+}
+
+
+def _refused(path: Path) -> dict[str, type[Exception]]:
+    """The class of error of each call; rank 1 passes the wrong value."""
+    raised: dict[str, type[Exception]] = {}
+    for name in CHECKED:
+        if name.startswith("load."):
+            save(path / name, _state())
+    for name, (call, *values) in CHECKED.items():
+        try:
+            call(path / name, values[dist.get_rank()])
+        except Exception as error:  # noqa: BLE001  compared by the test
+            raised[name] = type(error)
+    return raised
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """No rank waits for a rank whose arguments were refused; that rank raises its own error."""
+    right, wrong = run_ranks(2, _refused, tmp_path)
+    assert list(right) == list(wrong) == list(CHECKED)
+    for name, kind in right.items():
+        assert issubclass(kind, CheckpointError), name
+        assert issubclass(wrong[name], (ValueError, TypeError)), name
+
+
+def _unlike_managers(path: Path) -> list[object]:
+    """Arguments that decide which collectives a manager issues; rank 1 passes another one."""
+    cases: list[dict[str, Any]] = [{"asynchronous": True}, {"export": "zarr"}, {"export_every": 2}]
+    told: list[object] = []
+    for case in cases:
+        try:
+            CheckpointManager(path, **(case if dist.get_rank() else {}))
+        except CheckpointError as error:
+            told.append(error.where)
+    return told
+
+
+def test_managers_of_unlike_collectives_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    """A rank alone would create a group, or wait for an export that no other rank writes."""
+    where = [f"the argument `{name}`" for name in ("asynchronous", "export", "export_every")]
+    assert run_ranks(2, _unlike_managers, tmp_path) == [where, where]
+
+
 def _different_checkpoints(path: Path) -> str:
     try:
         _load(path, dist.get_rank(), folder=("one", "two"))
