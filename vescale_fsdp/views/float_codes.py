@@ -1,9 +1,9 @@
 """Raw bits of floats: casts between float types, and the codes of quantized weights. Does not import torch.
 
-Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``, except from float64 to float16, where
-torch rounds twice, first to float32. The converter runs without torch, whose import takes a second and 200 MiB. If
-other code has already imported torch, as in a training process, torch casts, because it is several times as fast.
-bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
+Casts (`cast_array`, `cast_into`) round bit for bit as torch's ``.to(dtype)``: from float64 to 16 bits in two steps, by
+way of float32. NaNs stay NaNs, of other bits than torch's. The converter runs without torch, whose import takes a
+second and 200 MiB. If other code has already imported torch, as in a training process, torch casts, because it is
+several times as fast. bfloat16, which numpy lacks, is the upper half of a float32, computed by integer arithmetic.
 
 Codes of quantized weights are decoded by the tables of `code_table` and `nibble_table`:
 
@@ -204,8 +204,8 @@ def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) ->
         values = raw.view(_NUMPY[source.name])
     if target.name == "bfloat16":
         out[...] = _to_bf16(values.astype(np.float32, copy=False))
-    elif target.name == "float16" and values.dtype == np.float32:
-        out[...] = _to_f16(values)
+    elif target.name == "float16":
+        out[...] = _to_f16(values.astype(np.float32, copy=False))
     else:
         out.view(_NUMPY[target.name])[...] = values
 

@@ -115,6 +115,23 @@ def test_patterns_must_match_floats(tmp_path: Path) -> None:
             convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "out"), "hf", options)
 
 
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_a_cast_of_float64_to_16_bits_rounds_twice_as_torch_does(target: str) -> None:
+    """Just beside the middle of two 16-bit floats, the first rounding, to float32, makes a tie of the value."""
+    bits = torch.arange(0, 2**15, dtype=torch.int16)
+    low, high = (each.view(getattr(torch, target)).double() for each in (bits, bits + 1))
+    middle = ((low + high) / 2)[low.isfinite() & high.isfinite()]
+    values = torch.cat(
+        [middle * sign * (1 + tiny) for sign in (1, -1) for tiny in (-(2.0**-40), 0, 2.0**-40)]
+    )
+    wide, narrow = dtype_from_torch("float64"), dtype_from_torch(target)
+
+    got = cast_array(values.view(torch.int64).numpy().view(wide.raw), wide, narrow)
+
+    expected = values.to(getattr(torch, target)).view(torch.int16).numpy().view(narrow.raw)
+    assert np.array_equal(got, expected)
+
+
 def test_float16_is_numpys_at_every_edge() -> None:
     """All bfloat16s, and float32s around the least, the last subnormal and the largest float16, infinity and NaN; both
     signs. Ours is not by numpy, which takes thirty times as long for what is tiny."""
