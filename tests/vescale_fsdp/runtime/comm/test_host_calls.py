@@ -1,4 +1,4 @@
-"""What hooks cost the host per unit, in calls of functions, beside FSDP2's in the same run: a ratio that must not grow."""
+"""What hooks cost the host per unit, in calls of functions, as a share of FSDP2's in the same run."""
 
 from __future__ import annotations
 
