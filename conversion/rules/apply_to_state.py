@@ -193,6 +193,7 @@ def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> Non
     """Refuse moments that identify their parameter by number, since rules need its name."""
     path = state.path(name)
     container = optimizer_container(path) if name in own else None
+    # One number, such as a step counter, can be copied to any parameter.
     if container is None or state.views[name].info.numel == 1:
         return
     key = parameter_key(path, container)
