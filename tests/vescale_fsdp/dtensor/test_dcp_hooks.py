@@ -130,7 +130,9 @@ def save_and_load(folder: str, dtype: torch.dtype) -> int:
     return pairs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.part("numerics"))], ids=str
+)
 def test_every_placement_loads_every_other(tmp_path: Path, dtype: torch.dtype) -> None:
     """dcp.save and dcp.load between ragged, hybrid, strided and stock placements are exact."""
     assert run_ranks(4, save_and_load, str(tmp_path), dtype) == [36] * 4
@@ -189,6 +191,12 @@ def test_the_safetensors_writer_in_one_file(tmp_path: Path) -> None:
     )
 
 
+def each_staged(folder: str, how: str) -> None:
+    """One rank holds all, the other all, or both hold some."""
+    for units in ((30, 0), (0, 30), (7, 23)):
+        staged(f"{folder}/{units[0]}", units, how)
+
+
 def staged(folder: str, units: tuple[int, ...], how: str) -> None:
     """Save a piece that lies inside a buffer behind training, which overwrites it, and load it back."""
     mesh, placement = cpu_mesh(), RaggedShard((0, 1), units)
@@ -222,8 +230,7 @@ def staged(folder: str, units: tuple[int, ...], how: str) -> None:
 @pytest.mark.parametrize("how", ["default", "copied", "shared", "behind", "blocking", "pipe"])
 def test_stock_async_save_of_pieces_inside_a_buffer(how: str, tmp_path: Path) -> None:
     """Every stager of torch copies pieces, also where one rank holds all of a tensor and another nothing."""
-    for units in ((30, 0), (0, 30), (7, 23)):
-        run_ranks(2, staged, str(tmp_path / f"{units[0]}"), units, how)
+    run_ranks(2, each_staged, str(tmp_path), how)
 
 
 def other_writers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,7 +27,12 @@ from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Tiles, Whol
 from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo
 
 KINDS = ("muon", "adamw8bit", "adamw8bit-tiles", "shampoo")
-WORLDS = (1, 2, 3, 4)
+MORE = pytest.mark.part("numerics")
+
+
+def rows(*core: str) -> list[Any]:
+    """A row for each kind; `make test` runs these."""
+    return [pytest.param(kind, marks=() if kind in core else MORE) for kind in KINDS]
 
 
 class Experts(nn.Module):
@@ -170,92 +175,108 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.parametrize("worlds", [(1, 3), pytest.param((1, 2, 3, 4), marks=MORE)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_world_size_loads_every_other(kind: str, tmp_path: Path) -> None:
-    """Saved on 1, 2, 3, 4 ranks and loaded on 1, 2, 3, 4: state and next step equal one process, bit for bit."""
-    round_trips(kind, tmp_path, torch.float32, "dcp", WORLDS)
+def test_every_world_size_loads_every_other(kind: str, worlds: tuple[int, ...], tmp_path: Path) -> None:
+    """Saved and loaded on each number of ranks: state and next step equal one process, bit for bit."""
+    round_trips(kind, tmp_path, torch.float32, "dcp", worlds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rows("adamw8bit"))
 def test_flattened_state_dicts_round_trip(kind: str, tmp_path: Path) -> None:
     """The flattened form that torchtitan saves works too."""
     round_trips(kind, tmp_path, torch.float32, "flat", (2, 3))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_native_format_round_trips(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "worlds"),
+    [
+        ("muon", (2, 3)),
+        ("shampoo", (2, 3)),
+        *(pytest.param(kind, (1, 3, 4), marks=MORE) for kind in KINDS),
+    ],
+)
+def test_the_native_format_round_trips(kind: str, worlds: tuple[int, ...], tmp_path: Path) -> None:
     """vescale_fsdp.checkpoint saves and reshards the same state."""
-    round_trips(kind, tmp_path, torch.float32, "native", (1, 3, 4))
+    round_trips(kind, tmp_path, torch.float32, "native", worlds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rows("muon", "adamw8bit-tiles"))
 def test_hybrid_meshes_round_trip(kind: str, tmp_path: Path) -> None:
     """Saved and loaded on 2 replicas x 2 shards."""
     round_trips(kind, tmp_path, torch.float32, "hybrid", (4,))
 
 
-@pytest.mark.parametrize("kind", ["adamw8bit", "shampoo"])
+@pytest.mark.parametrize("kind", ["adamw8bit", pytest.param("shampoo", marks=MORE)])
 def test_fp32_state_survives_bf16_parameters(kind: str, tmp_path: Path) -> None:
     """Scales, factors and counters beside bf16 parameters keep dtype and bits."""
     round_trips(kind, tmp_path, torch.bfloat16, "dcp", (1, 3))
 
 
-def keys_run(kind: str) -> list[str]:
-    """Names of all state before any step."""
-    model, optimizer = build(kind, True, 0, torch.float32)
-    return sorted(get_optimizer_state_dict(model, optimizer, options=FLAT))
+class FullStates(NamedTuple):
+    """What one rank sees of full state dicts.
+
+    Attributes:
+        keys: names of all state before any step.
+        saved: everything of the optimizer that took steps.
+        loaded: everything of a fresh one, after its full state dict was loaded by every rank.
+        broadcast: the same, after only rank 0 had it.
+    """
+
+    keys: list[str]
+    saved: dict[str, torch.Tensor]
+    loaded: dict[str, torch.Tensor]
+    broadcast: dict[str, torch.Tensor]
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_exists_before_the_first_step(kind: str) -> None:
-    """Every rank has the same keys for every parameter from construction on."""
-    first, *others = run_ranks(3, keys_run, kind)
-    assert all(other == first for other in others)
-    names = [fqn for fqn, _ in Model().named_parameters()]
-    assert all(any(key.startswith(f"state.{name}.") for key in first) for name in names)
-
-
-def full_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A full state dict taken from 2 ranks, loaded into a fresh sharded optimizer by plain load_state_dict."""
+def full_run(kind: str) -> FullStates:
+    """Full state dicts, loaded into fresh sharded optimizers."""
     model, optimizer = build(kind, True, 0, torch.float32)
+    keys = sorted(get_optimizer_state_dict(model, optimizer, options=FLAT))
     steps(model, optimizer, range(3))
     full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     other_model, other = build(kind, True, 0, torch.float32)
     tensors = [v for parts in full["state"].values() for v in parts.values()]  # type: ignore[union-attr]
     assert all(type(value) is torch.Tensor for value in tensors)
     set_optimizer_state_dict(other_model, other, full)
-    return everything(model, optimizer), everything(other_model, other)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_state_dicts_load_into_shards(kind: str) -> None:
-    """Full, plain tensors are cut to each rank's piece when they are loaded."""
-    for saved, loaded in run_ranks(2, full_run, kind):
-        state = {name: value for name, value in saved.items() if "/" in name}
-        assert_equal({name: loaded[name] for name in state}, state)
-
-
-def from_first_rank_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A full state dict that only rank 0 has (on the host), broadcast into a fresh sharded optimizer."""
-    model, optimizer = build(kind, True, 0, torch.float32)
-    steps(model, optimizer, range(3))
+    loaded = everything(other_model, other)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_optimizer_state_dict(model, optimizer, options=options)
     other_model, other = build(kind, True, 0, torch.float32)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     native_state_dict.set_optimizer_state_dict(other_model, other, full, options=options)
-    return everything(model, optimizer), everything(other_model, other)
+    return FullStates(keys, everything(model, optimizer), loaded, everything(other_model, other))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_state_dicts_come_from_the_first_rank(kind: str) -> None:
+@pytest.fixture(scope="module", params=KINDS)
+def full_states(request: pytest.FixtureRequest) -> list[FullStates]:
+    """One run of 3 ranks for all tests of full state dicts."""
+    return run_ranks(3, full_run, request.param)
+
+
+def test_state_exists_before_the_first_step(full_states: list[FullStates]) -> None:
+    """Every rank has the same keys for every parameter from construction on."""
+    first, *others = (states.keys for states in full_states)
+    assert all(other == first for other in others)
+    names = [fqn for fqn, _ in Model().named_parameters()]
+    assert all(any(key.startswith(f"state.{name}.") for key in first) for name in names)
+
+
+def test_full_state_dicts_load_into_shards(full_states: list[FullStates]) -> None:
+    """Full, plain tensors are cut to each rank's piece when they are loaded."""
+    for states in full_states:
+        state = {name: value for name, value in states.saved.items() if "/" in name}
+        assert_equal({name: states.loaded[name] for name in state}, state)
+
+
+def test_full_state_dicts_come_from_the_first_rank(full_states: list[FullStates]) -> None:
     """Ours of torch's functions broadcasts what rank 0 holds; every rank keeps its piece."""
-    for saved, loaded in run_ranks(3, from_first_rank_run, kind):
-        state = {name: value for name, value in saved.items() if "/" in name}
-        assert_equal({name: loaded[name] for name in state}, state)
+    for states in full_states:
+        state = {name: value for name, value in states.saved.items() if "/" in name}
+        assert_equal({name: states.broadcast[name] for name in state}, state)
 
 
 def copy_run(kind: str, other_granularity: Granularity | None) -> tuple[dict[str, torch.Tensor], ...]:
