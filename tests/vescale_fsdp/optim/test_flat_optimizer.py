@@ -294,8 +294,9 @@ def test_state_is_views_of_flat_tensors() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
 def test_other_optimizers_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
     """An update that looks at whole matrices cannot be taken on a flat shard."""
-    with pytest.raises(UnsupportedOpError, match=kind.__name__):
+    with pytest.raises(UnsupportedOpError) as caught:
         FlatOptimizer(kind, [torch.zeros(3, 3)])
+    assert caught.value.got == f"{kind.__module__}.{kind.__name__}"
 
 
 def test_plain_parameters_and_closures() -> None:
