@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -64,6 +65,7 @@ def s3_server(weather: Weather) -> Iterator[str]:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line for every request
     moto_api_backend.reset()  # of the whole process: the buckets of an earlier server
     application = weather.wrap(DomainDispatcherApplication(create_backend_app))
     running = make_server("127.0.0.1", 0, application, threaded=True)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from vescale_fsdp.errors import UntriedVersionWarning, explain
 
 # For each package, the versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json
-# and pyproject's extras list the same versions (checked by tests/integrations/test_tried_versions.py).
+# and pyproject's extras list the same versions (checked by tests/vescale_fsdp/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),

@@ -37,7 +37,7 @@ class _Slow(LocalStorage):
         return _Slow(self.root / name)
 
 
-def train(root: Path, *, behind: bool) -> None:
+def train(root: Path, behind: bool) -> None:
     """Train until all ranks have agreed to stop. For all ranks."""
     rank = dist.get_rank()
     for folder in ("pids", "ended"):

@@ -1,4 +1,4 @@
-"""Real torchrun jobs, killed with SIGKILL at random moments, going on with other numbers of workers."""
+"""Jobs killed with SIGKILL that go on with other numbers of workers: ranks, and torchrun jobs at random moments."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.jobs.elastic_job import train
-from tests.support.distributed import run_ranks
+from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager
 
 ROOT = Path(__file__).parents[3]
-STEPS = 40
+STEPS, FEW_STEPS = 40, 14
 
 
 def _launch(folder: Path, workers: int, *args: str, restarts: int = 0) -> subprocess.Popen[bytes]:
@@ -61,22 +63,48 @@ def _last_saved(folder: Path) -> int:
     return max((int(line) for line in saved.read_text().splitlines()), default=-1) if saved.exists() else -1
 
 
-def _wait_for_step(job: subprocess.Popen[bytes], folder: Path, step: int, limit_s: float = 120) -> None:
+def _wait_for_step(has_ended: Callable[[], bool], folder: Path, step: int, limit_s: float = 120) -> None:
+    """Return when a step is saved; the failure of a job that ends before, or takes too long, holds its output."""
     deadline = time.monotonic() + limit_s
     while _last_saved(folder) < step:
-        assert job.poll() is None, (folder / "output").read_text()[-3000:]
-        assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
+        if has_ended() or time.monotonic() > deadline:
+            output = folder / "output"
+            text = output.read_text()[-3000:] if output.exists() else ""
+            raise AssertionError(f"step {step} was not saved, the last is {_last_saved(folder)}\n{text}")
         time.sleep(0.01)
 
 
-def _kill_all(job: subprocess.Popen[bytes], folder: Path) -> None:
-    """SIGKILL for torchrun and every worker, as when the machine stops."""
+def _kill_workers(folder: Path) -> None:
+    """SIGKILL for every worker, as when the machine stops."""
     for path in (folder / "pids").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.read_text()), signal.SIGKILL)
-    job.kill()
-    job.wait()
     shutil.rmtree(folder / "pids")
+
+
+def test_killed_ranks_go_on_as_three(tmp_path: Path) -> None:
+    """Two ranks are killed in the middle: with those of three, the loss curve is that of one run."""
+    run_ranks(2, train, tmp_path / "whole", FEW_STEPS, None)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    with ThreadPoolExecutor(1) as killer:
+
+        def kill() -> None:
+            _wait_for_step(lambda: False, killed, 4)
+            _kill_workers(killed)
+
+        killing = killer.submit(kill)
+        with pytest.raises(RankError):
+            run_ranks(2, train, killed, FEW_STEPS, None)
+        killing.result()
+    run_ranks(3, train, killed, FEW_STEPS, None)
+
+    whole, losses = _losses(tmp_path / "whole"), _losses(killed)
+    assert sorted(losses) == sorted(whole) == list(range(FEW_STEPS)) and whole[FEW_STEPS - 1] < whole[0]
+    assert losses == pytest.approx(whole, rel=1e-4)
+    ((step, _, world),) = [line.split() for line in (killed / "restored").read_text().splitlines()]
+    assert world == "3" and int(step) >= 2
+    assert CheckpointManager(killed / "steps").steps()[-1] == FEW_STEPS - 1
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +117,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses
 
 
+@pytest.mark.part("jobs")
 def test_killed_jobs_go_on_with_other_numbers_of_workers(
     uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
@@ -96,9 +125,11 @@ def test_killed_jobs_go_on_with_other_numbers_of_workers(
     moments = random.Random(3)
     for workers, step in ((2, 8), (3, 17), (1, 26)):
         job = _launch(tmp_path, workers)
-        _wait_for_step(job, tmp_path, step)
+        _wait_for_step(lambda job=job: job.poll() is not None, tmp_path, step)
         time.sleep(moments.uniform(0, 0.05))
-        _kill_all(job, tmp_path)
+        _kill_workers(tmp_path)
+        job.kill()
+        job.wait()
     last = _launch(tmp_path, 2)
     assert last.wait(180) == 0, (tmp_path / "output").read_text()[-3000:]
 
@@ -112,12 +143,13 @@ def test_killed_jobs_go_on_with_other_numbers_of_workers(
     assert CheckpointManager(tmp_path / "steps").steps()[-1] == STEPS - 1
 
 
+@pytest.mark.part("jobs")
 def test_a_killed_worker_is_restarted_from_memory(uninterrupted: dict[int, float], tmp_path: Path) -> None:
     """torchrun restarts the workers in place; they go on from the node's memory, not from the older disk step."""
     name = f"test-{os.getpid()}-{tmp_path.name}"
     try:
         job = _launch(tmp_path, 2, name, restarts=2)
-        _wait_for_step(job, tmp_path, 14)
+        _wait_for_step(lambda: job.poll() is not None, tmp_path, 14)
         os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
         assert job.wait(240) == 0, (tmp_path / "output").read_text()[-3000:]
     finally:

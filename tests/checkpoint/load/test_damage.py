@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.load import Verify
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION
 from vescale_fsdp.checkpoint.save import Format
-from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
 
 
@@ -112,7 +112,7 @@ def test_verify_while_reading(saved: Path) -> None:
     """Damage is found, and what was overwritten by then is named; a state that is trusted takes it."""
     _flip(_data_file(saved), _data_file(saved).stat().st_size // 2)
 
-    with pytest.raises(DamagedLoadError, match="differ from what was saved") as caught:
+    with pytest.raises(DamagedLoadError) as caught:
         load(saved, _state(1))
     again = pickle.loads(pickle.dumps(caught.value))  # as it travels between ranks
     assert again.overwritten == caught.value.overwritten == tuple(f"model.t{i}" for i in range(4))
@@ -383,7 +383,7 @@ def test_values_that_cannot_be_saved(tmp_path: Path, value: Any) -> None:
 
 def test_an_existing_checkpoint_is_kept(saved: Path) -> None:
     """Saving over a checkpoint needs overwrite=True, which leaves one good checkpoint and no rest."""
-    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == "manifest.json"):
         save(saved, _state(3))
     assert torch.equal(_state()["model"]["t0"], read_state(saved)["model.t0"].read())
 
@@ -398,7 +398,10 @@ def test_two_jobs_one_path(tmp_path: Path) -> None:
     from vescale_fsdp.checkpoint.storage.open import open_storage
 
     storage: Storage = open_storage(tmp_path / "c")
-    with storage.lock(), pytest.raises(CheckpointError, match="Another job is saving"):
+    with (
+        storage.lock(),
+        pytest.raises(StorageError, check=lambda error: error.expected == "one job per path"),
+    ):
         save(tmp_path / "c", _state())
     save(tmp_path / "c", _state())
     assert verify(tmp_path / "c").ok

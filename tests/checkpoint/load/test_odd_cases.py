@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
 NAMES = ["..", "../../x", "a/b", "a.b", "ü☃", "", ".", " ", "con", "a\nb", "a\x00b", "~", "$x", '"', "\\"]
 
@@ -58,7 +59,7 @@ def test_names_of_the_files_themselves(name: str, tmp_path: Path) -> None:
 
 def test_two_keys_of_one_text(tmp_path: Path) -> None:
     """1 and "1" would be one name: refused, and nothing is written."""
-    with pytest.raises(CheckpointError, match=r"(?s)name of another leaf.*'x\.1'"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == "'x.1'"):
         save(tmp_path / "c", {"x": {1: torch.ones(2), "1": torch.zeros(2)}})
     assert not list(tmp_path.glob("c/data-*"))
 
@@ -151,7 +152,7 @@ def test_tensors_without_memory_of_their_own(bad: Callable[[], Any], what: str, 
     """What cannot take the values is named before another tensor is overwritten."""
     save(tmp_path / "c", {**_small(), "b": torch.ones(bad().shape)})
     state = {"a": torch.zeros(5, 6), "b": bad(), "step": 0}
-    with pytest.raises(CheckpointError, match=rf"(?s)where: b.*{what}"):
+    with pytest.raises(CheckpointError, check=lambda error: error.where == "b" and what in str(error.todo)):
         load(tmp_path / "c", state)
     assert not state["a"].any()
 
@@ -201,8 +202,9 @@ def test_arrays_of_any_form(tmp_path: Path) -> None:
         (np.zeros((2, 3))[::-1], "strides"),
         (np.zeros((2, 3), ">f8"), ">f8"),
     ):
-        with pytest.raises(CheckpointError, match=rf"(?s){what}.*where: frozen"):
+        with pytest.raises(CheckpointError) as caught:
             load(tmp_path / "c", {"frozen": bad}, strict=False)
+        assert str(caught.value.where).startswith("frozen ") and what in str(caught.value.got)
     assert np.array_equal(frozen, values)
 
 
@@ -230,7 +232,7 @@ def test_values_that_have_no_place(value: Any, what: str, tmp_path: Path) -> Non
 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     """No path, and metadata that is no JSON, are refused with what was wrong."""
-    with pytest.raises(ValueError, match="not a path"):
+    with pytest.raises(ArgumentError, check=lambda error: error.got == "''"):
         save("", _small())
     for metadata in ({"x": float("nan")}, {"x": object()}, {"x": {1j: 2}}):
         with pytest.raises(CheckpointError, match="`metadata`"):
@@ -272,17 +274,17 @@ def test_a_full_disk_behind_training(tmp_path: Path) -> None:
     root = _FullDisk(tmp_path / "run")
     manager = CheckpointManager(root, asynchronous=True)
     manager.save(1, _small())
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
         manager.wait()
     handle = manager.save(2, _small())
     assert handle is not None and handle.exception() is not None
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
         manager.save(3, _small())
     root.full = False
     manager.save(4, _small())
     manager.wait()
     assert manager.steps() == [4]
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
         async_save(FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=1), _small()).wait()
 
 
@@ -372,15 +374,16 @@ def test_what_lies_there_instead(tmp_path: Path) -> None:
     for name, file in (("dcp", ".metadata"), ("hf", "model.safetensors"), ("torn", "data-0/x")):
         (tmp_path / name / file).parent.mkdir(parents=True)
         (tmp_path / name / file).touch()
-    for name, what in (
+    for name, reader in (
         ("steps", "CheckpointManager"),
-        ("dcp", "dcp.load read it"),
-        ("hf", "to-vescale"),
-        ("torn", "incomplete"),
-        ("none", "complete checkpoint"),
+        ("dcp", "dcp.load"),
+        ("hf", "vescale-convert to-vescale"),
+        ("torn", ""),
+        ("none", ""),
     ):
-        with pytest.raises(NoCheckpointError, match=what):
+        with pytest.raises(NoCheckpointError) as caught:
             read_state(tmp_path / name)
+        assert caught.value.where == str(tmp_path / name) and reader in str(caught.value.todo)
     for name in ("steps", "torn", "none"):
         with pytest.raises(NoCheckpointError):
             load(tmp_path / name, _small())
@@ -414,6 +417,7 @@ print(read_state(sys.argv[1]).manifest.structure.digest.hex())
 """
 
 
+@pytest.mark.part("formats")
 def test_sets_have_one_order(tmp_path: Path) -> None:
     """Ranks are processes that hash texts in their own ways; the same sets are the same structure on all."""
     digests = set()
@@ -439,38 +443,16 @@ def test_arguments_with_a_slip(tmp_path: Path) -> None:
     """A pattern for nothing, a way to verify that there is not, and half a step are told instead of taken."""
     save(tmp_path / "c", _small())
     state = {"a": torch.zeros(5, 6), "b": torch.zeros(7), "step": 0}
-    with pytest.raises(CheckpointError, match=r"(?s)matches no leaf.*'model/\*'"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == "'model/*'"):
         load(tmp_path / "c", state, include=["a", "model/*"])
     assert not state["a"].any()
     load(tmp_path / "c", state, include=["a", "*a*"])
     load(tmp_path / "c", state, include="model/*", strict=False)
     assert state["a"].any() and not state["b"].any()
-    with pytest.raises(ValueError, match="'before', 'while' or 'never'"):
+    with pytest.raises(ArgumentError, check=lambda error: str(error.got) == "True"):
         load(tmp_path / "c", state, verify=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="integer"):
         CheckpointManager(tmp_path / "run").save(1.5, _small())  # type: ignore[arg-type]
-
-
-_FAILS_UNHEARD = """
-import sys, torch
-from vescale_fsdp.checkpoint import async_save
-handle = async_save(sys.argv[1], {"w": torch.ones(3)})
-if len(sys.argv) > 2:
-    print(handle.exception())
-"""
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_error_nobody_asks_for(asked: bool, tmp_path: Path) -> None:
-    """A process that ends without a look at its last save says that it failed; one that has looked does not."""
-    (tmp_path / "file").touch()
-    arguments = [str(tmp_path / "file"), *(["ask"] if asked else [])]
-    ended = subprocess.run(
-        [sys.executable, "-c", _FAILS_UNHEARD, *arguments], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == (0 if asked else 1)
-    assert ("StorageError" in ended.stderr) is not asked
-    assert ("remove or rename it" in ended.stdout) is asked
 
 
 def test_one_tensor_under_either_spelling(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load, save
 from vescale_fsdp.checkpoint.state_dict import get_optimizer_state_dict
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError, ConversionError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.errors import CheckpointError, ConversionError, VescaleError
 
 
 class Small(nn.Module):
@@ -143,7 +143,7 @@ def test_the_meta_device(tmp_path: Path) -> None:
 
     with torch.device("meta"):
         model = Small(tied=True)
-    with pytest.raises(CheckpointError, match="differ"):
+    with pytest.raises(CheckpointError, check=lambda error: "a.weight and b.weight" in str(error.expected)):
         load(source, model)
     assert model.a.weight.is_meta and model.b.weight is model.a.weight
 
@@ -231,7 +231,7 @@ def test_damage_in_what_ranks_share(tmp_path: Path) -> None:
 def test_no_source_at_all(tmp_path: Path) -> None:
     """What is no checkpoint is said to be none."""
     (tmp_path / "x").write_text("x")
-    with pytest.raises((ConversionError, CorruptCheckpointError), match="known format"):
+    with pytest.raises(ConversionError, check=lambda error: error.where == str(tmp_path / "x")):
         load(tmp_path / "x", Small())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -28,7 +29,7 @@ from vescale_fsdp.checkpoint import (
     verify,
 )
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, DamagedLoadError
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -111,13 +112,13 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
     state = _state(0)
     with (
         pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(CorruptCheckpointError, match="All steps of this run are damaged"),
+        pytest.raises(CorruptCheckpointError, check=lambda error: error.where == str(tmp_path)),
     ):
         manager.restore(state, verify="before")
     assert torch.equal(_state(0)["w"], state["w"])
     with (
         pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(DamagedLoadError, match="All steps of this run are damaged") as caught,
+        pytest.raises(DamagedLoadError) as caught,
     ):
         manager.restore(state)
     assert caught.value.overwritten == ("w",) and (_state(0)["w"] != state["w"]).any()
@@ -127,9 +128,9 @@ def test_a_step_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
     """A state of other shapes raises at once instead of walking back through all steps."""
     manager = CheckpointManager(tmp_path)
     manager.save(1, _state(1))
-    with pytest.raises(CheckpointError, match="another shape"):
+    with pytest.raises(CheckpointError, check=lambda error: str(error.where).startswith("w in ")):
         manager.restore({"w": torch.zeros(3), "step": 0})
-    with pytest.raises(CheckpointError, match="no such step"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == 7):
         manager.restore(_state(0), step=7)
 
 
@@ -139,7 +140,7 @@ def test_retention_spares_the_only_good_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, retention=1)
     manager.save(1, _state(1))
     manager._root = _FailingChildren(storage)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.ENOSPC):
         manager.save(2, _state(2))
 
     assert CheckpointManager(tmp_path).steps() == [1]
@@ -366,9 +367,9 @@ def test_limits_are_checked(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, retention=0)
     with pytest.raises(ValueError, match="keep_every"):
         RetentionPolicy(keep_every=0)
-    with pytest.raises(ValueError, match="plain name"):
+    with pytest.raises(ArgumentError, check=lambda error: "../x" in str(error.got)):
         RamTier("../x")
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ArgumentError, check=lambda error: error.got == -1):
         CheckpointManager(tmp_path).save(-1, {})
 
 

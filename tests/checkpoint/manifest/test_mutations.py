@@ -158,8 +158,9 @@ def _mutations(path: Path, form: Format, seeds: range) -> tuple[int, int]:
     return refused, loaded
 
 
+@pytest.mark.parametrize("num_edits", [80, pytest.param(250, marks=pytest.mark.part("faults"))])
 @pytest.mark.parametrize("form", ["native", "zarr"])
-def test_edited_manifests(form: Format, tmp_path: Path) -> None:
+def test_edited_manifests(form: Format, num_edits: int, tmp_path: Path) -> None:
     """No edit ends in an error of another class, nor in one after the state was overwritten that does not say so."""
-    ((refused, loaded),) = run_ranks(1, _mutations, tmp_path / "c", form, range(250))
-    assert refused > 100 and loaded > 5
+    ((refused, loaded),) = run_ranks(1, _mutations, tmp_path / "c", form, range(num_edits))
+    assert refused > 0.4 * num_edits and loaded > 0.02 * num_edits

@@ -102,7 +102,7 @@ def _lose(shm: Path, *nodes: int) -> None:
         shutil.rmtree(shm / f"node{node}")
 
 
-@pytest.mark.parametrize("world", [4, 3, 5])
+@pytest.mark.parametrize("world", [4, 3, pytest.param(5, marks=pytest.mark.part("faults"))])
 def test_a_lost_node_costs_no_read_of_a_disk(tmp_path: Path, world: int) -> None:
     """What it held comes from its partner, and says so; on as many ranks, on fewer and on more."""
     shm = tmp_path / "shm"
@@ -148,7 +148,10 @@ def test_a_lost_clique_is_said_and_the_disk_counts(tmp_path: Path) -> None:
         assert "no file of saved rank 2, 3" in restored.skipped[0][1]
 
 
-@pytest.mark.parametrize(("world", "behind"), [(4, False), (3, True), (5, False)])
+@pytest.mark.parametrize(
+    ("world", "behind"),
+    [(3, True), *(pytest.param(n, False, marks=pytest.mark.part("faults")) for n in (4, 5))],
+)
 def test_what_memory_has_lost_comes_from_disk(tmp_path: Path, world: int, behind: bool) -> None:
     """A step that was saved to both: what a lost node held is put together of the disk's, the rest stays in memory."""
     shm = tmp_path / "shm"
@@ -276,7 +279,9 @@ def _restore_and_heal(
     return restored, [str(one.message) for one in caught], held
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize(
+    "kind", ["flipped", "missing", pytest.param("truncated", marks=pytest.mark.part("faults"))]
+)
 def test_a_damaged_file_comes_from_its_partner(tmp_path: Path, kind: str) -> None:
     """The same step is restored, not an older one; the damaged file is deleted, and both nodes hold all files again."""
     shm, options = tmp_path / "shm", {"replicas": 1, "keep_last": 2}
@@ -420,7 +425,10 @@ def _memory_fails(
     return said, manager.steps(), (restored.step, restored.tier)
 
 
-@pytest.mark.parametrize(("kind", "behind"), [("full", False), ("full", True), ("gone", False)])
+@pytest.mark.parametrize(
+    ("kind", "behind"),
+    [("full", True), ("gone", False), pytest.param("full", False, marks=pytest.mark.part("faults"))],
+)
 def test_a_memory_that_fails_does_not_stop_the_disk(tmp_path: Path, kind: str, behind: bool) -> None:
     """The disk has the step, and a warning says of each step on which rank memory had no place for it, and why."""
     first, second = run_ranks(2, _memory_fails, tmp_path / "steps", tmp_path / "shm", kind, behind)
@@ -497,7 +505,9 @@ def _few_nodes(root: Path, shm: Path) -> tuple[list[str], int]:
     return [str(one.message) for one in caught], tier.num_copies
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 0), (3, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("world", "copies"), [(2, 0), (3, 1), pytest.param(5, 2, marks=pytest.mark.part("faults"))]
+)
 def test_too_few_nodes_hold_fewer_copies(tmp_path: Path, world: int, copies: int) -> None:
     """As many as there are other nodes, which rank 0 warns of for every manager; with more nodes there are more."""
     for rank, (said, num_copies) in enumerate(
@@ -505,5 +515,5 @@ def test_too_few_nodes_hold_fewer_copies(tmp_path: Path, world: int, copies: int
     ):
         assert num_copies == copies
         assert len(said) == (2 if copies < 2 and rank == 0 else 0)
-    with pytest.raises(ValueError, match="replicas >= 0"):
+    with pytest.raises(ValueError, match="replicas"):
         RamTier("run", replicas=-1)

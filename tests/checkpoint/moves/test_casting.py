@@ -102,7 +102,7 @@ def test_no_other_type_is_ever_cast(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["int8", "float8_e4m3fn", "nonsense"])
 def test_types_that_lose_values_are_refused(text: str) -> None:
     """Only ordinary floats can be asked for."""
-    with pytest.raises(ConversionError, match="type"):
+    with pytest.raises(ConversionError, check=lambda error: error.got == text):
         CastRules.parse([text])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,7 @@ def test_a_native_source_is_proven_while_it_is_read(
 
     good = run(native, "good")
     _flip(bad, 0.95)  # in the last stripe, which holds the end of b
-    with pytest.raises(CorruptCheckpointError, match=r"differ from what was saved(.|\n)*\bb\b"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: str(error.got).endswith(": model.b")):
         run(bad, "all")
     assert not (tmp_path / "all").exists()
     assert torch.equal(run(bad, "a", include=("a",))["a"], good["a"]) and good["a"].shape == (1500, 1000)
@@ -217,6 +218,6 @@ def test_room_is_reserved_before_anything_is_written(tmp_path: Path) -> None:
     out = store.create(".x.partial", 2**20)
     assert (tmp_path / ".x.partial").stat().st_blocks * 512 >= 2**20
     out.abort()
-    with pytest.raises(OSError, match=r"(?i)no space|too large"):
+    with pytest.raises(OSError, check=lambda error: error.errno in (errno.ENOSPC, errno.EFBIG)):
         store.create("y", 2**60)
     assert list(tmp_path.iterdir()) == []

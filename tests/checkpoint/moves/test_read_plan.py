@@ -184,7 +184,7 @@ def test_damage_beside_what_is_wanted(tmp_path: Path, mapped: bool, verify: Veri
     place = file.read_bytes().index((one + damaged).numpy().tobytes())
     _flip(tmp_path / "c", place + 20_000)
 
-    with pytest.raises(CorruptCheckpointError, match="differ from what was saved"):
+    with pytest.raises(CorruptCheckpointError):
         load(tmp_path / "c", wanted, include=("b", "d"), verify=verify)
     load(tmp_path / "c", wanted, include=("b", "d"), verify="never")
     assert torch.equal(one + 1, wanted["b"]) == (damaged != 1)

@@ -155,5 +155,5 @@ def test_a_deep_user_part(tmp_path: Path) -> None:
         deep = [deep]
     save(tmp_path / "c", _state(), metadata=deep)
     assert read_state(tmp_path / "c").metadata == deep
-    with pytest.raises(CheckpointError, match="more than 100 levels"):
+    with pytest.raises(CheckpointError, check=lambda error: error.where == "the argument `metadata`"):
         save(tmp_path / "d", _state(), metadata=[deep])

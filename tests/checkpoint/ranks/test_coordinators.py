@@ -218,7 +218,7 @@ def test_ranks_that_share_chunks_wait_for_none(tmp_path: Path) -> None:
 
 def _silent(folder: Path) -> tuple[str, float]:
     """What a rank hears, and after how long, when the other never comes to a save."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
     coordinator_for(group).raise_together(None, "meeting once")
     start_s = time.monotonic()
     text = ""
@@ -237,7 +237,7 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(tmp_pat
     (text, waited_s), _ = run_ranks(2, _silent, tmp_path)
 
     assert "could not be reached" in text and "expected: all 2 ranks" in text
-    assert waited_s > 2
+    assert waited_s > 1
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 

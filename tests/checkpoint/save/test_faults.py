@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoint_states import assert_equal, erase, mixed_state, plain
-from tests.support.distributed import run_ranks
+from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage, disk_full, read_only
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.structure import Structure
@@ -88,9 +88,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     try:
         for limit in (0, 1000, 64 << 10, 390_000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-            with pytest.raises(OSError, match=r"too large|full|No space") as caught:
+            with pytest.raises(OSError, check=lambda error: error.errno in (errno.EFBIG, errno.ENOSPC)):
                 save(tmp_path / "c", _state(2.0), overwrite=True)
-            assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -125,30 +124,34 @@ class _Elsewhere(LocalStorage):
 
 def test_files_that_do_not_arrive_are_missed(tmp_path: Path) -> None:
     """Before the commit every rank's file is looked for."""
-    with pytest.raises(CheckpointError, match="has written is missing"):
+    with pytest.raises(CheckpointError, check=lambda error: "00000-of-00001.safetensors" in str(error.got)):
         Saver(_Elsewhere(tmp_path / "c"), SoloCoordinator()).save(_state(1.0))
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
-def _fails_on_one_rank(path: Path, bad_rank: int, kind: str) -> str:
-    storage: Any = LocalStorage(path)
-    state = mixed_state()
-    if dist.get_rank() == bad_rank:
-        if kind == "raises":
-            state["bad"] = _Explodes()
-        elif kind == "no text":
-            state["bad"] = 10**5000
-        else:
-            storage = FaultyStorage(storage, fail_at=1)
-    elif kind == "raises":
-        state["bad"] = torch.optim.lr_scheduler.LambdaLR(
-            torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0
-        )
-    try:
-        Saver(storage, coordinator_for(), overwrite=False).save(state)
-    except Exception as error:  # noqa: BLE001  whatever it is, the test looks at it
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def _fails_on_one_rank(path: Path, cases: list[tuple[str, int]]) -> list[tuple[str, str]]:
+    """Type and text of the error that each case ends in: what goes wrong, and on which rank."""
+    found = []
+    for kind, bad_rank in cases:
+        storage: Any = LocalStorage(path / f"{kind}-{bad_rank}")
+        state = mixed_state()
+        if dist.get_rank() == bad_rank:
+            if kind == "raises":
+                state["bad"] = _Explodes()
+            elif kind == "no text":
+                state["bad"] = 10**5000
+            else:
+                storage = FaultyStorage(storage, fail_at=1)
+        elif kind == "raises":
+            state["bad"] = torch.optim.lr_scheduler.LambdaLR(
+                torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0
+            )
+        try:
+            Saver(storage, coordinator_for(), overwrite=False).save(state)
+            found.append(("", "saved"))
+        except Exception as error:  # noqa: BLE001  whatever it is, the test looks at it
+            found.append((type(error).__name__, str(error)))
+    return found
 
 
 class _Explodes:
@@ -163,19 +166,18 @@ _SAID = {"raises": "half a state", "no text": "A number is too long", "disk full
 _MET = {"raises": "KeyError", "no text": "CheckpointError", "disk full": "OSError"}
 
 
-@pytest.mark.parametrize("kind", _SAID)
-def test_one_rank_fails_and_all_hear_of_it(kind: str, tmp_path: Path) -> None:
+def test_one_rank_fails_and_all_hear_of_it(tmp_path: Path) -> None:
     """The rank raises what it met, the others an error that names it, and nothing is committed."""
-    for bad_rank in (0, 1, 2):
-        texts = run_ranks(3, _fails_on_one_rank, tmp_path / f"{bad_rank}", bad_rank, kind)
-        for rank, text in enumerate(texts):
+    cases = [(kind, bad_rank) for kind in _SAID for bad_rank in range(3)]
+    by_rank = run_ranks(3, _fails_on_one_rank, tmp_path, cases)
+
+    for (kind, bad_rank), *outcomes in zip(cases, *by_rank, strict=True):
+        for rank, (error, text) in enumerate(outcomes):
             assert _SAID[kind] in text
-            if rank == bad_rank:
-                assert text.startswith(_MET[kind])
-            else:
-                assert text.startswith("CheckpointError") and f"rank {bad_rank}" in text
-        assert not (tmp_path / f"{bad_rank}" / "manifest.json").exists()
-        assert not list((tmp_path / f"{bad_rank}").glob("data-*"))
+            assert error == (_MET[kind] if rank == bad_rank else "CheckpointError"), text
+            assert rank == bad_rank or f"rank {bad_rank}" in text
+        folder = tmp_path / f"{kind}-{bad_rank}"
+        assert not (folder / "manifest.json").exists() and not list(folder.glob("data-*"))
 
 
 def _async_fails(path: Path) -> str:
@@ -261,13 +263,15 @@ def _save_for_ever(root: str, pipe: Connection, first: int) -> None:
         manager.save(step, {"w": torch.full(_SIZE, float(step)), "v": torch.full((9,), float(step))})
 
 
-def test_sigkill_at_fifty_moments(tmp_path: Path) -> None:
-    """Killed at any moment of a save, the newest committed step restores whole, and it is the one before."""
+@pytest.mark.parametrize("num_kills", [6, pytest.param(50, marks=pytest.mark.part("faults"))])
+def test_a_save_killed_at_any_moment_costs_no_committed_step(num_kills: int, tmp_path: Path) -> None:
+    """The newest committed step restores whole, and it is the one before."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "vescale_fsdp.checkpoint"])
     moments = random.Random(0)
-    first, torn = 0, 0
-    for _ in range(50):
+    first, torn, killed = 0, 0, 0
+    while killed < num_kills or torn <= num_kills // 5:
+        assert killed < 4 * num_kills, "the moments are not inside saves"
         ours, theirs = context.Pipe()
         process = context.Process(target=_save_for_ever, args=(str(tmp_path / "run"), theirs, first))
         process.start()
@@ -275,7 +279,7 @@ def test_sigkill_at_fifty_moments(tmp_path: Path) -> None:
         started = ours.recv()
         target = started + moments.randint(1, 3)
         while started < target:
-            assert ours.poll(60)
+            assert ours.poll(60), f"the job saves no more after step {started}"
             started = ours.recv()
         time.sleep(moments.uniform(0, 0.02))
         assert process.pid is not None
@@ -295,7 +299,7 @@ def test_sigkill_at_fifty_moments(tmp_path: Path) -> None:
         assert torch.equal(state["v"], torch.full((9,), float(restored.step)))
         torn += restored.step == started - 1
         first = restored.step + 1
-    assert torn > 10  # else the moments were not inside saves
+        killed += 1
 
 
 def _die_while_saving(path: Path) -> str:
@@ -319,7 +323,7 @@ def _kill_self() -> Exception:
 
 def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
     """When one rank is killed in a save, the others get an error, and the step is not committed."""
-    with pytest.raises(AssertionError, match="exit code -9"):
+    with pytest.raises(RankError, match="exit code -9", check=lambda error: error.rank == 1):
         run_ranks(2, _die_while_saving, tmp_path, timeout_s=40)
 
     assert (tmp_path / "rank0").read_text()
@@ -453,13 +457,13 @@ def test_a_file_system_without_flock(
     with LocalStorage(path).lock():
         owner = json.loads(lock.read_text())
         assert owner["pid"] == os.getpid()
-        with pytest.raises(CheckpointError, match=f'Another job(.|\n)*"pid": {os.getpid()}'):
+        with pytest.raises(StorageError, match=f'"pid": {os.getpid()}'):
             save(path, _state(2.0), overwrite=True)
     assert not _is_new(path) and not lock.exists()
 
     elsewhere = json.dumps({**owner, "host": "elsewhere", "boot": "another", "started": "1"})
     lock.write_text(elsewhere)
-    with pytest.raises(CheckpointError, match="elsewhere"):
+    with pytest.raises(StorageError, match="elsewhere"):
         save(path, _state(2.0), overwrite=True)
     assert lock.read_text() == elsewhere
     # A later process of the same number, and one that is gone.
@@ -480,6 +484,6 @@ def test_an_error_of_flock_that_means_something_else(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", broken)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
         save(tmp_path / "c", _state(1.0))
     assert not (tmp_path / "c" / LOCK_FILE_NAME).exists()

@@ -181,7 +181,7 @@ def test_a_conversion_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save(tmp_path / "native", {"model": {"w": torch.ones(1 << 16)}})
     source = conversion.open_source(str(tmp_path / "native"))
     monkeypatch.setattr(LocalStorage, "free_bytes", 1 << 17)
-    with pytest.raises(ConversionError, match=r"not enough free space[\s\S]*131072"):
+    with pytest.raises(ConversionError, check=lambda error: str(error.got) == "131072"):
         conversion.convert(source, str(tmp_path / "out"), "hf")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(LocalStorage, "free_bytes", 1 << 19)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.support.distributed import run_ranks
 from tests.support.generated_states import Box, assert_same, draw_state, fresh
 from vescale_fsdp.checkpoint import PerRank, async_save, load, read_state, save, verify
 from vescale_fsdp.errors import CheckpointError
+
+_CORE = ((1, "native"), (2, "behind"), (3, "zarr"))  # each form, and most world sizes
 
 
 def _round_trips(path: Path, form: str, seeds: range) -> tuple[int, int]:
@@ -37,9 +40,14 @@ def _round_trips(path: Path, form: str, seeds: range) -> tuple[int, int]:
     return leaves, states
 
 
-@pytest.mark.parametrize("form", ["native", "zarr", "behind"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_state_comes_back(form: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "form"),
+    [
+        row if row in _CORE else pytest.param(*row, marks=pytest.mark.part("formats"))
+        for row in product((1, 2, 3, 4), ("native", "zarr", "behind"))
+    ],
+)
+def test_every_state_comes_back(world: int, form: str, tmp_path: Path) -> None:
     """Random nestings of every kind of leaf, under odd keys, on one to four ranks."""
     seeds = range(100 * world, 100 * world + 12)
     for leaves, states in run_ranks(world, _round_trips, tmp_path, form, seeds):
@@ -78,14 +86,14 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_could_not_be_loaded_is_refused(kind: str, tmp_path: Path) -> None:
     """Nothing is written then, and the error says where it is."""
-    with pytest.raises(CheckpointError, match=r"where: .*here"):
+    with pytest.raises(CheckpointError, check=lambda error: str(error.where).startswith("here")):
         save(tmp_path / "c", {"x": 1, "here": REFUSED[kind]})
     assert not list(tmp_path.glob("c/manifest.json"))
 
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     """Half a surrogate pair is a string like any other, but no name of a tensor."""
-    with pytest.raises(CheckpointError, match="not valid text"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == r"'\ud800'"):
         save(tmp_path / "c", {"\ud800": torch.ones(2)})
     save(tmp_path / "c", {"\ud800": "\udfff"})
     state = {"\ud800": ""}

@@ -153,7 +153,7 @@ def test_another_write_before_the_step_fails_the_save(tmp_path: Path, steps: boo
             if steps:
                 optimizer.step()
             written.set()
-            with pytest.raises(CheckpointError, match="written while it was copied"):
+            with pytest.raises(CheckpointError, check=lambda error: "`optimizer`" in str(error.expected)):
                 bad.wait()
     assert not (tmp_path / "bad" / "manifest.json").exists()
     load(tmp_path / "good", state)
@@ -162,7 +162,7 @@ def test_another_write_before_the_step_fails_the_save(tmp_path: Path, steps: boo
 
 def test_who_is_no_optimizer_is_refused() -> None:
     """Nobody would hear of its steps."""
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, check=lambda error: "torch.optim.Optimizer" in str(error)):
         memory_of([object()])  # type: ignore[list-item]
     assert copy_stream_of(torch.device("cpu")) is None
 

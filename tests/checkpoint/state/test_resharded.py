@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 NUM_SAMPLES = 103
 
@@ -111,16 +112,25 @@ def test_orders() -> None:
         assert [list(sampler) for sampler in thirds] == [[0, 1], [3, 4], [6]]
 
 
+def _differs(expected: str, got: str) -> Callable[[CheckpointError], bool]:
+    """Whether an error names the two values that differ."""
+    return lambda error: (error.expected, error.got) == (expected, got)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """Other samples, another rank, ranks in different epochs, a loader over another sampler."""
     first, second = _samplers(10, 2, seed=3)
-    for other in (ReshardableSampler(10, seed=4, rank=0, world_size=2), _samplers(11, 2, seed=3)[0], second):
-        with pytest.raises(CheckpointError, match="state belongs to another sampler"):
+    for other, expected, got in (
+        (ReshardableSampler(10, seed=4, rank=0, world_size=2), "seed=3", "seed=4"),
+        (_samplers(11, 2, seed=3)[0], "num_samples=10", "num_samples=11"),
+        (second, "rank=0", "rank=1"),
+    ):
+        with pytest.raises(CheckpointError, check=_differs(expected, got)):
             first.load_state_dict(other.state_dict())
     other_seed = _samplers(10, 2, seed=4)[1]
-    with pytest.raises(CheckpointError, match=r"cannot be merged[\s\S]*seed=3[\s\S]*seed=4"):
+    with pytest.raises(CheckpointError, check=_differs("seed=3", "seed=4")):
         first.merge([first.state_dict(), other_seed.state_dict()])
-    with pytest.raises(CheckpointError, match="world_size=1"):
+    with pytest.raises(CheckpointError, check=_differs("world_size=1", "world_size=2")):
         first.merge([first.state_dict()])
     others: list[DataLoader[Any]] = [
         DataLoader(range(10), batch_size=2),  # type: ignore[arg-type]
@@ -128,9 +138,9 @@ def test_what_does_not_fit_is_refused() -> None:
         DataLoader(range(10), batch_size=None, sampler=first),  # type: ignore[arg-type]
     ]
     for loader in others:
-        with pytest.raises(TypeError, match="no position"):
+        with pytest.raises(ArgumentError):
             ReshardableLoader(loader)
-    with pytest.raises(ValueError, match="rank < world_size"):
+    with pytest.raises(ArgumentError, check=lambda error: error.got == "3, 2, 2"):
         ReshardableSampler(3, rank=2, world_size=2)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -93,29 +93,27 @@ def test_who_only_reads_marks_nothing(tmp_path: Path) -> None:
     assert reader.steps() == [1, 2, 3, 4] and not (tmp_path / "run.json").exists()
 
 
-_HOLD = """
-import sys, torch
-from vescale_fsdp.checkpoint import CheckpointManager
-manager = CheckpointManager(sys.argv[1])
-manager.save(3, {"w": torch.full((64,), 3.0)})
-print("held", flush=True)
-sys.stdin.read()
-"""
+def _hold(root: Path, pipe: Connection) -> None:
+    manager = CheckpointManager(root)
+    manager.save(3, _state(3))
+    pipe.send("held")
+    pipe.recv()
 
 
 @contextmanager
 def _other_job(root: Path) -> Iterator[None]:
     """Another process that has saved to the root, and goes on."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as job:
-        assert job.stdout is not None and job.stdin is not None
-        assert job.stdout.readline() == b"held\n"
-        try:
-            yield
-        finally:
-            job.stdin.close()
-            assert job.wait(60) == 0
+    ours, theirs = Pipe()
+    job = get_context("forkserver").Process(target=_hold, args=(root, theirs), daemon=True)
+    job.start()
+    assert ours.poll(60), "the other job has not saved"
+    ours.recv()
+    try:
+        yield
+    finally:
+        ours.send("end")
+        job.join(60)
+        assert job.exitcode == 0
 
 
 def test_a_root_that_another_job_holds(tmp_path: Path) -> None:

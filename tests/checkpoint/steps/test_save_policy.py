@@ -94,7 +94,7 @@ def test_policies_are_combined() -> None:
         AllOf,
         lambda: OnSignal().should_save(SaveContext(1)),  # hidden in a policy of one's own: nobody listens
     ):
-        with pytest.raises(ValueError, match="got:"):
+        with pytest.raises(ArgumentError):
             make()
 
 
@@ -405,9 +405,11 @@ def test_records_pins_and_removal(tmp_path: Path) -> None:
         assert 0 < one.seconds < 60 and abs(one.unix_s - time.time()) < 600
     newest = latest(tmp_path / "run")
     assert newest == str(tmp_path / "run" / "step-00000004") and read_state(newest)["w"].read()[0] == 4
-    with pytest.raises(CheckpointError, match="pinned"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == 1):
         manager.remove(1)
-    with pytest.raises(CheckpointError, match=r"no such step[\s\S]*\[1, 3, 4\]"):
+    with pytest.raises(
+        CheckpointError, check=lambda error: (error.expected, error.got) == ("one of [1, 3, 4]", 2)
+    ):
         manager.pin(2)
     manager.remove(4)
     restored = manager.restore(_state(0))

@@ -85,7 +85,10 @@ def test_a_flipped_bit_stops_every_conversion(
     _flip(file)
     (tmp_path / "before").mkdir()
     with pytest.raises(
-        CorruptCheckpointError, match=r"differs from the saved data(.|\n)*tensor model\.w(.|\n)*" + file.name
+        CorruptCheckpointError,
+        check=lambda error: (
+            str(error.where).startswith("tensor model.w in ") and file.name in str(error.where)
+        ),
     ):
         _run(source, tmp_path / "before" / "deep" / "out", target, **options)
     assert (tmp_path / "sound").exists()
@@ -122,7 +125,7 @@ def test_a_resumed_run_proves_what_the_first_did_not(tmp_path: Path, name: str) 
     with pytest.raises(KeyboardInterrupt):
         convert(open_source(str(source)), str(out), "native", options, progress=stop)
     assert len(list(out.rglob("*.partial"))) == 1
-    with pytest.raises(CorruptCheckpointError, match=f"model.{name} "):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: f"model.{name} " in str(error.where)):
         _run(source, out, "native", ranks=3, resume=True, threads=1)
     assert not out.exists()  # what the first run made is gone too
 
@@ -133,7 +136,7 @@ def test_the_rest_of_a_storage_counts(tmp_path: Path) -> None:
     torch.save({"part": whole[:100]}, tmp_path / "state.pt")
     _run(tmp_path / "state.pt", tmp_path / "sound", "hf")
     _flip(tmp_path / "state.pt")
-    with pytest.raises(CorruptCheckpointError, match="tensor part"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: "tensor part " in str(error.where)):
         _run(tmp_path / "state.pt", tmp_path / "out", "hf")
 
 
@@ -162,7 +165,7 @@ def test_ranks_without_checksums_are_compared_by_bytes(tmp_path: Path, without_c
     """Plain tensors of two ranks that differ do not pass for copies."""
     for rank, value in enumerate((1.0, 2.0)):
         torch.save({"w": torch.full((9,), value)}, tmp_path / f"model_rank_{rank}.pt")
-    with pytest.raises(ConversionError, match="plain tensors that differ"):
+    with pytest.raises(ConversionError, check=lambda error: "model.w" in str(error.got)):
         open_source(str(tmp_path))
 
 

@@ -63,7 +63,7 @@ def test_a_lock_in_a_folder_that_was_renamed_is_none(tmp_path: Path, monkeypatch
         real(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(BlockingIOError, match="renamed"), storage.lock():
+    with pytest.raises(BlockingIOError), storage.lock():
         pass
     monkeypatch.undo()
     with storage.lock():

@@ -21,8 +21,9 @@ from tests.support.checkpoint_states import assert_equal, erase, mixed_state, pl
 from tests.support.distributed import run_ranks
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.save import Saver
+from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
@@ -102,6 +103,7 @@ def test_an_answer_cut_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
         return bytes(whole(self, path, *args, **kwargs)[: -1 if cut[-1] else None])
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between tries
     always = False
     state = _state(0)
     load(storage, state)
@@ -187,7 +189,7 @@ def test_refused_requests_are_retried(calm: tuple[str, Weather]) -> None:
 def test_slow_answers_are_waited_for(calm: tuple[str, Weather]) -> None:
     """A store that takes its time still gets everything."""
     endpoint, weather = calm
-    weather.pause_s = 0.2
+    weather.pause_s = 0.05
     save(_storage(endpoint, "slow"), _state(1.0))
     state = _state(0.0)
     load(_storage(endpoint, "slow"), state)
@@ -207,7 +209,7 @@ def test_a_failed_upload_never_commits(calm: tuple[str, Weather]) -> None:
     weather.refuse_if = lambda method, path: False
 
     assert torch.equal(_state(1.0)["w"], read_state(_storage(endpoint, "failed"))["w"].read())
-    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+    with pytest.raises(NoCheckpointError):
         read_state(_storage(endpoint, "failed2"))
 
 
@@ -219,7 +221,7 @@ def test_a_failed_commit_is_no_checkpoint(calm: tuple[str, Weather]) -> None:
         save(_storage(endpoint, "uncommitted", patient=False), _state(2.0))
     weather.refuse_if = lambda method, path: False
 
-    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+    with pytest.raises(NoCheckpointError):
         read_state(_storage(endpoint, "uncommitted"))
 
 
@@ -231,7 +233,7 @@ def test_two_jobs_one_prefix(calm: tuple[str, Weather]) -> None:
     late.exists = lambda name: False  # type: ignore[method-assign]  # it looked before the other committed
     save(storage, _state(1.0))
 
-    with pytest.raises(CheckpointError, match="Another job has committed"):
+    with pytest.raises(CheckpointError, check=lambda error: error.expected == "no manifest"):
         Saver(late, SoloCoordinator()).save(_state(2.0))
     assert torch.equal(_state(1.0)["w"], read_state(storage)["w"].read())
 
@@ -247,11 +249,11 @@ def test_damage_on_the_store_is_found(calm: tuple[str, Weather]) -> None:
     data[len(data) // 2] ^= 1
     storage.filesystem.pipe_file(path, bytes(data))
     state = _state(0.0)
-    with pytest.raises(CorruptCheckpointError, match="differ from what was saved"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.where == f"s3://{path}"):
         load(storage, state)
     assert torch.equal(_state(0.0)["w"], state["w"])
     storage.filesystem.rm(path)
-    with pytest.raises(CorruptCheckpointError, match="missing"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.got == "no file"):
         load(storage, state)
 
 
@@ -281,7 +283,7 @@ def test_memory_urls() -> None:
     load("memory://here/c", state)
 
     assert torch.equal(_state(3.0)["w"], state["w"]) and verify("memory://here/c").ok
-    with pytest.raises(CheckpointError, match="already holds"):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == "manifest.json"):
         save("memory://here/c", _state(4.0))
 
 
@@ -436,10 +438,11 @@ def test_dropped_connections(calm: tuple[str, Weather]) -> None:
     """Requests whose connection the server closes are sent again, whatever they are."""
     endpoint, weather = calm
     state = _state(0.0)
-    for step in range(3):
+    forms: tuple[Format, ...] = ("native", "zarr")
+    for step, form in enumerate(forms):
         storage = _storage(endpoint, f"dropped/step-{step:08d}")
         weather.drop_next = 3
-        save(storage, _state(float(step)), format="zarr" if step == 2 else "native")
+        save(storage, _state(float(step)), format=form)
         assert weather.drop_next == 0
         weather.drop_next = 3
         load(storage, state)
