@@ -7,7 +7,7 @@
 # make test-faults   every fault of saves and restores, twenty killed ranks, ranks killed and stalled at every call, two
 #                    nodes (as root), every sample of torch's operator database (make test runs some), and blocks
 #                    compiled by Inductor (two hours or more)
-# make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 60)
+# make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 26)
 # make test-stacks   the examples on training stacks, which it installs into a separate environment
 # make gpu    checks and benchmarks on a machine with GPUs, half an hour: gpu_report/gpu.md and gpu.json
 # make demo   a demonstration on real text: train, kill, restart on more ranks, export

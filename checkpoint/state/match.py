@@ -477,8 +477,15 @@ class _Matcher:
             for key, item in stored.more.items()
             if self._selected(child_name(name, key))
         }
+        of_no_parameter = {
+            key: self.visit(named.other_state[key], item, where, True)
+            if key in named.other_state
+            else self._fresh(item, where)
+            for key, item in stored.other_state.items()
+            if self._selected(where := child_name(child_name(name, "state"), key))
+        }
         # Nothing is loaded into the optimizer, so its load_state_dict is not called.
-        if not any((more, *options)) and not any(parts.is_changed for parts in state.values()):
+        if not any((more, of_no_parameter, *options)) and not any(p.is_changed for p in state.values()):
             return lambda: named.optimizer
         own_groups = named.raw["param_groups"]
 
@@ -488,7 +495,7 @@ class _Matcher:
                 **{key: value(finish) for key, finish in more.items()},
                 "state": {
                     **named.other_state,
-                    **{key: decode(item, lambda leaf: None) for key, item in stored.other_state.items()},
+                    **{key: value(finish) for key, finish in of_no_parameter.items()},
                     **{
                         named.numbers[fqn]: {kind: value(finish) for kind, finish in parts.kinds.items()}
                         for fqn, parts in state.items()

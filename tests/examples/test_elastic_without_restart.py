@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.part("jobs")
 def test_a_rank_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
     """4, 3 and 4 ranks in turn, of the same processes but for the killed one and the one that joins."""
     command = [

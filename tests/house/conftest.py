@@ -1,4 +1,4 @@
-"""The wheel and the sdist that the tests of this folder look into, built once."""
+"""Shared by the house tests: all failures of a loop, and the wheel and the sdist, built once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "vescale_fsdp", "checkpoint", "conversion"]
+
+
+Case = TypeVar("Case")
+
+
+def failures(check: Callable[[Case], object], cases: Iterable[Case]) -> str:
+    """Run a check on every case; returns the tracebacks of those that fail, "" if none does."""
+    found = []
+    for case in cases:
+        try:
+            check(case)
+        except Exception:  # noqa: BLE001  reported, all at once
+            found.append(f"--- {case}\n{traceback.format_exc()}")
+    return "\n".join(found)
 
 
 def run(*command: str, cwd: Path, python_path: str = "") -> str:

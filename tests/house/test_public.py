@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
+from tests.house.conftest import failures
 from tests.house.docs.public_names import MODULES, PACKAGES, PUBLIC
 
 MOST_NAMES, MOST_AT_THE_TOP = 90, 28
@@ -30,9 +29,12 @@ def test_public_names_are_few() -> None:
     assert counts["vescale_fsdp"] <= MOST_AT_THE_TOP
 
 
-@pytest.mark.parametrize("name", [*PACKAGES, *MODULES])
-def test_all_is_what_is_public(name: str) -> None:
+def test_all_is_what_is_public() -> None:
     """`__all__` is sorted, every name is there, and a package has no other public name but its submodules."""
+    assert not (failed := failures(_check_all, [*PACKAGES, *MODULES])), failed
+
+
+def _check_all(name: str) -> None:
     module = importlib.import_module(name)
     assert list(module.__all__) == sorted(module.__all__)
     assert all(getattr(module, key) is not None for key in module.__all__)
@@ -43,9 +45,12 @@ def test_all_is_what_is_public(name: str) -> None:
         assert set(others.values()) <= set(PACKAGES), others  # classes that pickles name by a package
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_package_only_re_exports(name: str) -> None:
-    """The package file has a docstring, imports (lazy or not) and `__all__`: work at import surprises."""
+def test_packages_only_re_export() -> None:
+    """A package's file has a docstring, imports (lazy or not) and `__all__`: work at import surprises."""
+    assert not (failed := failures(_check_statements, PACKAGES)), failed
+
+
+def _check_statements(name: str) -> None:
     body = ast.parse(Path(str(importlib.import_module(name).__file__)).read_text()).body
     calls = [node.value for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     targets = [ast.unparse(t) for node in body if isinstance(node, ast.Assign) for t in node.targets]
@@ -79,16 +84,19 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_classes_of_public_functions_are_public(name: str) -> None:
+def test_classes_of_public_functions_are_public() -> None:
     """Every class of ours that a public function takes or returns, or a subclass of it, can be imported publicly."""
+    assert len(FUNCTIONS) > 20
+    assert not (failed := failures(_check_classes, FUNCTIONS)), failed
+
+
+def _check_classes(name: str) -> None:
     classes = {kind for hint in _hints_of(FUNCTIONS[name]).values() for kind in _classes_in(hint)}
     ours = {
         kind for kind in classes if kind.__module__.startswith("vescale_fsdp") and kind.__name__[0] != "_"
     }
     public = [value for value in PUBLIC.values() if isinstance(value, type)]
 
-    assert len(FUNCTIONS) > 20
     assert {
         kind.__qualname__
         for kind in ours

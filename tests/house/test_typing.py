@@ -60,6 +60,7 @@ def mistaken_lines() -> set[tuple[str, int]]:
     return {("mistakes.py", number + 1) for number in range(lines.index("# mistakes:") + 1, len(lines))}
 
 
+@pytest.mark.part("pages")
 def test_mypy_strict(installed: Path) -> None:
     """mypy reports every mistake, and nothing else."""
     # Untyped calls: torch has no annotations on Tensor.backward.
@@ -95,6 +96,7 @@ def test_types_come_from_the_wheel(installed: Path) -> None:
     assert Path(file).is_relative_to(installed)
 
 
+@pytest.mark.part("pages")
 def test_the_script_runs(tmp_path: Path) -> None:
     """The calls that type-check are calls that work."""
     shutil.copy(SCRIPT, tmp_path / "user_script.py")

@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -50,6 +50,7 @@ from tests.support.faults.nan_memory import nan_memory_if_asked
 from tests.support.faults.rounding_noise import noise_if_asked
 
 _PRELOAD = (
+    "pytest",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -100,8 +101,19 @@ class _Call(NamedTuple):
 
 
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A device mesh over all ranks of the current call (1-D unless a shape is given)."""
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    """A device mesh over all ranks of the current call (1-D unless a shape is given), made once in a call.
+
+    Cases of one call share a mesh: DTensor remembers results by equal meshes, `fully_shard` compares by identity.
+    """
+    return _mesh(dist.group.WORLD, shape or (dist.get_world_size(),), names)
+
+
+@lru_cache
+def _mesh(
+    world: dist.ProcessGroup | None, shape: tuple[int, ...], names: tuple[str, ...] | None
+) -> DeviceMesh:
+    """A mesh over a world: of a call, or of a thread that is a rank."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
@@ -121,6 +133,54 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         RankTimeout: if some rank did not return in time.
     """
     return _pool.run(world_size, fn, args, timeout_s)
+
+
+def run_cases(
+    world_size: int, fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]], timeout_s: float = 180.0
+) -> list[list[Any]]:
+    """Call ``fn(*case)`` for every case, within one call of `run_ranks`.
+
+    A case takes less than in a call of its own: DTensor remembers how it computes on a mesh, and the processor's caches
+    are warm. An error of a rank names the case.
+
+    Returns:
+        For every case, what ``fn`` returned, in rank order.
+    """
+    by_rank = run_ranks(world_size, _each, fn, cases, timeout_s=timeout_s)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _each(fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    results = []
+    for case in cases:
+        torch.manual_seed(0)
+        try:
+            results.append(fn(*case))
+        except BaseException as error:
+            error.add_note(f"in case {case}")
+            raise
+    return results
+
+
+def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> None:
+    """Call ``fn(*args)`` in a process of its own, which has imported torch and nothing of this package.
+
+    It starts in hundredths of a second, where a new interpreter takes seconds.
+
+    Args:
+        fn: a function that is pickled by name: its module is imported in the process. ``exec`` takes source.
+
+    Raises:
+        AssertionError: if the process does not end with status 0 in time; its traceback is on stderr.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    process = context.Process(target=fn, args=args, daemon=True)
+    process.start()
+    process.join(timeout_s)
+    status = process.exitcode
+    process.kill()
+    assert status == 0, f"{fn.__qualname__} ended with {status}" if status else f"no end in {timeout_s} s"
 
 
 def close_pool() -> None:
@@ -398,6 +458,7 @@ def _process_group(call: _Call) -> Iterator[dist.Store]:
         dist.destroy_process_group()
         _forget_meshes()
         gc.collect()
+        gc.freeze()  # what stays is modules and caches: later collections, 50 ms each by then, need not look at it
 
 
 def _forget_meshes() -> None:
@@ -405,6 +466,7 @@ def _forget_meshes() -> None:
 
     Who remembers a mesh also keeps the threads and sockets of its groups, hundreds of them by the end of a session.
     """
+    _mesh.cache_clear()
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()

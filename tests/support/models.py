@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.support.distributed import cpu_mesh
-from vescale_fsdp import fully_shard
+from vescale_fsdp import RaggedDTensor, distribute_tensor, fully_shard
+from vescale_fsdp.errors import VescaleError
 
 
 class MLP(nn.Module):
@@ -103,6 +106,27 @@ def shard(model: Stack, mesh: Any = None, **options: Any) -> Stack:
     return model
 
 
+@contextmanager
+def refused(error: type[VescaleError], **parts: object) -> Iterator[None]:
+    """``error`` is raised; each given part (expected, got, where, todo) contains that name, number or option."""
+    with pytest.raises(error) as caught:
+        yield
+    for part, value in parts.items():
+        assert str(value) in str(getattr(caught.value, part)), f"{part} has no {value}: {caught.value}"
+
+
+def assert_is_piece(
+    ours: torch.Tensor | None, full: torch.Tensor | None, name: str = "", **close: float
+) -> None:
+    """What this rank holds of a sharded tensor is its part of ``full``.
+
+    Nothing is sent, while `full_tensor` broadcasts from every rank. All ranks together compare every element.
+    """
+    assert isinstance(ours, RaggedDTensor) and full is not None, name
+    mine = distribute_tensor(full, ours.device_mesh, ours.placements)
+    torch.testing.assert_close(ours.to_local(), mine.to_local(), **close, msg=lambda text: f"{name}: {text}")
+
+
 def check_steps(model: nn.Module, reference: nn.Module, steps: int = 3, scale: float = 1.0) -> None:
     """Gradients of a few SGD steps equal one process's, times ``scale``."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -112,9 +136,7 @@ def check_steps(model: nn.Module, reference: nn.Module, steps: int = 3, scale: f
         _, grads = reference_grads(reference, step, world)
         loss_of(model, batch(step, rank)).backward()
         for name, param in model.named_parameters():
-            torch.testing.assert_close(
-                param.grad.full_tensor(), grads[name] * scale, rtol=1e-4, atol=1e-6, msg=f"{step} {name}"
-            )
+            assert_is_piece(param.grad, grads[name] * scale, f"{step} {name}", rtol=1e-4, atol=1e-6)
         optimizer.step()
         plain.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,22 +33,18 @@ def _start_digests() -> dict[str, str]:
     return digests(_trainer().model)
 
 
-def _train(steps: int) -> list[float]:
+def _straight_on(folder: Path, save_at: int) -> tuple[dict[str, str], list[float], list[float]]:
+    """Digests at the start, the losses of all steps, and those of a restart from the step saved."""
     trainer = _trainer()
-    return [trainer.step() for _ in range(steps)]
-
-
-def _train_and_save(folder: Path, save_at: int) -> list[float]:
-    trainer = _trainer()
-    losses = []
+    start, losses = digests(trainer.model), []
     for step in range(1, STEPS + 1):
         losses.append(trainer.step())
         if step == save_at:
             trainer.save(folder)
-    return losses
+    return start, losses, _restarted(folder)
 
 
-def _go_on(folder: Path, forget_optimizer: bool) -> list[float]:
+def _restarted(folder: Path, *, forget_optimizer: bool = False) -> list[float]:
     trainer = _trainer()
     trainer.load(folder)
     if forget_optimizer:
@@ -55,44 +52,63 @@ def _go_on(folder: Path, forget_optimizer: bool) -> list[float]:
     return [trainer.step() for _ in range(trainer.next_step, STEPS)]
 
 
+def _on_more_ranks(folder: Path) -> tuple[dict[str, str], list[float], list[float]]:
+    """Digests at the start, the losses of a restart, and of one that forgets the optimizer."""
+    return _start_digests(), _restarted(folder), _restarted(folder, forget_optimizer=True)
+
+
+class Runs(NamedTuple):
+    """What one, two and three ranks gave: digests at the start, and losses."""
+
+    starts: list[dict[str, str]]  # by rank, of all three runs
+    straight: list[list[float]]  # by rank, of two
+    same: list[float]  # a restart at step 5 on two ranks
+    more: list[float]  # on three
+    forgetful: list[float]  # on three, without AdamW's moments
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("demo") / "saved"
+    alone = run_ranks(1, _start_digests)
+    starts, straight, restarted = zip(*run_ranks(2, _straight_on, folder, 4), strict=True)
+    three, more, forgetful = zip(*run_ranks(3, _on_more_ranks, folder), strict=True)
+    return Runs([*alone, *starts, *three], [*straight], restarted[0], more[0], forgetful[0])
+
+
 def _relative(ours: list[float], theirs: list[float]) -> list[float]:
     return [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
 
 
-def test_start_does_not_depend_on_ranks() -> None:
+def test_start_does_not_depend_on_ranks(runs: Runs) -> None:
     """Filled in shard by shard, the model starts with the same weights on 1, 2 and 3 ranks."""
-    (alone,) = run_ranks(1, _start_digests)
+    alone, *others = runs.starts
 
-    assert run_ranks(2, _start_digests) == [alone] * 2
-    assert run_ranks(3, _start_digests) == [alone] * 3
+    assert others == [alone] * 5
     assert len(set(alone.values())) == len(alone) - 4  # the five norms are all ones
 
 
-def test_loss_falls_and_is_the_same_on_all_ranks() -> None:
-    """Ten steps on two ranks lower the loss; every rank reports that of the global batch."""
-    first, second = run_ranks(2, _train, 10)
+def test_loss_falls_and_is_the_same_on_all_ranks(runs: Runs) -> None:
+    """Steps on two ranks lower the loss; every rank reports that of the global batch."""
+    first, second = runs.straight
 
     assert first == second
     assert first[0] == pytest.approx(torch.log(torch.tensor(256.0)).item(), rel=0.02)
     assert first[-1] < first[0] - 0.2
 
 
-def test_restart_on_more_ranks_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_restart_on_more_ranks_goes_on_as_if_nothing_had_happened(runs: Runs) -> None:
     """Loaded on 2 ranks the losses are bit by bit those of the job that went on; on 3 within the bounds."""
-    straight = run_ranks(2, _train_and_save, tmp_path / "saved", 4)[0][4:]
-    same, more = (run_ranks(ranks, _go_on, tmp_path / "saved", False)[0] for ranks in (2, 3))
+    straight = runs.straight[0][4:]
 
-    assert same == straight
-    assert _relative(more, straight)[0] <= FIRST_STEP_BOUND
-    assert all(each <= LATER_STEPS_BOUND for each in _relative(more, straight)) and more != straight
+    assert runs.same == straight
+    assert _relative(runs.more, straight)[0] <= FIRST_STEP_BOUND
+    assert all(each <= LATER_STEPS_BOUND for each in _relative(runs.more, straight)) and runs.more != straight
 
 
-def test_bounds_notice_a_lost_optimizer(tmp_path: Path) -> None:
+def test_bounds_notice_a_lost_optimizer(runs: Runs) -> None:
     """A restart that forgets AdamW's moments leaves the bound: the check can fail."""
-    straight = run_ranks(2, _train_and_save, tmp_path / "saved", 4)[0][4:]
-    forgetful = run_ranks(3, _go_on, tmp_path / "saved", True)[0]
-
-    assert any(each > LATER_STEPS_BOUND for each in _relative(forgetful, straight))
+    assert any(each > LATER_STEPS_BOUND for each in _relative(runs.forgetful, runs.straight[0][4:]))
 
 
 def test_half_written_progress_line_is_left_out(tmp_path: Path) -> None:
@@ -104,6 +120,7 @@ def test_half_written_progress_line_is_left_out(tmp_path: Path) -> None:
     assert losses_of(tmp_path / "nowhere") == {}
 
 
+@pytest.mark.part("jobs")
 def test_demo_from_start_to_end(tmp_path: Path) -> None:
     """The demo with few steps: every claim holds, and everything it promises lies in its folder."""
     root = Path(__file__).parents[2]

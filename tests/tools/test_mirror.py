@@ -12,6 +12,8 @@ from tools.mirror import Case, check, mirrored, train
 from vescale_fsdp import collectives
 from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
 
+IN_A_PART = pytest.mark.part("numerics")
+
 
 @pytest.fixture(autouse=True)
 def small_pieces() -> Iterator[None]:
@@ -23,15 +25,13 @@ def small_pieces() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("world_size", "name"),
     [
-        (8, "bf16"),
         (8, "bf16 widened"),
         (8, "fp32"),
         (8, "bf16 sums"),
-        (8, "recompute"),
         (8, "accumulate"),
         (8, "two groups"),
         (64, "bf16"),
-        (64, "fp32"),
+        *(pytest.param(*row, marks=IN_A_PART) for row in ((8, "bf16"), (8, "recompute"), (64, "fp32"))),
     ],
 )
 def test_bits_of_a_plain_model(world_size: int, name: str) -> None:

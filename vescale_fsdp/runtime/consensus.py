@@ -174,7 +174,7 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
     # At most 5 variants of the line are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
     raise LifecycleError(
         "The ranks have sharded different models, or have sharded one model differently.",
-        expected=f"the same on all ranks as on ranks {here[:16]}: {expected}",
+        expected=f"the same on all ranks; ranks {here[:16]} have: {expected}",
         got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
         todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
         "on all of them",

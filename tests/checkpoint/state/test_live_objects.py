@@ -430,3 +430,27 @@ def test_unexpected_state_is_named_as_it_is_stored(tmp_path: Path) -> None:
     part = Net(2)
     load(tmp_path / "c", {"model": part}, include="model.a.*")
     assert torch.equal(part.a.weight, large.a.weight) and torch.equal(part.b.weight, Net(2).b.weight)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_state_of_no_parameter_is_loaded(tmp_path: Path, is_there: bool) -> None:
+    """Tensors and values that an optimizer keeps beside its parameters' state come back, unless `include` leaves
+    them out."""
+    net = Net(1)
+    optimizer = torch.optim.Adam(net.parameters())
+    train(net, optimizer, range(1))
+    optimizer.state["extra"] = {"sums": torch.arange(3.0), "count": 5, "list": [torch.ones(2)]}  # type: ignore[index]
+    save(tmp_path / "c", {"model": net, "optimizer": optimizer})
+
+    other = Net(2)
+    target = torch.optim.Adam(other.parameters())
+    if is_there:
+        target.state["extra"] = {"sums": torch.zeros(3), "count": 0, "list": [torch.zeros(2)]}  # type: ignore[index]
+    load(tmp_path / "c", {"model": other, "optimizer": target}, include="model.*")
+    assert ("extra" in target.state) == is_there
+    assert not is_there or target.state["extra"]["count"] == 0  # type: ignore[index]
+
+    load(tmp_path / "c", {"model": other, "optimizer": target})
+    extra = target.state["extra"]  # type: ignore[index]
+    assert torch.equal(extra["sums"], torch.arange(3.0)) and extra["count"] == 5
+    assert torch.equal(extra["list"][0], torch.ones(2))

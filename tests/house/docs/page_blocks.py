@@ -8,7 +8,8 @@
     ```python, and --8<-- "examples/x.py" in it    shows a file, which has tests of its own
 
 All blocks of a page share a folder, empty at first. ``vescale-convert`` and one rank's code run in this process, which
-has imported torch already; ``torchrun`` is the real one. Other languages (text, json, toml) are no code.
+has imported torch already; ``torchrun`` starts `run_ranks`, which are warm, or is the real one, which takes seconds.
+Other languages (text, json, toml) are no code.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from tests.support.distributed import run_ranks
@@ -69,14 +74,46 @@ def blocks_of(text: str) -> list[Block]:
     return found
 
 
-def run_page(text: str, folder: Path) -> int:
+# What carries out `torchrun`: called with the script, the number of ranks and the script's arguments.
+Launcher = Callable[[Path, int, list[str]], object]
+
+
+def torchrun(script: Path, ranks: int, arguments: list[str]) -> None:
+    """The command itself."""
+    Job(script.stem, ranks, arguments, script.parent / "log", folder=script.parent).wait()
+
+
+def warm_ranks(script: Path, ranks: int, arguments: list[str]) -> None:
+    """The same script on `run_ranks`, whose process group it takes for the one that it would make and end."""
+    assert not arguments
+    run_ranks(ranks, _as_launched, script)
+
+
+def _as_launched(script: Path) -> None:
+    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+        _on_rank(script.read_text(), script.parent)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """In a folder, made if need be, with a process group of one rank, as under ``torchrun``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with chdir(folder):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_page(text: str, folder: Path, launcher: Launcher = warm_ranks) -> int:
     """Run a page's code in a folder, which is the current one; returns how many blocks ran."""
     names: dict[str, Any] = {"__name__": "__main__"}
     code = [block for block in blocks_of(text) if block.is_run]
     for block in code:
         if block.language == "sh":
             for command in block.text.replace("\\\n", " ").splitlines():
-                _run_command(command.partition("  #")[0].strip(), folder)
+                _run_command(command.partition("  #")[0].strip(), folder, launcher)
         elif block.title.endswith(".py"):
             (folder / block.title).write_text(block.text)
         elif ranks := re.fullmatch(r"on (\d) ranks", block.title):
@@ -87,15 +124,11 @@ def run_page(text: str, folder: Path) -> int:
 
 
 def _on_rank(text: str, folder: Path) -> None:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with chdir(folder):
         exec(compile(text, "<page>", "exec"), {"__name__": "__main__"})  # noqa: S102
-    finally:
-        os.chdir(before)
 
 
-def _run_command(command: str, folder: Path) -> None:
+def _run_command(command: str, folder: Path, launcher: Launcher) -> None:
     if not command:
         return
     words = shlex.split(command)
@@ -103,7 +136,7 @@ def _run_command(command: str, folder: Path) -> None:
         done = CliRunner().invoke(cli, words[1:])
         assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception}"
     elif match := _TORCHRUN.fullmatch(command):
-        Job(match[2], int(match[1]), shlex.split(match[3]), folder / "log", folder=folder).wait()
+        launcher(folder / f"{match[2]}.py", int(match[1]), shlex.split(match[3]))
     else:
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         run = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True)

@@ -6,13 +6,14 @@ import ast
 import doctest
 import importlib
 import inspect
+import warnings
 from pathlib import Path
 
-import pytest
-
+from tests.house.conftest import ROOT, failures
+from tests.house.docs.page_blocks import alone
 from tests.house.docs.public_names import OF_STACKS, PUBLIC, is_ours
+from vescale_fsdp.errors import BoundNamesWarning
 
-ROOT = Path(__file__).parents[3]
 # By installed path: two folders of the package are links, which older Pythons' globs do not follow.
 INSTALLED = [
     ROOT / "vescale_fsdp" / file.relative_to(ROOT / base)
@@ -41,12 +42,20 @@ def test_every_public_name_has_an_example() -> None:
     assert sorted(name for name, text in texts.items() if ">>> " not in text) == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-@pytest.mark.usefixtures("one_rank", "folder")
-# Other test modules, which may have been imported too, have bound torch's names.
-@pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.BoundNamesWarning")
-def test_examples(file: Path) -> None:
+def test_examples_give_what_they_show(tmp_path: Path) -> None:
     """Each runs with its module's names, on one rank, in an empty folder."""
+
+    def check(file: Path) -> None:
+        with alone(tmp_path / file.relative_to(ROOT)), warnings.catch_warnings():
+            # Other test modules, which may have been imported too, have bound torch's names.
+            warnings.simplefilter("ignore", BoundNamesWarning)
+            run_examples(file)
+
+    assert not (failed := failures(check, FILES)), failed
+
+
+def run_examples(file: Path) -> None:
+    """A file's examples, compiled alone where they need a stack."""
     if file in NEED_A_STACK and "weight_sync" not in file.parts:
         parsed = [
             doctest.DocTestParser().get_examples(docstring_of(n)) for n in OF_STACKS if _file(n) == file

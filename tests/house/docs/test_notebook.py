@@ -22,14 +22,15 @@ def test_the_notebook_is_the_page() -> None:
     assert NOTEBOOK.read_text() == notebook_of(PAGE.read_text())
 
 
-def test_tutorial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.part("pages")
+def test_the_tutorial_trains_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train, kill, go on with three, look, export, load: with what the page says is to be seen."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(PAGE.parent.parent))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     book = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
-        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}
+        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     printed = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", []))
 
@@ -37,18 +38,19 @@ def test_tutorial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step 40 on 2 ranks" in printed and "step 100" not in printed
     assert "went from step 40 to 80 on 3 ranks" in printed
     assert "0 problems" in printed
-    assert {"layout.svg", "report.html"} <= {file.name for file in folder.iterdir()}
+    assert {"layout.svg", "report.html"} <= {file.name for file in tmp_path.iterdir()}
     assert "def read(self" in printed
     found = {
         int(step): float(loss) for step, loss in re.findall(r"step (\d+) on \d ranks: loss (\S+)", printed)
     }
-    from_60 = _plain_losses(60, 80, saved=folder / "run/step-00000060")
+    from_60 = _plain_losses(60, 80, saved=tmp_path / "run/step-00000060")
     _assert_losses(found, _plain_losses(0, 60) | from_60)
-    kept = read_state(folder / "run/step-00000080")
+    kept = read_state(tmp_path / "run/step-00000080")
     steps = [kept[name].read().item() for name in kept.names() if name.endswith(".step")]
     assert len(steps) > 10 and set(steps) == {80}
 
 
+@pytest.mark.part("pages")
 def test_another_count_of_adams_steps_is_seen() -> None:
     """Negative control: training whose Adam begins at its second step prints another loss at step 20."""
     right, late = (_plain_losses(0, 20, adam_step=adam_step) for adam_step in (0, 1))

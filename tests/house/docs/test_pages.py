@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.house.docs.page_blocks import blocks_of, run_page
+from tests.house.conftest import ROOT, failures
+from tests.house.docs.page_blocks import Launcher, alone, blocks_of, run_page, torchrun, warm_ranks
 from tests.house.docs.plain_training import assert_alike, assert_trained_alike, trained_by, trains
 from tests.house.docs.public_names import OF_METHODS, OF_STACKS, PUBLIC
+from tests.support.distributed import RankError
 from tools.docs.pictures import FOLDER, pictures
 
-ROOT = Path(__file__).parents[3]
 PAGES = {
     file.relative_to(ROOT).as_posix(): file
     for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -33,21 +34,33 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize("name", RUN)
-@pytest.mark.usefixtures("one_rank")
-# Of the tests beside this one, which have been imported too, many have bound torch's names.
-@pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.BoundNamesWarning")
-def test_code_runs(name: str, folder: Path) -> None:
+# Of the tests beside these, which have been imported too, many have bound torch's names.
+pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.BoundNamesWarning")
+
+
+def test_code_of_pages_runs(tmp_path: Path) -> None:
     """All blocks of a page, in order, in one folder."""
-    assert run_page(PAGES[name].read_text(), folder) > 0
-    if name == "README.md":
+
+    def check(name: str) -> None:
+        folder = tmp_path / name
+        with alone(folder):
+            assert run_page(PAGES[name].read_text(), folder) > 0
+
+    assert not (failed := failures(check, [name for name in RUN if name != "README.md"])), failed
+
+
+@pytest.mark.parametrize("launcher", [warm_ranks, pytest.param(torchrun, marks=pytest.mark.part("pages"))])
+def test_readme_trains_as_without_sharding_and_goes_on(launcher: Launcher, tmp_path: Path) -> None:
+    """Its commands run; its checkpoints hold the weights, moments and steps of a run that nothing interrupted."""
+    with alone(tmp_path):
+        assert run_page(PAGES["README.md"].read_text(), tmp_path, launcher) > 1
         for last in (10, 20):
-            assert_trained_alike(folder / f"run/step-{last:08}", *_plain_readme(last), most=1e-3)
+            assert_trained_alike(tmp_path / f"run/step-{last:08}", *_plain_readme(last), most=1e-3)
 
 
 # Blocks that train and are compared elsewhere.
 COMPARED = {
-    ("README.md", "train.py"): "test_code_runs: weights, moments and steps of its checkpoints",
+    ("README.md", "train.py"): "test_readme_trains_as_without_sharding_and_goes_on",
     (IN_THE_NOTEBOOK, "train.py"): "test_notebook.py",
 }
 TRAINING = [
@@ -57,18 +70,21 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.usefixtures("one_rank", "folder")
-def test_code_trains_as_without_sharding(name: str) -> None:
+def test_code_trains_as_without_sharding(tmp_path: Path) -> None:
     """Losses, gradients, weights and optimizer state of every block that trains are those of plain modules."""
-    blocks = [b for b in ALL_BLOCKS[name] if b.language == "python" and b.is_run and not b.title]
-    last = max(place for place, block in enumerate(blocks) if trains(block))
-    ours = list(trained_by(name, blocks[: last + 1]))
-    plain = list(trained_by(name, blocks[: last + 1], ours))
 
-    assert len(ours) == len(plain) == sum(map(trains, ALL_BLOCKS[name]))
-    for found, expected in zip(ours, plain, strict=True):
-        assert_alike(found, expected)
+    def check(name: str) -> None:
+        blocks = [b for b in ALL_BLOCKS[name] if b.language == "python" and b.is_run and not b.title]
+        last = max(place for place, block in enumerate(blocks) if trains(block))
+        with alone(tmp_path / name):
+            ours = list(trained_by(name, blocks[: last + 1]))
+            plain = list(trained_by(name, blocks[: last + 1], ours))
+
+        assert len(ours) == len(plain) == sum(map(trains, ALL_BLOCKS[name]))
+        for found, expected in zip(ours, plain, strict=True):
+            assert_alike(found, expected)
+
+    assert not (failed := failures(check, TRAINING)), failed
 
 
 WRONG_STEPS = {
@@ -79,16 +95,20 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_STEPS.values(), ids=WRONG_STEPS)
-@pytest.mark.usefixtures("one_rank")
-def test_wrong_training_is_seen(wrong: str) -> None:
+def test_wrong_training_is_seen(tmp_path: Path) -> None:
     """Negative control: the same page with a line too many in its training."""
     (block,) = (b for b in ALL_BLOCKS["docs/from_fsdp2.md"] if trains(b))
     first, last = block.text.split("model(torch.randn", 1)
-    (ours,) = trained_by("", [block._replace(text=f"{first}{wrong}\nmodel(torch.randn{last}")])
-    (plain,) = trained_by("", [block], [ours])
-    with pytest.raises(AssertionError):
-        assert_alike(ours, plain)
+
+    def check(wrong: str) -> None:
+        text = f"{first}{WRONG_STEPS[wrong]}\nmodel(torch.randn{last}"
+        with alone(tmp_path):
+            (ours,) = trained_by("", [block._replace(text=text)])
+            (plain,) = trained_by("", [block], [ours])
+        with pytest.raises(AssertionError):
+            assert_alike(ours, plain)
+
+    assert not (failed := failures(check, WRONG_STEPS)), failed
 
 
 def test_no_block_that_trains_is_forgotten() -> None:
@@ -123,8 +143,23 @@ def test_blocks_that_are_not_run_say_why() -> None:
     nameless = [name for name, blocks in ALL_BLOCKS.items() if any(not b.language for b in blocks)]
 
     print("\n".join([f"{len(not_run)} blocks are not run", *(f"  {name}: {why}" for name, why in not_run)]))
-    assert all(reason and len(reason) > 10 for _, reason in not_run)
+    assert all(reason for _, reason in not_run)
     assert nameless == []
+
+
+def test_rows_that_are_shown_stand_in_their_tables() -> None:
+    """Of tables of tests, which CONTRIBUTING.md quotes by file."""
+    quoted = [b for b in ALL_BLOCKS["CONTRIBUTING.md"] if b.reason and b.reason.startswith("rows of ")]
+    gone = [
+        (file, row)
+        for block in quoted
+        for file in [str(block.reason).removeprefix("rows of ")]
+        for row in block.text.splitlines()
+        if row not in (ROOT / file).read_text().splitlines()
+    ]
+
+    assert len(quoted) >= 4
+    assert gone == []
 
 
 def test_files_that_are_shown_are_tested() -> None:
@@ -168,17 +203,16 @@ def test_every_error_has_cause_and_cure() -> None:
     assert [name for name in classes if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [*(p for p in PAGES.values() if p != OF_TORCH), *NOTES],
-    ids=lambda p: p.relative_to(ROOT).as_posix(),
-)
-def test_named_files_exist(text: Path) -> None:
-    """Every path in backquotes that looks like a file of ours, alone or in a command, is there; patterns match."""
-    named = re.findall(r"`(?:python )?((?:[a-z_]+/)+[A-Za-z_0-9]+\.(?:py|md|txt|toml))[ `]", text.read_text())
-    places = [ROOT, text.parent]
+def missing_files(page: Path) -> list[str]:
+    """Paths in backquotes that look like files of ours, alone or in a command, and patterns, that name none."""
+    named = re.findall(r"`(?:python )?((?:[a-z_]+/)+[A-Za-z_0-9]+\.(?:py|md|txt|toml))[ `]", page.read_text())
+    return [name for name in named if not any(list(place.glob(name)) for place in (ROOT, page.parent))]
 
-    assert [name for name in named if not any(list(place.glob(name)) for place in places)] == []
+
+def test_named_files_exist() -> None:
+    pages = [*(page for page in PAGES.values() if page != OF_TORCH), *NOTES]
+
+    assert {str(page): missing for page in pages if (missing := missing_files(page))} == {}
 
 
 def test_pictures_are_drawn_by_this_code() -> None:
@@ -191,14 +225,18 @@ def test_pictures_are_drawn_by_this_code() -> None:
 def test_missing_files_are_seen(tmp_path: Path) -> None:
     """The search above finds a path that leads nowhere."""
     page = tmp_path / "page.md"
-    page.write_text("See `tests/nothing/here.py`.")
-    with pytest.raises(AssertionError, match=r"here\.py"):
-        test_named_files_exist(page)
+    page.write_text("See `tests/nothing/here.py` and `tests/conftest.py`.")
+    assert missing_files(page) == ["tests/nothing/here.py"]
 
 
-def test_wrong_code_is_seen(folder: Path) -> None:
-    """A block that raises, and a command that fails, end a page."""
+def test_wrong_code_is_seen(tmp_path: Path) -> None:
+    """A block that raises, on one rank or on two, and a command that fails, end a page."""
     with pytest.raises(ZeroDivisionError):
-        run_page("```python\n1 / 0\n```\n", folder)
-    with pytest.raises(AssertionError, match="There is nothing to read"):
-        run_page("```sh\nvescale-convert inspect nothing\n```\n", folder)
+        run_page("```python\n1 / 0\n```\n", tmp_path)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        run_page(
+            '```python title="train.py"\n1 / 0\n```\n```sh\ntorchrun --nproc-per-node 2 train.py\n```\n',
+            tmp_path,
+        )
+    with pytest.raises(AssertionError, match="vescale-convert inspect nothing"):
+        run_page("```sh\nvescale-convert inspect nothing\n```\n", tmp_path)

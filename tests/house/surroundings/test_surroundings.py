@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
 from tests.house.docs.public_names import PUBLIC, is_ours
@@ -338,6 +339,7 @@ def _processes(folder: Path) -> list[str]:
     return odd
 
 
+@pytest.mark.part("faults")
 def test_threads_children_and_the_end() -> None:
     """A thread, a forked child, torchrun's variables without a group, no hard links, no room, another user, the end."""
     with tempfile.TemporaryDirectory() as name:  # pytest's folders are closed to others

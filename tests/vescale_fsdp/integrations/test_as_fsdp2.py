@@ -71,8 +71,9 @@ def test_names_are_replaced_inside_only() -> None:
 @pytest.mark.parametrize("rule", ["row:32", Rows, {"*": Rows}, {"*": "rows"}, 32])
 def test_a_granularity_that_is_none_replaces_nothing(rule: Any) -> None:
     """Whatever is no granularity is refused by the installation, not by a stack's first call."""
-    with pytest.raises(LayoutError, match=r"[Rr]ow|32"):
+    with pytest.raises(LayoutError) as refused:
         install(granularity=rule)
+    assert refused.value.got == repr(next(iter(rule.values())) if isinstance(rule, dict) else rule)
     assert all(_are_torchs())
 
 
@@ -116,7 +117,7 @@ def test_modules_that_bound_a_name_are_named(monkeypatch: pytest.MonkeyPatch) ->
     stack = ModuleType("a_stack")
     vars(stack)["shard_it"] = TORCHS_OWN[0]
     monkeypatch.setitem(sys.modules, "a_stack", stack)
-    with pytest.warns(BoundNamesWarning, match=r"a_stack: shard_it(.|\n)*call install\(\) before") as caught:
+    with pytest.warns(BoundNamesWarning, match="a_stack: shard_it") as caught:
         install().uninstall()
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -128,8 +129,9 @@ def test_modules_that_bound_a_name_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_fsdp1_is_refused() -> None:
     """A stack that falls back on FSDP1 is told how to switch; outside FSDP1 is torch's business."""
-    with as_fsdp2(), pytest.raises(UnsupportedOpError, match="fsdp_version=2"):
+    with as_fsdp2(), pytest.raises(UnsupportedOpError) as refused:
         torch_fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+    assert "fsdp_version=2" in str(refused.value.expected)
     with pytest.raises((RuntimeError, ValueError), match=r"accelerator|process group"):
         torch_fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
 
@@ -184,7 +186,7 @@ def _on_ranks() -> dict[str, Any]:
             weight.to_local(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         rows = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)], run_check=False)
-        with pytest.raises(PlacementError, match=r"shape=p\.shape"):
+        with pytest.raises(PlacementError) as refused:
             DTensor.from_local(weight.to_local(), mesh, placements)
     stock_model = _model()
     kept(stock_model)  # bound while it stood, called after it went
@@ -192,6 +194,7 @@ def _on_ranks() -> dict[str, Any]:
         "is_ours": isinstance(ours, vescale_fsdp.FSDPModule) and isinstance(ours[0], torchs_class),
         "kinds": _kinds(ours),
         "cut_at": placements[0].local_units,
+        "todo": refused.value.todo,
         "again": again.full_tensor(),
         "stock": (type(stock), tuple(stock.placements)),
         "same": same,
@@ -212,7 +215,7 @@ def test_a_stack_finds_ours() -> None:
         assert rank["stock"] == (DTensor, (Shard(0),))
         assert rank["same"] and rank["from_local"]
         assert rank["loaded"] == [True] * 5 and rank["plain"] == [True] * 5
-        assert rank["encode"]
+        assert rank["encode"] and "shape=p.shape" in rank["todo"]
         assert rank["kept"] == ({DTensor}, False)
 
 
@@ -233,7 +236,7 @@ def _with_patterns(pattern: str) -> None:
         _stack_shards(_model())
 
 
-def _pattern_outcomes() -> tuple[list[str], str]:
+def _pattern_outcomes() -> tuple[list[str], object]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         _with_patterns("*weight")
@@ -242,8 +245,8 @@ def _pattern_outcomes() -> tuple[list[str], str]:
     try:
         vescale_fsdp.fully_shard(_model(), granularity={"*wieght": Rows(4)})
     except LayoutError as error:
-        return text, str(error)
-    return text, ""
+        return text, error.got
+    return text, None
 
 
 def test_patterns_and_sources() -> None:
@@ -252,5 +255,5 @@ def test_patterns_and_sources() -> None:
         run_ranks(2, _first_rank_counts), run_ranks(2, _pattern_outcomes), strict=True
     ):
         assert equal == [True, True]
-        assert len(texts) == 1 and "'*wieght'" in texts[0] and "near" in texts[0]
-        assert "matches no parameter" in refused
+        assert len(texts) == 1 and "'*wieght'" in texts[0]
+        assert refused == "'*wieght'"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
-from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.errors import CheckpointError, PlacementError, VescaleError
 from vescale_fsdp.integrations.weight_sync import WholeTensors
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import Fp8Blocks
@@ -46,11 +46,11 @@ def trainer() -> tuple[Full, State]:
     return full, state
 
 
-def met(kind: type[Exception], work: Any) -> str:
-    """What an error said."""
+def met(kind: type[VescaleError], work: Any) -> VescaleError:
+    """The error that work ends in."""
     with pytest.raises(kind) as raised:
         work()
-    return str(raised.value)
+    return raised.value
 
 
 def whole_tensors() -> list[int]:
@@ -88,21 +88,21 @@ def whole_tensors() -> list[int]:
 def wrong_calls() -> None:
     """What cannot be made is listed at once, on all ranks; a state that changes midway is refused on all ranks."""
     _, state = trainer()
-    said = met(
+    refused = met(
         PlacementError,
         lambda: WholeTensors(state, links={"a": "gone", "b": concatenate("q", "norm"), "c": "q"}),
     )
-    assert "2 problems" in said and "no tensor 'gone'" in said and "cannot be concatenated" in said
+    assert all(name in str(refused) for name in ("'gone'", "'b'")) and "'c'" not in str(refused)
     for receivers in ((2,), (), (0, 0)):
-        assert "cannot receive" in met(PlacementError, lambda: WholeTensors(state, receivers=receivers))  # noqa: B023
+        refused = met(PlacementError, lambda: WholeTensors(state, receivers=receivers))  # noqa: B023
+        assert refused.got == str(list(receivers))
     rank = dist.get_rank()
-    assert "receivers" in met(CheckpointError, lambda: WholeTensors(state, receivers=(rank,)))
+    assert "receivers" in str(met(CheckpointError, lambda: WholeTensors(state, receivers=(rank,))))
     pieces = iter(WholeTensors(state, bucket_bytes=256))
     next(pieces)
     if rank == 1:
         state["q"].add_(1)
-    said = met(CheckpointError, lambda: list(pieces))
-    assert "written to between two buckets" in said and "rank 1" in said
+    assert "rank 1" in str(met(CheckpointError, lambda: list(pieces)))
 
 
 def extract_weights(payload: list[dict[str, Any]], buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

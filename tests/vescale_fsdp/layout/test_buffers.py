@@ -116,8 +116,9 @@ def test_the_report_shows_both_buffers(tmp_path: Path) -> None:
     assert two.blocks_per_rank < one.blocks_per_rank
     assert "feed_forward.experts.gate_up_proj, feed_forward.shared_expert.down_proj" in str(report)
     assert report.layout("layers.0", 1).num_shards == 1
-    with pytest.raises(LayoutError, match="two buffers"):
+    with pytest.raises(LayoutError) as refused:
         report.layout("layers.0", 768)
+    assert refused.value.got == "2 layouts" and "layers.0" in str(refused.value.where)
     report.save(tmp_path)
     drawn = {file.name: file.read_text() for file in tmp_path.glob("layout-*.svg")}
     assert "buffer 2 of 2" in drawn["layout-layers.0-768.svg"]

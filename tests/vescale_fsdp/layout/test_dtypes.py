@@ -91,9 +91,10 @@ def test_names_are_told_apart() -> None:
     for alias in ("float", "double", "half", "int", "long", "short", "chalf", "cfloat", "cdouble"):
         assert known_dtype(alias) is known_dtype(str(getattr(torch, alias)))
     assert known_dtype("float7") is None
-    with pytest.raises(LayoutError, match="dtype is not known"):
+    with pytest.raises(LayoutError) as unknown:
         itemsize_of("float7")
-    with pytest.raises(ConversionError, match="cannot be converted"):
-        dtype_from_torch("float7")
-    with pytest.raises(ConversionError, match="no such element type"):
-        dtype_from_code("F7")
+    assert unknown.value.got == "float7"
+    for lookup, name in ((dtype_from_torch, "float7"), (dtype_from_code, "F7")):
+        with pytest.raises(ConversionError) as refused:
+            lookup(name)
+        assert refused.value.got == name

@@ -108,7 +108,7 @@ def test_empty_tensor_has_no_boxes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 13), (13, 13)])
 def test_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
     """A range that leaves the tensor, or runs backwards, is named in the error."""
-    with pytest.raises(ValueError, match=rf"\[{start}, {stop}\) is not inside shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=rf"\[{start}, {stop}\).*\(3, 4\)"):
         boxes_of_range((3, 4), start, stop)
 
 

@@ -102,14 +102,16 @@ def test_granularities_are_frozen() -> None:
 def test_sizes_must_be_positive_ints(size: object) -> None:
     """Zero, negative, fractional, boolean and text sizes are refused by every kind, naming the field."""
     for build, field in [(Flat, "numel"), (Rows, "rows"), (lambda n: Tiles(1, n), "cols")]:
-        with pytest.raises(LayoutError, match=f"{field} cannot be"):
+        with pytest.raises(LayoutError) as refused:
             build(size)  # type: ignore[arg-type]
+        assert refused.value.got == repr(size) and f"({field}=" in str(refused.value.where)
 
 
 def test_unknown_unit_of_whole_is_refused() -> None:
     """Whole knows tensors and matrices only."""
-    with pytest.raises(LayoutError, match="per='matrix'"):
+    with pytest.raises(LayoutError) as refused:
         Whole(per="row")  # type: ignore[arg-type]
+    assert (refused.value.got, refused.value.where) == ("'row'", "Whole(per=...)")
 
 
 def _by_size(fqn: str, param: SimpleNamespace) -> Granularity:
@@ -139,7 +141,7 @@ def test_rules_that_give_no_granularity(rule: GranularityRule) -> None:
     """What is no granularity is refused, naming the parameter and what would do."""
     with pytest.raises(LayoutError) as failure:
         resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8)))
-    assert "Rows(n)" in str(failure.value.expected) and "layer.weight" in str(failure.value.where)
+    assert failure.value.got in ("32", "None") and "layer.weight" in str(failure.value.where)
 
 
 @pytest.mark.parametrize("wrong", [Element, Flat, Rows, Tiles, Whole])
@@ -148,19 +150,19 @@ def test_a_class_in_place_of_a_value(
     wrong: type[Granularity], rule: Callable[[type[Granularity]], GranularityRule]
 ) -> None:
     """The class itself is refused, with a value of it to copy."""
-    with pytest.raises(
-        LayoutError, match=rf"(?s)what to do: pass a value of the class.*{wrong.__name__}\(.*\)$"
-    ):
+    with pytest.raises(LayoutError) as refused:
         resolve_granularity(rule(wrong), "layer.weight", SimpleNamespace(shape=(8, 8)))
+    assert refused.value.got == repr(wrong) and f"{wrong.__name__}(" in str(refused.value.todo)
 
 
 @pytest.mark.parametrize("rule", ["rows", {"*": "rows"}, lambda fqn, param: "rows"])
 def test_wrong_texts_in_rules(rule: GranularityRule) -> None:
     """A text that names nothing is refused with all that can be written, wherever it stands."""
-    with pytest.raises(
-        LayoutError, match=r"(?s)element, flat:256, rows:32, tiles:128x128, whole or whole:matrix"
-    ):
+    with pytest.raises(LayoutError) as refused:
         resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8)))
+    assert refused.value.got == "'rows'"
+    texts = ("element", "flat:256", "rows:32", "tiles:128x128", "whole", "whole:matrix")
+    assert [text for text in texts if text not in str(refused.value.expected)] == []
 
 
 @pytest.mark.parametrize(
@@ -186,14 +188,16 @@ def test_texts(text: str, expected: Granularity) -> None:
 )
 def test_texts_that_name_nothing(text: str) -> None:
     """Other texts are refused with the list of what can be written."""
-    with pytest.raises(LayoutError, match=r"(?s)does not name a granularity.*tiles:128x128"):
+    with pytest.raises(LayoutError) as refused:
         parse_granularity(text)
+    assert refused.value.got == repr(text) and "tiles:128x128" in str(refused.value.expected)
 
 
 def test_text_with_a_bad_size_keeps_the_reason() -> None:
     """rows:0 is a granularity with a bad size, and the error says just that."""
-    with pytest.raises(LayoutError, match="rows cannot be 0"):
+    with pytest.raises(LayoutError) as refused:
         parse_granularity("rows:0")
+    assert (refused.value.got, refused.value.where) == ("0", "Rows(rows=...)")
 
 
 NAMES = ["self_attn.q_proj.weight", "mlp.up_proj.weight", "mlp.up_proj.bias", "norm.weight"]
@@ -212,15 +216,14 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names() -> None:
     with pytest.raises(LayoutError) as error:
         check_patterns({"*.weight": Rows(2), "mlp.upproj.weight": Rows(4), "MLP.*": Rows(3)}, NAMES)
 
-    text = str(error.value)
-    assert "got: 'mlp.upproj.weight', 'MLP.*'" in text
-    assert "near 'mlp.upproj.weight': mlp.up_proj.weight" in text
-    assert "what to do: correct the pattern" in text
+    assert error.value.got == "'mlp.upproj.weight', 'MLP.*'"
+    assert "'mlp.upproj.weight': mlp.up_proj.weight" in str(error.value.where)
 
 
 def test_parse_patterns() -> None:
     """Patterns keep their order and come before what is for all, wherever that was written."""
     found = parse_granularities(["rows:2", "a.*=whole", "*.b=flat:4"])
     assert list(found.items()) == [("a.*", Whole()), ("*.b", Flat(4)), ("*", Rows(2))]
-    with pytest.raises(LayoutError, match="does not name a granularity"):
+    with pytest.raises(LayoutError) as refused:
         parse_granularities(["a.*="])
+    assert refused.value.got == "''"

@@ -46,25 +46,26 @@ def planned_layouts(draw: st.DrawFn) -> GroupLayout:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "got", "where"),
     [
-        ({"shard_numel": 40}, ["shards", "got: 40"]),
-        ({"slots": (slot("w", 40, 1, 0), slot("b", 5, 1, 40))}, ["tensors", "got: 40", "b"]),
-        ({"slots": (replace(slot("w", 20, 1, 8), runs=(PieceRun(0, 2, 10, 8),)),)}, ["tensors", "got: 8"]),
+        ({"shard_numel": 40}, "40", None),
+        ({"slots": (slot("w", 40, 1, 0), slot("b", 5, 1, 40))}, "40", "b"),
+        ({"slots": (replace(slot("w", 20, 1, 8), runs=(PieceRun(0, 2, 10, 8),)),)}, "8", "w"),
         (
             {"slots": (replace(slot("w", 20, 1, 0), runs=(PieceRun(0, 1, 10, 0), PieceRun(1, 1, 10, 4))),)},
-            ["run (1, 1, 10, 4) does not start at a multiple of 16"],
+            "run (1, 1, 10, 4) does not start at a multiple of 16",
+            "w",
         ),
-        ({"align_numel": 0}, ["align_numel=0"]),
+        ({"align_numel": 0}, "num_shards=2, shard_numel=64, align_numel=0", None),
     ],
 )
-def test_what_says_that_it_is_aligned_is(change: dict[str, Any], words: list[str]) -> None:
+def test_what_says_that_it_is_aligned_is(change: dict[str, Any], got: str, where: str | None) -> None:
     """The proof looks at shards, starts and pieces; without the promise the same numbers are read."""
     good = GroupLayout(2, 64, (slot("w", 40, 1, 0), slot("b", 5, 1, 48)), 16)
     with pytest.raises(LayoutError) as error:
         replace(good, **change)
 
-    assert all(word in str(error.value) for word in words)
+    assert (str(error.value.got), error.value.where) == (got, where)
     old = replace(good, **{**change, "align_numel": 1})
     assert "align_numel" not in old.to_json()
     assert GroupLayout.from_json(old.to_json()) == old
@@ -142,27 +143,28 @@ def test_a_layout_exists_exactly_if_no_block_is_cut(
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "shard_numel", "slots", "message"),
+    ("num_shards", "shard_numel", "slots", "got", "where"),
     [
-        (0, 8, (), "at least one shard"),
-        (2, -1, (), "at least one shard"),
-        (2, 8, (slot("t", 4, 1, -1),), "negative size or offset"),
-        (2, 8, (slot("t", 4, 0, 0),), "empty block"),
-        (2, 8, (slot("t", -4, 1, 0),), "negative size"),
-        (2, 8, (slot("t", 17, 1, 0),), r"(?s)does not fit into the group's buffer.*16.*where: t"),
-        (2, 8, (slot("t", 12, 3, 0),), r"(?s)cuts a block.*where: t"),
-        (3, 8, (slot("t", 20, 3, 2),), r"(?s)cuts a block.*where: t"),
-        (2, 8, (slot("a", 4, 1, 0), slot("b", 4, 1, 3)), r"(?s)overlap.*a \(0, 4\) and b \(3, 7\)"),
-        (2, 8, (slot("b", 4, 1, 3), slot("a", 4, 1, 0)), r"(?s)overlap.*a \(0, 4\) and b \(3, 7\)"),
-        (2, 8, (slot("a", 4, 1, 0), slot("a", 4, 1, 8)), r"(?s)appears twice.*\['a'\]"),
+        (0, 8, (), "num_shards=0", None),
+        (2, -1, (), "shard_numel=-1", None),
+        (2, 8, (slot("t", 4, 1, -1),), "offset=-1", "t"),
+        (2, 8, (slot("t", 4, 0, 0),), "block_numel=0", "t"),
+        (2, 8, (slot("t", -4, 1, 0),), "shape=(-4,)", "t"),
+        (2, 8, (slot("t", 17, 1, 0),), "[0, 17)", "t"),
+        (2, 8, (slot("t", 12, 3, 0),), "slot [0, 12)", "t"),
+        (3, 8, (slot("t", 20, 3, 2),), "slot [2, 22)", "t"),
+        (2, 8, (slot("a", 4, 1, 0), slot("b", 4, 1, 3)), "a (0, 4) and b (3, 7)", None),
+        (2, 8, (slot("b", 4, 1, 3), slot("a", 4, 1, 0)), "a (0, 4) and b (3, 7)", None),
+        (2, 8, (slot("a", 4, 1, 0), slot("a", 4, 1, 8)), "['a']", None),
     ],
 )
 def test_layouts_that_cannot_be(
-    num_shards: int, shard_numel: int, slots: tuple[TensorSlot, ...], message: str
+    num_shards: int, shard_numel: int, slots: tuple[TensorSlot, ...], got: str, where: str | None
 ) -> None:
     """A layout that breaks an invariant is refused when built, naming the tensor and the numbers."""
-    with pytest.raises(LayoutError, match=message):
+    with pytest.raises(LayoutError) as refused:
         GroupLayout(num_shards, shard_numel, slots)
+    assert got in str(refused.value.got) and refused.value.where == where
 
 
 def test_empty_tensors_take_no_room() -> None:
@@ -184,8 +186,9 @@ def test_a_scalar_is_one_element() -> None:
 
 def test_unknown_name_is_refused() -> None:
     """Asking for a tensor the group does not hold names those it holds."""
-    with pytest.raises(LayoutError, match=r"(?s)no tensor of this name.*'b', 'v', 'w'.*'x'"):
+    with pytest.raises(LayoutError) as refused:
         DRAWN.slot("x")
+    assert refused.value.got == "'x'" and "['b', 'v', 'w']" in str(refused.value.expected)
 
 
 @given(planned_layouts())
@@ -203,8 +206,9 @@ def test_json_is_proven_again() -> None:
     """A layout read from a file that was tampered with is refused like any other."""
     data = DRAWN.to_json()
     data["slots"][2]["offset"] = 19
-    with pytest.raises(LayoutError, match="cuts a block"):
+    with pytest.raises(LayoutError) as refused:
         GroupLayout.from_json(data)
+    assert (refused.value.got, refused.value.where) == ("slot [19, 35)", "v")
 
 
 @pytest.mark.parametrize("size", [1.5, 32.0, True, "32", None])
@@ -254,8 +258,9 @@ def test_model_layout_adds_up_groups() -> None:
 
     assert ModelLayout.of([("a", DRAWN), ("b", full)]).padding_ratio == pytest.approx(1 / 45)
     assert ModelLayout.of([]).padding_ratio == 0.0
-    with pytest.raises(LayoutError, match="appears twice"):
+    with pytest.raises(LayoutError) as refused:
         ModelLayout.of([("a", DRAWN), ("a", full)])
+    assert refused.value.got == "['a', 'a']"
 
 
 def test_json_size_does_not_depend_on_the_number_of_shards() -> None:

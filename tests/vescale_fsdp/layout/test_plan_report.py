@@ -174,23 +174,25 @@ def test_damaged_headers_are_refused(content: bytes, words: str, tmp_path: Path)
     """A header that is cut, absurd or no JSON is an error with file and sizes, before anything is allocated."""
     (tmp_path / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(LayoutError, match=rf"(?s)damaged or incomplete.*{words}.*model.safetensors"):
+    with pytest.raises(LayoutError) as refused:
         shapes_of(tmp_path)
+    assert words in str(refused.value.got) and "model.safetensors" in str(refused.value.where)
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "got", "where"),
     [
-        ({"w": (4, -1)}, r"shape is not valid.*\(4, -1\).*where: w"),
-        ({"w": (4, "x")}, "shape is not valid"),
-        (17, "no shapes to plan with.*int"),
-        ("/nowhere/at/all", "no safetensors files.*no folder"),
+        ({"w": (4, -1)}, "(4, -1)", "w"),
+        ({"w": (4, "x")}, "(4, 'x')", "w"),
+        (17, "int", None),
+        ("/nowhere/at/all", "no folder", "/nowhere/at/all"),
     ],
 )
-def test_sources_that_cannot_be(source: object, words: str) -> None:
+def test_sources_that_cannot_be(source: object, got: str, where: str | None) -> None:
     """Bad shapes, other types and empty folders are refused."""
-    with pytest.raises(LayoutError, match=f"(?s){words}"):
+    with pytest.raises(LayoutError) as refused:
         plan_report(source, [2])  # type: ignore[arg-type]
+    assert (refused.value.got, refused.value.where) == (got, where)
 
 
 def names_of(shapes: dict[str, tuple[int, ...]], units: list[str] | None = None) -> dict[str, list[str]]:
@@ -233,18 +235,20 @@ def test_named_units_take_the_deepest_match() -> None:
         "m.layers.1": ["attn.w"],
         "": ["m.norm.w"],
     }
-    with pytest.raises(LayoutError, match=r"(?s)matches no module.*'m.layer.\*'.*near it: m.layers"):
+    with pytest.raises(LayoutError) as refused:
         names_of(shapes, ["m.layer.*"])
+    assert refused.value.got == "'m.layer.*'" and "m.layers" in str(refused.value.where)
 
 
 def test_patterns_must_match_and_shards_must_be_given() -> None:
     """The report refuses what the runtime would refuse."""
-    with pytest.raises(LayoutError, match=r"(?s)matches no parameter.*'mlp.upproj'"):
+    with pytest.raises(LayoutError) as unmatched:
         plan_report(model_shapes(), [8], {"mlp.upproj": Rows(2)})
-    with pytest.raises(LayoutError, match="nothing to plan for"):
-        plan_report(model_shapes(), [])
-    with pytest.raises(LayoutError, match="num_shards=0"):
-        plan_report(model_shapes(), [0])
+    assert unmatched.value.got == "'mlp.upproj'"
+    for shards, got in (([], "shards=[]"), ([0], "num_shards=0")):
+        with pytest.raises(LayoutError) as refused:
+            plan_report(model_shapes(), shards)
+        assert got in str(refused.value.got)
 
 
 def test_a_granularity_function_sees_name_and_shape() -> None:

@@ -358,37 +358,39 @@ def test_corners() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "num_shards", "options", "words"),
+    ("spec", "num_shards", "options", "got"),
     [
-        (TensorSpec("w", (4, -1), "float32", 1), 2, {}, ["sizes >= 0", "(4, -1)", "w"]),
-        (TensorSpec("w", (4, 1), "float32", 0), 2, {}, ["block_numel >= 1", "block_numel 0"]),
-        (TensorSpec("w", (4, 1), "float32", 1), 0, {}, ["num_shards >= 1", "num_shards=0", "mesh axis"]),
-        (TensorSpec("w", (4, 1), "float32", 1), -3, {}, ["num_shards=-3"]),
-        (TensorSpec("w", (4, 1), "float32", 1), 2, {"align_numel": 0}, ["align_numel=0"]),
-        (TensorSpec("w", (4, 1), "float32", 1), 2, {"scatter": "always"}, ["'never' or 'auto'", "'always'"]),
+        (TensorSpec("w", (4, -1), "float32", 1), 2, {}, "shape (4, -1)"),
+        (TensorSpec("w", (4, 1), "float32", 0), 2, {}, "block_numel 0"),
+        (TensorSpec("w", (4, 1), "float32", 1), 0, {}, "num_shards=0"),
+        (TensorSpec("w", (4, 1), "float32", 1), -3, {}, "num_shards=-3"),
+        (TensorSpec("w", (4, 1), "float32", 1), 2, {"align_numel": 0}, "align_numel=0"),
+        (TensorSpec("w", (4, 1), "float32", 1), 2, {"scatter": "always"}, "'always'"),
     ],
 )
 def test_bad_input_is_refused(
-    spec: TensorSpec, num_shards: int, options: dict[str, object], words: list[str]
+    spec: TensorSpec, num_shards: int, options: dict[str, object], got: str
 ) -> None:
     """Impossible sizes and options end in an error that names them."""
     with pytest.raises(LayoutError) as error:
         plan_group([spec], num_shards, **options)  # type: ignore[arg-type]
 
     assert isinstance(error.value, ValueError)
-    for word in (*words, "expected:", "got:", "what to do:"):
-        assert word in str(error.value)
+    assert got in str(error.value.got) and error.value.expected and error.value.todo
+    assert error.value.where == ("w" if min(spec.shape) < 0 or spec.block_numel < 1 else error.value.where)
 
 
 def test_differing_dtypes_are_refused() -> None:
     """One group is one buffer of one dtype."""
     pair = [TensorSpec("w", (4,), "float32", 1), TensorSpec("s", (4,), "bfloat16", 1)]
 
-    with pytest.raises(LayoutError, match=r"bfloat16 \(s\), float32 \(w\)"):
+    with pytest.raises(LayoutError) as refused:
         plan_group(pair, 2)
+    assert refused.value.got == "bfloat16 (s), float32 (w)"
 
 
 def test_repeated_names_are_refused() -> None:
     """A name stands for one tensor."""
-    with pytest.raises(LayoutError, match="appears twice"):
+    with pytest.raises(LayoutError) as refused:
         plan_group([TensorSpec("w", (4,), "float32", 1)] * 2, 2)
+    assert refused.value.got == "['w']"

@@ -69,7 +69,7 @@ def test_a_placement_keeps_what_was_published() -> None:
     assert repr(placement) == "RaggedShard(dims=(0,), local_units=(1, 1, 0, 0, 0))"
     assert placement.__reduce__() == (RaggedShard, ((0,), (1, 1, 0, 0, 0)))
     assert b"run_lengths" not in pickle.dumps(placement)
-    with pytest.raises(AttributeError, match="'RaggedShard' object has no attribute 'units_of'"):
+    with pytest.raises(AttributeError, match="units_of"):
         placement.units_of  # type: ignore[attr-defined]  # noqa: B018
 
 

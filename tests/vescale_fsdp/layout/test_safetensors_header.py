@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -102,8 +103,9 @@ GOOD = {"a": entry(), "b": entry("U8", [4], [8, 12])}
 )
 def test_lies_are_refused(data: bytes, words: str) -> None:
     """Lengths, types, names, nesting and offsets that cannot be are one error that says which."""
-    with pytest.raises(CorruptCheckpointError, match=rf"(?s)damaged or incomplete.*({words})"):
+    with pytest.raises(CorruptCheckpointError) as refused:
         read(data)
+    assert re.search(words, f"{refused.value.expected}; {refused.value.got}; {refused.value.where}")
 
 
 def test_shapes_without_data() -> None:
@@ -118,5 +120,6 @@ def test_shapes_without_data() -> None:
 
 def test_a_type_that_is_not_in_the_format() -> None:
     """It is no damage, and is told as what it is."""
-    with pytest.raises(ConversionError, match="no such element type"):
+    with pytest.raises(ConversionError) as refused:
         read(file_of({"a": entry(dtype="F7")}, 8))
+    assert refused.value.got == "F7"

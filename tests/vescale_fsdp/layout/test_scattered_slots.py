@@ -83,12 +83,13 @@ def test_pieces_follow_each_other_over_several_runs() -> None:
 
 def test_a_scattered_slot_has_no_span() -> None:
     """Whoever slices the buffer by a span is told that there is none."""
-    with pytest.raises(LayoutError, match=r"(?s)not one range.*GroupLayout.piece.*where: u"):
+    with pytest.raises(LayoutError) as refused:
         _ = DRAWN.slot("u").span
+    assert refused.value.where == "u"
 
 
 @pytest.mark.parametrize(
-    ("slot", "message"),
+    ("slot", "got"),
     [
         (scattered(12, 4, 0, (0, 2, 4, 0)), "8 elements"),  # less than the tensor
         (scattered(8, 4, 0, (0, 3, 4, 0)), "12 elements"),  # more than the tensor
@@ -102,10 +103,11 @@ def test_a_scattered_slot_has_no_span() -> None:
         (scattered(8, 4, 3, (0, 2, 4, 0)), "offset 3"),
     ],
 )
-def test_runs_that_cannot_be(slot: TensorSlot, message: str) -> None:
+def test_runs_that_cannot_be(slot: TensorSlot, got: str) -> None:
     """A scattered slot that breaks an invariant is refused when built, naming tensor and run."""
-    with pytest.raises(LayoutError, match=rf"(?s)pieces of this scattered slot.*{message}.*where: s"):
+    with pytest.raises(LayoutError) as refused:
         GroupLayout(3, 10, (slot,))
+    assert got in str(refused.value.got) and refused.value.where == "s"
 
 
 @given(
@@ -142,8 +144,9 @@ def test_runs_overlap_ranges_exactly_if_they_share_an_element(
 def test_overlaps_are_refused(other: TensorSlot) -> None:
     """A scattered slot shares no element with another slot, contiguous or scattered."""
     slots = (scattered(12, 4, 0, (0, 3, 4, 0)), other)
-    with pytest.raises(LayoutError, match=r"(?s)overlap.*s .*t "):
+    with pytest.raises(LayoutError) as refused:
         GroupLayout(4, 10, slots)
+    assert {word for word in str(refused.value.got).split() if word in "st"} == {"s", "t"}
     beside = TensorSlot("t", (12,), "float32", 4, 6, (PieceRun(0, 3, 4, 6),))
     assert GroupLayout(4, 10, (slots[0], beside)).copied_numel == 24
 

@@ -380,8 +380,9 @@ def test_other_parts_and_shapes_are_refused() -> None:
     saved["state"][0]["exp_avg_codes"] = torch.zeros(64, 32, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="exp_avg_codes"):
         optimizer.load_state_dict(saved)
-    with pytest.raises(CheckpointError, match="other parts"):
+    with pytest.raises(CheckpointError) as error:
         optimizer.load_state_dict({**saved, "state": {}})
+    assert error.value.got == "[]" and "exp_avg_codes" in str(error.value.expected)
     signed = copy.deepcopy(optimizer.state_dict())
     signed["state"][0]["exp_avg_codes"] = torch.zeros(64, 64, dtype=torch.int8)
     with pytest.raises(CheckpointError, match="int8"):
@@ -395,6 +396,7 @@ def test_a_refused_state_leaves_the_options_as_they_are() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.5
     del saved["state"][0]["step"]
-    with pytest.raises(CheckpointError, match="other parts"):
+    with pytest.raises(CheckpointError) as error:
         optimizer.load_state_dict(saved)
+    assert "'step'" in str(error.value.expected) and "'step'" not in str(error.value.got)
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in before] != [0.5]

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import models
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, run_cases, run_ranks
+from tests.support.models import assert_is_piece
 from vescale_fsdp import Element, Rows, Whole, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import GroupState
 
@@ -27,7 +27,7 @@ def shard(model: models.Stack, mesh: Any, **options: Any) -> models.Stack:
     return model
 
 
-def train_and_compare(world: int, granularity: str, reshard: bool | None, steps: int = 4) -> int:
+def train_and_compare(world: int, granularity: str, reshard: bool | None, steps: int = 3) -> int:
     """Losses, gradients and parameters beside one process's; returns how many ranks' pieces were empty."""
     mesh = cpu_mesh()
     reference = models.build()
@@ -42,8 +42,7 @@ def train_and_compare(world: int, granularity: str, reshard: bool | None, steps:
         loss.backward()
         assert models.mean_over_ranks(loss) == pytest.approx(expected_loss, rel=1e-5)
         for name, param in model.named_parameters():
-            assert isinstance(param, RaggedDTensor)
-            torch.testing.assert_close(param.grad.full_tensor(), expected_grads[name], msg=name)
+            assert_is_piece(param.grad, expected_grads[name], name)
         expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
         torch.testing.assert_close(norm, expected_norm)
@@ -55,21 +54,26 @@ def train_and_compare(world: int, granularity: str, reshard: bool | None, steps:
     return sum(1 for param in model.parameters() if param.to_local().numel() == 0)
 
 
+SWITCHED = [(granularity, reshard) for granularity in ("rows3", "whole") for reshard in (True, False)]
+
+
 # Every layout on every world; the switch is independent of the layout: two layouts and worlds show it.
-PARITIES = [(world, granularity, None) for world in (1, 2, 3, 4) for granularity in GRANULARITIES] + [
-    (world, granularity, reshard)
-    for world in (2, 4)
-    for granularity in ("rows3", "whole")
-    for reshard in (True, False)
-]
-
-
-@pytest.mark.parametrize(("world", "granularity", "reshard"), PARITIES)
-def test_parity_with_one_process(world: int, granularity: str, reshard: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        *((world, [(granularity, None) for granularity in GRANULARITIES]) for world in (1, 2, 3, 4)),
+        (2, SWITCHED),
+        pytest.param(4, SWITCHED, marks=pytest.mark.part("numerics")),
+    ],
+    ids=["1", "2", "3", "4", "2-switched", "4-switched"],
+)
+def test_parity_with_one_process(world: int, cases: list[tuple[str, bool | None]]) -> None:
     """Loss, gradients, clipped norm and weights equal the plain model's after several AdamW steps."""
-    empty = run_ranks(world, train_and_compare, world, granularity, reshard)
+    empty = run_cases(world, train_and_compare, [(world, *case) for case in cases])
+
     if world == 4:
-        assert sum(empty) > 0, "the case must contain ranks that hold nothing of a parameter"
+        for case, numbers in zip(cases, empty, strict=True):
+            assert sum(numbers) > 0, f"{case} must contain ranks that hold nothing of a parameter"
 
 
 def compare_with_fsdp2(steps: int) -> list[float]:
@@ -116,7 +120,7 @@ def accumulate(world: int, use_context: bool) -> None:
             [models.loss_of(reference, models.batch(micro, r)) for r in range(world)]
         ).mean().backward()
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
+        assert_is_piece(param.grad, expected.grad, name)
 
 
 @pytest.mark.parametrize("use_context", [True, False])
@@ -132,7 +136,7 @@ def accumulate_with_communication() -> None:
         models.loss_of(model, models.batch(micro, mesh.get_rank())).backward()
         torch.stack([models.loss_of(reference, models.batch(micro, r)) for r in range(2)]).mean().backward()
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+        assert_is_piece(param.grad, expected.grad)
 
 
 def test_gradient_accumulation_with_communication() -> None:
@@ -152,7 +156,7 @@ def two_forwards_one_backward() -> None:
     )
     expected.backward()
     for param, plain in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
+        assert_is_piece(param.grad, plain.grad)
 
 
 def test_two_forwards_one_backward() -> None:
@@ -188,7 +192,7 @@ def checkpointed(reentrant: bool) -> None:
         models.loss_of(model, models.batch(step, mesh.get_rank())).backward()
         assert behind == [GroupState.SHARDED] * 3 * (step + 1)
         for name, param in model.named_parameters():
-            torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)
+            assert_is_piece(param.grad, grads[name], name)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -300,7 +304,7 @@ def hsdp() -> None:
         model.zero_grad()
         models.loss_of(model, models.batch(step, rank)).backward()
         for name, param in model.named_parameters():
-            torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)
+            assert_is_piece(param.grad, grads[name], name)
             assert param.full_tensor().shape == reference.get_parameter(name).shape
 
 

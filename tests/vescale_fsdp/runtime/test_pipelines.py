@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +20,8 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.param_group import ParamGroup
 
+FULL = MixedPrecisionPolicy()
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 DIM, MICROBATCHES, ROWS, STEPS = 6, 4, 2, 2
 # Schedule, and the stages of each of two pipeline ranks.
 SCHEDULES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -91,29 +94,33 @@ def counted(target: Any, name: str) -> Any:
     return mock.patch.object(target, name, autospec=True, side_effect=vars(target)[name])
 
 
-def every_schedule(world: int) -> None:
+def every_schedule(world: int, policy: MixedPrecisionPolicy) -> None:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
     start = {f"{n}.{name}": p for n in range(4) for name, p in stage_module(n, 4).named_parameters()}
     for schedule in SCHEDULES:
-        for policy in (
-            MixedPrecisionPolicy(),
-            MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
-        ):
-            with counted(_fsdp_param_group, "foreach_reduce") as theirs:
-                expected = train(stock_fully_shard, schedule, mesh, policy)
-            with counted(ParamGroup, "start_reduce") as ours:
-                got = train(fully_shard, schedule, mesh, policy)
-            assert expected.keys() == got.keys() and expected
-            for name, value in expected.items():
-                difference = f"{schedule}, {policy.param_dtype}: {name}"
-                torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6, msg=difference)
-                if len(SCHEDULES[schedule][0]) > 1:
-                    assert (value - start[name]).norm() > 0, name
-            assert ours.call_count == theirs.call_count, (schedule, ours.call_count, theirs.call_count)
-            assert ours.call_count == STEPS * 4 // 2, schedule  # once per step and unit that has parameters
+        with counted(_fsdp_param_group, "foreach_reduce") as theirs:
+            expected = train(stock_fully_shard, schedule, mesh, policy)
+        with counted(ParamGroup, "start_reduce") as ours:
+            got = train(fully_shard, schedule, mesh, policy)
+        assert expected.keys() == got.keys() and expected
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6, msg=f"{schedule}, {name}")
+            if len(SCHEDULES[schedule][0]) > 1:
+                assert (value - start[name]).norm() > 0, name
+        assert ours.call_count == theirs.call_count, (schedule, ours.call_count, theirs.call_count)
+        assert ours.call_count == STEPS * 4 // 2, schedule  # once per step and unit that has parameters
 
 
-def test_every_schedule_trains_as_under_fsdp2() -> None:
+@pytest.mark.parametrize(
+    ("world", "policy"),
+    [
+        (2, FULL),
+        (4, HALF),
+        pytest.param(2, HALF, marks=pytest.mark.part("numerics")),
+        pytest.param(4, FULL, marks=pytest.mark.part("numerics")),
+    ],
+    ids=["2-fp32", "4-bf16", "2-bf16", "4-fp32"],
+)
+def test_every_schedule_trains_as_under_fsdp2(world: int, policy: MixedPrecisionPolicy) -> None:
     """GPipe, 1F1B, interleaved and zero-bubble schedules, with one and two data-parallel ranks per stage."""
-    run_ranks(4, every_schedule, 4)
-    run_ranks(2, every_schedule, 2)
+    run_ranks(world, every_schedule, world, policy)

@@ -158,12 +158,22 @@ def towers(context: type[CommContext], kind: str, orders: list[Any]) -> dict[Any
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_units_on_two_streams_in_any_order(kind: str) -> None:
+# On several ranks, whose collectives take longer: one order in 13, in which are each unit, stream and place.
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [
+        ("shards", 1),
+        ("read twice", 1),
+        ("replicas", 13),
+        ("parts", 13),
+        pytest.param("replicas", 3, marks=pytest.mark.part("numerics")),
+        pytest.param("parts", 3, marks=pytest.mark.part("numerics")),
+    ],
+)
+def test_units_on_two_streams_in_any_order(kind: str, every: int) -> None:
     """Full parameters are freed behind the streams that read them, where no order of units is known or another one."""
     world = math.prod(KINDS[kind][0])
-    # Of those on several ranks, whose collectives take longer, every third: each unit, stream and place is among them.
-    assert run_ranks(world, towers, CommContext, kind, ORDERS[:: 1 if world == 1 else 3]) == [{}] * world
+    assert run_ranks(world, towers, CommContext, kind, ORDERS[::every]) == [{}] * world
 
 
 def test_memory_is_freed_behind_its_reader() -> None:

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support import models
 from tests.support.distributed import run_ranks
-from tests.support.models import check_steps, shard
+from tests.support.models import check_steps, refused, shard
 from vescale_fsdp.collectives import all_gather_into
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import ArgumentError, UnsupportedOpError
 from vescale_fsdp.runtime.comm import group_comm
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import storage_id
@@ -83,7 +82,7 @@ def of_the_users() -> None:
 
 def of_the_group(method: str, arguments: list[Any]) -> None:
     model, pool = shard(models.build()), Pool()
-    with pytest.raises(UnsupportedOpError, match="VESCALE_FSDP_UNTRIED=memory_pools"):
+    with refused(UnsupportedOpError, expected="VESCALE_FSDP_UNTRIED=memory_pools", got=method):
         getattr(model.blocks[0], method)(*arguments)
     patches: list[Any] = [
         mock.patch.object(group_comm, name, return_value=object())
@@ -101,7 +100,7 @@ def of_the_group(method: str, arguments: list[Any]) -> None:
         getattr(model.blocks[0], method)(*arguments)
         model.blocks[1].set_custom_all_gather(OwnGather())
         model.blocks[1].set_custom_all_gather(OwnGather())
-        with pytest.raises(ValueError, match="Custom collectives"):
+        with refused(ArgumentError, got="set_custom_all_gather", where=method):
             getattr(model.blocks[1], method)(*arguments)
         check_steps(model, models.build(), 3)
     mine = full_storages(model.blocks[0])

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import RaggedDTensor, fully_shard
+from tests.support.distributed import cpu_mesh, run_cases, run_ranks
+from tests.support.models import assert_is_piece
+from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm import order_watch
 from vescale_fsdp.runtime.comm.gradients import UsedFlags
@@ -123,9 +124,7 @@ def used_by_some(mesh_shape: tuple[int, ...]) -> None:
         for each, used in zip(x, ("ab" if other == 0 else "a", "a", "abce"), strict=True):
             (plain(each, used).pow(2).sum() / world).backward()
     for name, param in model.named_parameters():
-        assert isinstance(param.grad, RaggedDTensor)
-        expected = plain.get_parameter(name).grad
-        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=1e-4, atol=1e-5, msg=name)
+        assert_is_piece(param.grad, plain.get_parameter(name).grad, name, rtol=1e-4, atol=1e-5)
 
 
 def none_of_a_rank_that_used_nothing_else() -> None:
@@ -277,7 +276,7 @@ KINDS: dict[str, tuple[Callable[[Row], list[Any]], dict[str, Any]]] = {
 
 def unevenly_used(kind: str, mesh_shape: tuple[int, ...], way: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", mesh_shape)
+    mesh = cpu_mesh(*mesh_shape)
     units, options = KINDS[kind]
     model: Any = Row()
     for unit in [*units(model), model]:
@@ -311,7 +310,7 @@ def unevenly_used(kind: str, mesh_shape: tuple[int, ...], way: str) -> None:
                 continue
             expected = torch.zeros(param.shape) if expected is None else expected
             close = {"rtol": 0.1, "atol": 0.1} if kind == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
-            torch.testing.assert_close(param.grad.full_tensor(), expected, **close, msg=f"{step} {name}")
+            assert_is_piece(param.grad, expected, f"{step} {name}", **close)
         model.zero_grad()
 
 
@@ -319,26 +318,39 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def in_each_way(kind: str, mesh_shape: tuple[int, ...]) -> None:
-    for way in ("each", "no sync", "one graph"):
-        unevenly_used(kind, mesh_shape, way)
+WAYS = ("each", "no sync", "one graph")
+ON_TWO = [(kind, (2,)) for kind in KINDS if kind != "in parts"]
+ON_FOUR: list[tuple[str, tuple[int, ...]]] = [
+    ("plain", (2, 2)),
+    ("kept", (2, 2)),
+    ("lists", (2, 2)),
+    ("in parts", (4,)),
+]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in parts"])
-def test_units_whose_output_only_some_ranks_use(kind: str) -> None:
-    """They train as in plain data parallelism: ranks that skip a unit gather and reduce it where others do."""
-    run_ranks(2, in_each_way, kind, (2,), timeout_s=60.0)
+@pytest.mark.parametrize(
+    ("world", "kinds", "ways"),
+    [
+        (2, ON_TWO, (0, 1)),
+        (4, ON_FOUR, (0,)),
+        pytest.param(2, ON_TWO, (2,), marks=pytest.mark.part("numerics")),
+        pytest.param(4, ON_FOUR, (1, 2), marks=pytest.mark.part("numerics")),
+    ],
+    ids=["2", "4", "2-more", "4-more"],
+)
+def test_units_whose_output_only_some_ranks_use(
+    world: int, kinds: list[tuple[str, tuple[int, ...]]], ways: tuple[int, ...]
+) -> None:
+    """They train as in plain data parallelism: ranks that skip a unit gather and reduce it where others do.
 
-
-@pytest.mark.parametrize("kind", ["plain", "kept", "lists"])
-def test_units_whose_output_only_some_ranks_use_with_replicas(kind: str) -> None:
-    """The same over shards and replicas, where one rank of four differs."""
-    run_ranks(4, in_each_way, kind, (2, 2), timeout_s=60.0)
-
-
-def test_units_whose_output_only_some_ranks_use_in_parts() -> None:
-    """The same where full parameters are kept over smaller groups."""
-    run_ranks(4, in_each_way, "in parts", (4,), timeout_s=60.0)
+    Also over shards and replicas, where one rank of four differs, and with parameters kept in parts. Each kind meets
+    the ways in turn.
+    """
+    run_cases(
+        world,
+        unevenly_used,
+        [(*kind, WAYS[(number + way) % 3]) for number, kind in enumerate(kinds) for way in ways],
+    )
 
 
 class TwoUnits(nn.Module):
@@ -398,7 +410,7 @@ def odd_way(way: str, shape: tuple[int, ...]) -> tuple[str, str] | None:
     """What a rank hears of a last rank that goes another way in the second step."""
     with mock.patch.object(order_watch, "BOUND_S", 1.0):
         model: Any = TwoUnits()
-        mesh = dist.init_device_mesh("cpu", shape)
+        mesh = cpu_mesh(*shape)
         for module in (*model.units, model):
             fully_shard(module, mesh=mesh)
         if way == "deadlocked":

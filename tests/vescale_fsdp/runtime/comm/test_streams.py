@@ -7,6 +7,7 @@ negative controls show.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -230,7 +231,7 @@ def run_case(name: str, mesh_shape: Sequence[int] = (), *, beside: bool = False,
     return recorder.hazards
 
 
-def run_cases() -> dict[str, list[str]]:
+def run_all() -> dict[str, list[str]]:
     found = {name: run_case(name) for name in CASES}
     for name in ("plain", "accumulate", "offload", "exceptions"):
         found[f"{name}, collectives beside"] = run_case(name, beside=True)
@@ -239,7 +240,7 @@ def run_cases() -> dict[str, list[str]]:
 
 def test_no_hazard_under_any_switch() -> None:
     """Nothing is read, written or given out again before the work that uses it is done."""
-    assert run_ranks(1, run_cases) == [{}]
+    assert run_ranks(1, run_all) == [{}]
 
 
 def scattered() -> list[str]:
@@ -252,19 +253,31 @@ def scattered() -> list[str]:
     return recorder.hazards
 
 
-def run_hybrid() -> dict[str, list[str]]:
-    found = {name: run_case(name, (2, 2)) for name in ("plain", "accumulate", "exceptions", "offload")}
-    found["collectives beside"] = run_case("accumulate", (2, 2), beside=True)
-    for reshard in (2, 4):
-        found[f"part of {reshard}"] = run_case("plain", reshard_after_forward=reshard)
-        found[f"event, part of {reshard}"] = run_case("optimizer event", reshard_after_forward=reshard)
-    found["scattered"] = scattered()
+HYBRID: dict[str, Callable[[], list[str]]] = {
+    "accumulate": partial(run_case, "accumulate", (2, 2)),
+    "exceptions": partial(run_case, "exceptions", (2, 2)),
+    "collectives beside": partial(run_case, "accumulate", (2, 2), beside=True),
+    "event, part of 2": partial(run_case, "optimizer event", reshard_after_forward=2),
+    "scattered": scattered,
+}
+MORE_HYBRID: dict[str, Callable[[], list[str]]] = {
+    "plain": partial(run_case, "plain", (2, 2)),
+    "offload": partial(run_case, "offload", (2, 2)),
+    "part of 2": partial(run_case, "plain", reshard_after_forward=2),
+    "part of 4": partial(run_case, "plain", reshard_after_forward=4),
+    "event, part of 4": partial(run_case, "optimizer event", reshard_after_forward=4),
+}
+
+
+def run_hybrid(more: bool) -> dict[str, list[str]]:
+    found = {name: case() for name, case in (MORE_HYBRID if more else HYBRID).items()}
     return {name: hazards for name, hazards in found.items() if hazards}
 
 
-def test_no_hazard_with_replicas_and_parts() -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.part("numerics"))])
+def test_no_hazard_with_replicas_and_parts(more: bool) -> None:
     """The same on 2 replicas of 2 shards, and where each rank keeps a part between forward and backward."""
-    assert run_ranks(4, run_hybrid) == [{}] * 4
+    assert run_ranks(4, run_hybrid, more) == [{}] * 4
 
 
 def two_roots() -> list[str]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.hooked_tensors import (
     CarelessInt8,
@@ -34,6 +35,7 @@ from tests.support.hooked_tensors import (
 )
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import LayoutError, MisuseError, UnsupportedOpError, VescaleError
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
 from vescale_fsdp.runtime.all_gather_hooks import scaled_together
 from vescale_fsdp.runtime.consensus import reach_consensus
@@ -253,19 +255,19 @@ def test_meta_init_and_new_shards() -> None:
 
 
 def refusals() -> None:
-    def refused(error: type[Exception], match: str, kind: Any, **options: Any) -> None:
+    def refused(error: type[VescaleError], got: str, kind: Any, **options: Any) -> None:
         layer = nn.Linear(6, 8)
         layer.weight = nn.Parameter(kind(layer.weight.detach()))
-        with pytest.raises(error, match=match):
+        with models.refused(error, got=got):
             fully_shard(layer, **{"mesh": cpu_mesh(), **options})
 
-    refused(AssertionError, "one of the two all-gather hooks", OnlyBefore)
-    refused(AssertionError, "wrong parameters", ThreeArguments)
-    refused(NotImplementedError, "does not wrap one tensor", lambda data: data.as_subclass(WrapsNothing))
-    refused(NotImplementedError, "without fsdp_pre_all_gather", Wrapper)
-    refused(NotImplementedError, "reshard_after_forward=2", Int8Rows, reshard_after_forward=2)
-    refused(NotImplementedError, "without names", Int8Rows, mesh=cpu_mesh(2, 2))
-    refused(ValueError, "would cut a block", Int8Rows, granularity=Rows(3))
+    refused(MisuseError, "OnlyBefore", OnlyBefore)
+    refused(MisuseError, "(", ThreeArguments)
+    refused(UnsupportedOpError, "WrapsNothing", lambda data: data.as_subclass(WrapsNothing))
+    refused(UnsupportedOpError, "Wrapper", Wrapper)
+    refused(UnsupportedOpError, "reshard_after_forward=2", Int8Rows, reshard_after_forward=2)
+    refused(UnsupportedOpError, "mesh", Int8Rows, mesh=cpu_mesh(2, 2))
+    refused(LayoutError, "", Int8Rows, granularity=Rows(3))
 
 
 def test_refusals() -> None:
@@ -273,22 +275,23 @@ def test_refusals() -> None:
     run_ranks(4, refusals)
 
 
-def unpadded() -> str:
+def unpadded() -> tuple[str, str] | None:
     layer = nn.Linear(6, 7)
     layer.weight = nn.Parameter(Unpadded(layer.weight.detach()))
     state = state_of(fully_shard(layer, mesh=cpu_mesh()))
     assert state is not None
     reach_consensus(states_of(*state.modules))
     if dist.get_rank() == 0:
-        return ""  # it would wait for the other
-    with pytest.raises(AssertionError, match=r"inputs of \(4, 6\)") as caught:
+        return None  # it would wait for the other
+    with pytest.raises(MisuseError) as caught:
         layer(inputs(0))
-    return str(caught.value)
+    return str(caught.value.expected), str(caught.value.got)
 
 
 def test_missing_padding_is_seen() -> None:
     """A rank with fewer rows whose hook does not pad raises instead of sending too little."""
-    assert "from rows of (3, 6)" in run_ranks(2, unpadded)[1]
+    expected, got = run_ranks(2, unpadded)[1]
+    assert "(4, 6)" in expected and "(3, 6)" in got
 
 
 def test_rows_are_cut_as_fsdp2_cuts_them() -> None:

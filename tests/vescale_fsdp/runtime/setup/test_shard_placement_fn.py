@@ -17,9 +17,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard, Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import LayoutError, MisuseError, PlacementError, VescaleError
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import ShardPlacementResult, newer_class
 
@@ -150,24 +152,25 @@ def refusals() -> None:
     mesh = cpu_mesh(2, names=("dp",))
     info = FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0)
 
-    def refused(match: str, place: Callable[[nn.Parameter], Any], **options: Any) -> None:
+    def refused(
+        error: type[VescaleError], got: Any, place: Callable[[nn.Parameter], Any], **options: Any
+    ) -> None:
         model = nn.Linear(4, 6)
-        with pytest.raises((ValueError, AssertionError), match=match) as caught:
+        with models.refused(error, got=got):
             fully_shard(model, mesh=mesh, shard_placement_fn=place, **options)
-        assert isinstance(caught.value, AssertionError) is ("cannot be used" in match)  # as under FSDP2
         assert type(model) is nn.Linear and not isinstance(model.weight, RaggedDTensor)
 
-    refused("one axis that shards", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
-    refused("one axis that shards", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
-    refused("one axis that shards", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
-    refused("placement that cannot be used", lambda p: ShardPlacementResult(Shard(p.ndim), info))
-    refused("placement that cannot be used", lambda p: Replicate())
+    refused(PlacementError, "DDPMeshInfo", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
+    refused(PlacementError, "mesh", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
+    refused(PlacementError, "HSDPMeshInfo", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
+    refused(MisuseError, repr(Shard(2)), lambda p: ShardPlacementResult(Shard(p.ndim), info))
+    refused(MisuseError, Replicate(), lambda p: Replicate())
     fresh = lambda p: ShardPlacementResult(None, FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0))  # noqa: E731
-    refused("Two meshes of a unit have the same ranks", fresh)
+    refused(PlacementError, "shard=2", fresh)
     default_too = lambda p: ShardPlacementResult(None, info) if p.ndim == 2 else None  # noqa: E731
-    refused("Two meshes of a unit have the same ranks", default_too)
-    refused("Two rules", lambda p: RaggedShard((0,), (1, 1)), granularity=Rows(2))
-    refused("cannot be cut like this", lambda p: RaggedShard((0,), (3, 4)))
+    refused(PlacementError, "dp=2", default_too)
+    refused(LayoutError, Rows(2), lambda p: RaggedShard((0,), (1, 1)), granularity=Rows(2))
+    refused(PlacementError, (6, 4), lambda p: RaggedShard((0,), (3, 4)))
 
 
 @WITH_RESULTS

@@ -151,15 +151,14 @@ def forgotten() -> str:
     part = {k: v.clone() for k, v in full_state.items() if k != "emb.weight"}
     model.load_state_dict(part, assign=True, strict=False)
     assert model.emb.weight.is_meta and not model.head.weight.is_meta
-    with pytest.raises(LifecycleError, match="meta device") as caught:
+    with pytest.raises(LifecycleError) as caught:
         model(torch.randn(4, 11))
-    return str(caught.value)
+    return str(caught.value.got)
 
 
 def test_what_was_not_loaded_is_named() -> None:
     """A piece that nobody loaded is an error, not zeros."""
-    for text in run_ranks(2, forgotten):
-        assert "got: 1.weight\n" in text  # the second module of the list
+    assert run_ranks(2, forgotten) == ["1.weight"] * 2  # of the second module of the list
 
 
 def exchanged() -> float:
