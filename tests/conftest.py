@@ -21,19 +21,25 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("repeatable")
 
+# Tests compute small tensors, several processes at a time: OpenMP's threads would wait for each other's cores.
+torch.set_num_threads(1)
 
-# Files that take long, begun first: `make test` runs two at a time, and shall not wait for one of these at the end.
+
+# The files of `make test` that take longest, begun first, in this order: it runs two at a time, and shall not wait for
+# one of these at the end.
 LONG = (
-    "checkpoint/jobs/test_killed_jobs.py",
-    "vescale_fsdp/optim/test_state_dict.py",
-    "tools/test_demo.py",
-    "vescale_fsdp/dtensor/test_op_db.py",
     "checkpoint/save/test_fault_matrix.py",
-    "house/test_typing.py",
-    "vescale_fsdp/runtime/test_numerics.py",
+    "vescale_fsdp/optim/test_rounding.py",
+    "vescale_fsdp/optim/test_launches_of_steps.py",
+    "vescale_fsdp/optim/test_state_dict.py",
+    "vescale_fsdp/runtime/fuzz/test_fuzz.py",
+    "vescale_fsdp/runtime/comm/test_reduction.py",
     "checkpoint/save/test_faults.py",
-    "vescale_fsdp/optim/test_muon.py",
-    "house/docs/test_notebook.py",
+    "vescale_fsdp/optim/test_flat_optimizer.py",
+    "vescale_fsdp/elastic/test_formation.py",
+    "conversion/test_urls.py",
+    "vescale_fsdp/runtime/setup/test_dp_mesh_dims.py",
+    "vescale_fsdp/dtensor/test_op_db.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
 
@@ -96,12 +102,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if chosen not in ("all", part_of(item))]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
-    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
+    items.sort(key=place_of)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
+
+
+def place_of(item: pytest.Item) -> int:
+    """A test's file among the long ones; the others, which keep their order, behind them."""
+    file = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return LONG.index(file) if file in LONG else len(LONG)
 
 
 def part_of(item: pytest.Item) -> str:

@@ -127,7 +127,7 @@ def _new_group(
     # No prior sharding (None), since `check_renewable` refuses tensor and expert parallelism.
     for param in params:
         slot = param.slot
-        # On the meta device: only shape and dtype are needed, and no rank has memory for whole parameters.
+        # On the meta device: only shape and dtype are needed.
         empty = torch.empty(slot.shape, dtype=old.shard.dtype, device="meta")
         outline = nn.Parameter(empty, param.sharded.requires_grad)
         outlines[slot.fqn] = OriginalParam(outline, param.owners, PriorSharding(data, None), slot.block_numel)

@@ -83,8 +83,9 @@ def test_swapped_data_file(folder: Path, tmp_path: Path) -> None:
     other = {"model": {"w": torch.arange(24.0).view(6, 4), "b": torch.tensor(3.5)}, "step": 7}
     dcp.save(other, checkpoint_id=tmp_path / "other", no_dist=True)
     (folder / DATA).write_bytes((tmp_path / "other" / DATA).read_bytes())
-    with pytest.raises(CorruptCheckpointError, match=r"does not contain(.|\n)*\(4, 6\)(.|\n)*\(6, 4\)"):
+    with pytest.raises(CorruptCheckpointError) as error:
         _convert(folder)
+    assert "(4, 6)" in str(error.value.expected) and "(6, 4)" in str(error.value.got)
 
 
 @pytest.mark.parametrize(
