@@ -126,8 +126,6 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
             tables.storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}"
         )
         yield Check(name, problem, 0, False)
-        if problem is not None:
-            continue  # the whole array is reported as damaged; its chunks are not checked one by one
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None
             try:

@@ -157,6 +157,19 @@ def test_damage_is_found(kind: str, tmp_path: Path) -> None:
         assert not state["b"].any()  # whole chunks are read, and proven before they are copied
 
 
+def test_verify_checks_the_chunks_of_an_array_whose_metadata_is_damaged(tmp_path: Path) -> None:
+    """All files that are damaged are reported in one run, as the manifest knows the chunks."""
+    save(tmp_path / "c", {"a": torch.arange(100.0)}, format="zarr")
+    (chunk,) = (tmp_path / "c").glob("data-*/a/c/0")
+    chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    settings = chunk.parent.parent / "zarr.json"
+    settings.write_text("{}")
+
+    found = {problem.where for problem in verify(tmp_path / "c").problems}
+
+    assert found == {str(file.relative_to(tmp_path / "c")) for file in (chunk, settings)}
+
+
 def test_names_that_are_no_file_names(tmp_path: Path) -> None:
     """Keys such as '..' or '/' stay inside the folder and come back."""
     state = {"..": {".": torch.ones(2)}, "a/b": torch.ones(3), "": torch.ones(4), "ü%2E": torch.ones(5)}
