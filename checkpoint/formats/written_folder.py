@@ -103,12 +103,10 @@ class WrittenFolder:
                 _put(self.working, file)
             if self.final.in_order:
                 self._remove_stale({*data_files, *(file.name for file in closing), self.marker})
-            else:
-                _put(self.working, last)
-            if self.marker:  # removed first: a valid folder must not have it
+            _put(self.working, last)  # after all other changes, because it makes the folder valid
+            if self.marker:  # removed last: at no time does an incomplete folder lack both files
                 self.working.remove(self.marker)
             if self.final.in_order:
-                _put(self.working, last)  # after all other changes, because it makes the folder valid
                 return
             # File names must be durable before the rename makes the folder valid.
             for folder in {name.rpartition("/")[0] for name in self.working.list_files()} | {""}:
@@ -132,7 +130,7 @@ class WrittenFolder:
     def _left(self) -> str:
         """Return the state of the path after a failed save, for messages."""
         if self.final.in_order:
-            return f"{self.final.where} has no {self.decisive}, and cannot be loaded, until a save succeeds"
+            return f"{self.final.where} cannot be loaded until a save succeeds"
         return f"{self.final.where} is unchanged"
 
     def _remove_stale(self, new: Collection[str]) -> None:

@@ -193,6 +193,8 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
         if not target.exists():
             os.rename(new, target)
         elif not _renamed(new, target, _RENAME_EXCHANGE):
+            # Left by a process that was killed while it removed the folder; no rename replaces a folder with files.
+            shutil.rmtree(aside, ignore_errors=True)
             os.rename(target, aside)
             try:
                 os.rename(new, target)

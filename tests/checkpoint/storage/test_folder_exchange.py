@@ -15,9 +15,12 @@ import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.dcp import DCP
+from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile
 from vescale_fsdp.checkpoint.storage import file_system
 from vescale_fsdp.checkpoint.storage.file_system import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 
 
 def _folder(path: Path, text: str) -> Path:
@@ -36,7 +39,7 @@ def test_the_new_folder_is_there_and_the_old_one_gone(
     target = LocalStorage(tmp_path / "out")
     for text in ("first", "second"):
         _folder(tmp_path / ".out.saving", text)
-        (tmp_path / ".out.before").mkdir()
+        _folder(tmp_path / ".out.before", "half removed")
         target.take_over(target.beside(".out.saving"))
 
         assert (tmp_path / "out" / "file").read_text() == text
@@ -126,3 +129,23 @@ def test_the_deciding_file_comes_last(number: int, tmp_path: Path, monkeypatch: 
     if number == 3:
         found = {f"{path.relative_to(out)}": path.read_text() for path in out.rglob("*") if path.is_file()}
         assert found == dict.fromkeys(("a", "deep/b", "c"), ".out.saving")
+
+
+def test_in_an_object_store_the_marker_goes_after_the_deciding_file_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process killed between the two leaves a folder with a marker, which readers refuse and a save replaces."""
+    folder = WrittenFolder(RemoteStorage("memory://marked/c"), "a test", "last", lambda _: True, "marker")
+    folder.begin()
+    seen: list[tuple[str, bool]] = []
+    remove = RemoteStorage.remove
+
+    def watched(self: RemoteStorage, name: str) -> None:
+        seen.append((name, self.exists("last")))
+        remove(self, name)
+
+    monkeypatch.setattr(RemoteStorage, "remove", watched)
+    folder.commit([ClosingFile("last", lambda: [b"x"])], [])
+
+    assert seen == [("marker", True)]
+    assert folder.final.list_files() == ["last"]
