@@ -204,7 +204,7 @@ class CheckpointManager:
         """Raise if the root cannot be used; warn if it can only be read."""
         problem = self._root.check_root()
         if problem is not None and self._coordinator.rank == 0:
-            warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
+            warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=3)
 
     def clean(self, *, older_than_s: float | None = None) -> list[str]:
         """Remove the leftovers of killed jobs on disk and in memory; a collective. The first save cleans the disk too.
@@ -438,7 +438,7 @@ class CheckpointManager:
                 warnings.warn(
                     f"another job holds {self._root.where}: the steps after step {restored.step} were not marked as "
                     "abandoned, and a restart takes them again. Give each run its own root",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
         if self._ram is not None and changed is None:
             changed = RunFile.new()  # steps in memory belong to a branch of the run file
@@ -545,7 +545,7 @@ class CheckpointManager:
                     warnings.warn(
                         f"step {record.step} is saved, but its record could not be written: "
                         f"{type(error).__name__}: {error}",
-                        stacklevel=3,
+                        stacklevel=4,
                     )
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 

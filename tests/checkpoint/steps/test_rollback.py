@@ -122,8 +122,9 @@ def test_a_root_that_another_job_holds(tmp_path: Path) -> None:
     with _other_job(tmp_path):
         manager = CheckpointManager(tmp_path)
         manager.restore(_state(0), step=1)
-        with pytest.warns(UserWarning, match="another job holds"):
+        with pytest.warns(UserWarning, match="another job holds") as caught:
             manager.save(4, _state(4))
+        assert caught[0].filename == __file__  # the line that calls `save`
         assert manager.steps() == [1, 2, 3, 4]
         manager.restore(_state(0), step=1)
     _run(tmp_path, 5)

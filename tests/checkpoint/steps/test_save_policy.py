@@ -440,6 +440,7 @@ def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     """The step is good without it, and that is said."""
     manager = CheckpointManager(tmp_path)
     (tmp_path / "step-00000001" / "record.json").mkdir(parents=True)
-    with pytest.warns(UserWarning, match="step 1 is saved, but its record could not be written"):
+    with pytest.warns(UserWarning, match="step 1 is saved, but its record could not be written") as caught:
         manager.save(1, _state(1))
+    assert caught[0].filename == __file__  # the line that calls `save`
     assert manager.steps() == [1]
