@@ -122,7 +122,7 @@ def float_type(name: str) -> DType:
             "Weights cannot be cast to this type.",
             expected="float16, bfloat16, float32 or float64",
             got=name,
-            todo="use one of these; a cast to fewer bits would need scales, which --quantize computes",
+            todo="use one of these; fewer bits would need scales, which vescale-convert computes with --quantize",
         )
     return dtype
 
