@@ -55,7 +55,7 @@ class StepOnDisk:
             ours = read_manifest(self._storage)
         except CheckpointError:  # no step, or a damaged step, which `StepSearch` reports
             return False
-        # Not the whole manifests: they describe different files.
+        # Not the whole manifests: they describe different files. The save's ID alone would not show a damaged manifest.
         keys = ("save_id", "world_size", "blob_bytes", "entries")
         return all(getattr(ours, key) == getattr(manifest, key) for key in keys)
 

@@ -193,6 +193,7 @@ def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> Non
     """Refuse moments that identify their parameter by number, since rules need its name."""
     path = state.path(name)
     container = optimizer_container(path) if name in own else None
+    # One number, such as a step counter, can be copied to any parameter.
     if container is None or state.views[name].info.numel == 1:
         return
     key = parameter_key(path, container)
@@ -253,9 +254,9 @@ def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
 
 def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
     """Make the entry of a path whose last part contains the parameter's name."""
-    # In the middle, the name is searched between dots, so that it does not match the end of a longer part.
-    before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
-    before, after = (before and f"{before}."), f".{after.lstrip('.')}"
+    # The name is searched between dots, so that it does not match a part of a longer name.
+    before, after = f".{last}".split(f".{fqn}.", 1)
+    before, after = before and f"{before[1:]}.", f".{after}"
     slot = name_of((*path[:-1], f"{before}*{after}"))
     return _OptimizerEntry(fqn, lambda new: (*path[:-1], f"{before}{new}{after}"), slot)
 

@@ -59,6 +59,13 @@ class Pattern:
 
     text: str
 
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if not name.isidentifier():  # a regular expression's group cannot have it
+                raise _bad(
+                    self.text, "captures named by letters, digits and _, no digit first", f"{{{name}}}"
+                )
+
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of the captures."""

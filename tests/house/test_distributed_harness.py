@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.distributed import RankError, RankTimeout, cpu_mesh, run_ranks
+from tests.support.distributed import RankError, RankTimeout, cpu_mesh, run_cases, run_fresh, run_ranks
 
 
 def _rank_and_sum(base: int) -> tuple[int, int, int]:
@@ -57,6 +57,12 @@ def _mesh_shape() -> tuple[int, ...]:
     return tuple(cpu_mesh(2, 2, names=("replicate", "shard")).shape)
 
 
+def _case(rank: int) -> tuple[int, float, bool]:
+    if dist.get_rank() == rank:
+        raise ValueError("broken on purpose")
+    return dist.get_rank(), float(torch.rand(())), cpu_mesh() is cpu_mesh()
+
+
 def _random_number() -> float:
     return float(torch.rand(()))
 
@@ -92,6 +98,25 @@ def test_ranks_share_the_tests_folder(tmp_path: Path) -> None:
 def test_mesh_helper_gives_two_axes() -> None:
     """cpu_mesh makes an HSDP mesh when asked."""
     assert run_ranks(4, _mesh_shape) == [(2, 2)] * 4
+
+
+def test_cases_share_a_call_and_a_failure_names_its_case() -> None:
+    """Results come case by case, each from the same seed; one mesh serves a call."""
+    (first, second) = run_cases(2, _case, [(-1,), (-2,)])
+
+    assert [rank for rank, _, _ in first] == [0, 1] and first == second
+    assert all(is_one for _, _, is_one in first)
+    with pytest.raises(RankError) as caught:
+        run_cases(2, _case, [(-1,), (1,)])
+    assert caught.value.rank == 1 and "(1,)" in str(caught.value)
+
+
+def test_a_fresh_process_has_torch_and_nothing_of_ours() -> None:
+    """Its failure is the caller's."""
+    run_fresh(exec, "import sys; assert 'torch' in sys.modules and 'vescale_fsdp' not in sys.modules", {})
+
+    with pytest.raises(AssertionError):
+        run_fresh(exec, "raise SystemExit(3)", {})
 
 
 def test_exception_names_its_rank_and_line() -> None:

@@ -185,6 +185,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
                 todo="write a rule file (conversion/DESIGN.md) and name it in checkpoint.hf_rules",
             )
         self._hf_rules = config.hf_rules
+        # This package pins its own staging buffer, so torchtitan has to keep none.
         if config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM.value:
             self.async_mode = AsyncMode.ASYNC
 
@@ -201,6 +202,7 @@ class VescaleCheckpoints(TitanCheckpointManager):
         Returns:
             The future of an asynchronous save; None for a synchronous one.
         """
+        # torchtitan saves in Hugging Face's format, or collects garbage, only in synchronous saves.
         if async_mode is not AsyncMode.DISABLED:
             return _SaveFuture(async_save(checkpoint_id, state_dict, overwrite=True))
         target: Format = "native"

@@ -80,6 +80,7 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
 
 def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
     """Return the direct subfolders that contain DCP checkpoints, with a trailing slash, sorted."""
+    # Not deeper: several models of one step lie side by side, and a folder of many steps is no single source.
     ends = [file for file in files if file.endswith(f"/{METADATA_FILE}") and file.count("/") == 1]
     return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
 

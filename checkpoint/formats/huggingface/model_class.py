@@ -233,7 +233,7 @@ def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str
     row = _rows().get(class_name)
     if isinstance(row, dict):
         leaf = module.rpartition(".")[2]
-        if any(name.endswith(f"{leaf}.weight") for form in row["forms"] for name in form):
+        if any(f".{name}".endswith(f".{leaf}.weight") for form in row["forms"] for name in form):
             return leaf in row.get("conv1d", ())
     orientations = {
         is_transposed

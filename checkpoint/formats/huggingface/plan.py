@@ -135,6 +135,7 @@ def plan_shards(
         )
     groups: list[list[TensorInfo]] = [[]]
     filled = 0
+    # In natural order, layers.2 before layers.10, so that a shard has consecutive layers.
     for info in sorted(infos, key=lambda info: natural_key(info.name)):
         if groups[-1] and filled + info.nbytes > max_shard_bytes:
             groups.append([])

@@ -100,8 +100,13 @@ def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """
     groups: dict[str, list[str]] = {}  # the end of a chain of ties -> all names of this tensor
     for alias, target in ties.items():
-        while target in ties:  # the target is itself tied to another name
+        chain = {alias: None, target: None}
+        # A target may itself be tied to another name. Two names that are tied to each other have no end of a chain.
+        while target in ties and ties[target] not in chain:
             target = ties[target]
+            chain[target] = None
+        if target in ties:
+            target = min(chain)
         groups.setdefault(target, [target]).append(alias)
     known = set(names)
     absent: dict[str, str] = {}

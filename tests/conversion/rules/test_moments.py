@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.dtype_zoo import same_bytes
 from tests.support.rule_cases import convert_in_parts, experts, hf_folder, llama
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
+from vescale_fsdp.conversion.rules.apply_to_state import _flat_entry
 from vescale_fsdp.errors import ConversionError
 
 
@@ -199,3 +200,17 @@ def test_parameters_that_are_joined_must_agree(tmp_path: Path, differs: str, for
     step = {"optimizer.state.qk.weight.step": torch.zeros(())}
     dcp.load(step, checkpoint_id=tmp_path / "out", no_dist=True)
     assert step["optimizer.state.qk.weight.step"].item() == 5.0
+
+
+@pytest.mark.parametrize(
+    ("last", "name", "renamed"),
+    [
+        ("state.s.exp_avg", "s", "state.new.exp_avg"),
+        ("s.exp_avg", "s", "new.exp_avg"),
+        ("state.a.s.step", "a.s", "state.new.step"),
+    ],
+)
+def test_a_short_name_is_found_between_dots(last: str, name: str, renamed: str) -> None:
+    """A parameter's name may be the beginning of the word "state" in a flattened entry."""
+    entry = _flat_entry(("optimizer", last), last, name)
+    assert entry.rebuild("new") == ("optimizer", renamed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.rule_cases import RULES, STACKED, convert_in_parts, deepseek, hf_folder
+from vescale_fsdp.conversion.rules.rule_file import Pattern
 from vescale_fsdp.errors import ConversionError
 
 THREE = """
@@ -116,3 +117,10 @@ def test_quantized_weights_are_refused_with_the_way_on(
         convert_in_parts(source, tmp_path / "out.pt", "torch", rules=rules)
     convert_in_parts(source, tmp_path / "out.pt", "torch")
     assert torch.load(tmp_path / "out.pt", weights_only=True)[name].dtype == torch.uint8
+
+
+def test_a_capture_has_the_name_of_a_group() -> None:
+    """A number is no name of a group in a regular expression."""
+    with pytest.raises(ConversionError) as error:
+        Pattern("layers.{0}.w")
+    assert error.value.got == "{0}" and error.value.where == "layers.{0}.w"

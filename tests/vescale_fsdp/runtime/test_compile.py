@@ -72,7 +72,7 @@ def beside_fsdp2() -> None:
     assert torn.breaks > ours.breaks, "breaks are counted"
 
 
-def test_graph_breaks() -> None:
+def test_a_compiled_model_breaks_no_more_than_fsdp2s() -> None:
     """No more than FSDP2's, and the losses of a model that is not compiled; a break more is counted."""
     run_ranks(2, beside_fsdp2)
 

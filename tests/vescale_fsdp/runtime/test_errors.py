@@ -64,7 +64,7 @@ def mistakes() -> None:
         model.set_reshard_after_forward(2)
 
 
-def test_misuse_of_fully_shard() -> None:
+def test_modules_that_cannot_be_sharded_are_refused() -> None:
     """Containers, scalars, strided parameters, wrong rules, double wraps, deep copies."""
     run_ranks(1, mistakes)
 
@@ -143,7 +143,7 @@ def lists_of_modules() -> None:
     assert type(fully_shard(nn.Linear(5, 5), mesh=mesh)) is type(other)
 
 
-def test_lists_of_modules() -> None:
+def test_modules_inside_others_of_a_list_belong_to_those() -> None:
     """Modules inside others of the list belong to those; modules of one class get one sharded class."""
     run_ranks(1, lists_of_modules)
 
@@ -351,6 +351,6 @@ def dtypes() -> None:
     assert embedding(torch.tensor([257])).dtype is torch.bfloat16  # of integers, which stay what they are
 
 
-def test_mixed_precision_dtypes() -> None:
+def test_compute_is_in_bf16_and_gradients_come_back_in_fp32() -> None:
     """bf16 compute over fp32 shards: inputs and parameters are cast but for integers, gradients come back in fp32."""
     run_ranks(2, dtypes)

@@ -72,7 +72,7 @@ def offloaded() -> None:
     assert all(p.device.type == "cpu" and p.to_local().device.type == "cpu" for p in model.parameters())
 
 
-def test_cpu_offload_policy() -> None:
+def test_a_model_with_cpu_offload_trains_alike() -> None:
     """CPUOffloadPolicy is accepted and trains alike (on a CPU mesh everything is on the host anyway)."""
     run_ranks(2, offloaded)
 
@@ -163,7 +163,7 @@ def other_methods() -> None:
     register_fsdp_forward_method(plain, "anything")  # no-op on a plain module
 
 
-def test_other_forward_methods() -> None:
+def test_registered_methods_gather_and_reduce_like_forward() -> None:
     """A registered method gathers, reshards and reduces like forward."""
     run_ranks(2, other_methods)
 
@@ -176,7 +176,7 @@ def pipeline_stages() -> None:
         check_steps(stage, models.build(), 2)
 
 
-def test_roots_share_communication() -> None:
+def test_roots_that_share_communication_train_as_alone() -> None:
     """Two roots with one context train as alone."""
     run_ranks(2, pipeline_stages)
 
@@ -204,7 +204,7 @@ def optimizer_in_backward() -> None:
         torch.testing.assert_close(param.full_tensor(), reference.get_parameter(name), msg=name)
 
 
-def test_optimizer_in_backward() -> None:
+def test_post_accumulate_hooks_can_step_in_the_backward() -> None:
     """Post-accumulate hooks of the sharded parameters fire after each reduction."""
     run_ranks(2, optimizer_in_backward)
 
@@ -224,7 +224,7 @@ def explicit_prefetch() -> None:
         blocks[0].set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
-def test_explicit_prefetch() -> None:
+def test_lists_say_what_is_gathered_ahead() -> None:
     """A user's lists say what is gathered ahead."""
     run_ranks(2, explicit_prefetch)
 
@@ -367,7 +367,7 @@ def labels() -> set[str]:
     return {event.key for event in profile.key_averages() if event.key.startswith("FSDP::")}
 
 
-def test_profiler_labels() -> None:
+def test_traces_hold_the_ranges_that_tools_look_for() -> None:
     """Traces hold the ranges that trace tools look for."""
     for found in run_ranks(2, labels):
         for label in ("root_pre_forward", "root_post_backward_callback"):

@@ -67,7 +67,7 @@ SWITCHED = [(granularity, reshard) for granularity in ("rows3", "whole") for res
     ],
     ids=["1", "2", "3", "4", "2-switched", "4-switched"],
 )
-def test_parity_with_one_process(world: int, cases: list[tuple[str, bool | None]]) -> None:
+def test_training_equals_one_process(world: int, cases: list[tuple[str, bool | None]]) -> None:
     """Loss, gradients, clipped norm and weights equal the plain model's after several AdamW steps."""
     empty = run_cases(world, train_and_compare, [(world, *case) for case in cases])
 
@@ -159,7 +159,7 @@ def two_forwards_one_backward() -> None:
         assert_is_piece(param.grad, plain.grad)
 
 
-def test_two_forwards_one_backward() -> None:
+def test_two_forwards_reach_one_reduction() -> None:
     """Both uses of every unit reach its one reduction."""
     run_ranks(2, two_forwards_one_backward)
 
@@ -196,7 +196,7 @@ def checkpointed(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
+def test_recomputed_forwards_give_the_gradients_of_plain_ones(reentrant: bool) -> None:
     """Recomputed forwards give the gradients of plain ones, and their units are freed as early."""
     run_ranks(2, checkpointed, reentrant)
 

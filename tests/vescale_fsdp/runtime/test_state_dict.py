@@ -191,7 +191,7 @@ def meta_init(world: int) -> None:
         assert_is_piece(param.grad, grads[name], name)
 
 
-def test_meta_device_init() -> None:
+def test_a_model_made_on_meta_trains_like_the_plain_one() -> None:
     """Build on meta, shard, to_empty, fill the pieces: trains like the plain model."""
     run_ranks(3, meta_init, 3)
 
@@ -204,7 +204,7 @@ def to_double() -> None:
     torch.testing.assert_close(out, models.build(1, num_blocks=2).double()(models.batch(0, 0).double()))
 
 
-def test_module_to_dtype() -> None:
+def test_a_change_of_dtype_converts_the_shards() -> None:
     """model.double() after sharding converts the shards, and the forward follows."""
     run_ranks(2, to_double)
 

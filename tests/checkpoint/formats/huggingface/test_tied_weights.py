@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.support.rule_cases import convert_in_parts
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import declared_ties, left_out_by
+from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import _absent, declared_ties, left_out_by
 from vescale_fsdp.conversion import diff, open_source
 
 SIZES = {
@@ -168,3 +168,17 @@ def test_settings_that_make_no_model(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     report = convert_in_parts(tmp_path / "hf", tmp_path / "native", "native")
     assert "LlamaForCausalLM are tied" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("ties", "absent"),
+    [
+        ({"a": "a"}, {}),
+        ({"a": "b", "b": "a"}, {"b": "a"}),
+        ({"b": "c", "c": "a", "a": "c"}, {"b": "a", "c": "a"}),
+        ({"b": "c", "c": "a"}, {"b": "a", "c": "a"}),
+    ],
+)
+def test_names_tied_to_each_other_are_one_tensor(ties: dict[str, str], absent: dict[str, str]) -> None:
+    """A cycle of ties has no last name, and ends the search all the same."""
+    assert _absent(ties, ["a"]) == absent

@@ -1,4 +1,4 @@
-"""What hooks cost the host per unit, in calls of functions: a number that must not grow."""
+"""What hooks cost the host per unit, in calls of functions, as a share of FSDP2's in the same run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.support.faults.nan_memory import NAN_MEMORY
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime import param_group
 
-MOST_CALLS = 712  # of Python's functions and of C's, per unit of four parameters; 698 with torch 2.13
+# Of FSDP2's calls, of Python's functions and of C's, per unit of four parameters: ours are 0.54, and a context per
+# gradient makes them 0.57.
+MOST = 0.56
 
 
 def chain(function: Any, num_units: int) -> nn.Module:
@@ -60,5 +62,4 @@ def calls_of_a_unit() -> tuple[float, float, float]:
 def test_host_calls_of_a_unit() -> None:
     """Little more than half of what FSDP2 calls; and the bound is near enough to see a context per gradient."""
     for ours, theirs, control in run_ranks(1, calls_of_a_unit):
-        assert 0 < ours <= MOST_CALLS < control
-        assert ours <= 0.56 * theirs
+        assert 0 < ours <= MOST * theirs < control

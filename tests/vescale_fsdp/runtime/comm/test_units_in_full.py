@@ -225,7 +225,7 @@ FEW = ["plain", "checkpoint", "base layers apart"]
     ],
     ids=["some", "others", "others-more"],
 )
-def test_as_many_as_fsdp2(frozen: list[str], ways: list[str]) -> None:
+def test_no_more_units_are_in_full_than_under_fsdp2(frozen: list[str], ways: list[str]) -> None:
     """At no point more units are in full, whatever is frozen and however it runs."""
     for differ in run_ranks(2, beside_fsdp2, frozen, ways):
         assert differ == {}
@@ -246,7 +246,7 @@ def on_streams() -> dict[str, int]:
     }
 
 
-def test_streams_change_nothing() -> None:
+def test_streams_keep_no_more_units_in_full() -> None:
     """A block is held at a time; where it is recomputed, its base layer with it if that is a unit."""
     for found in run_ranks(1, on_streams):
         assert found == {case: 2 if "apart, checkpoint" in case else 1 for case in found}

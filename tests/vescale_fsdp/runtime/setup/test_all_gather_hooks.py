@@ -270,7 +270,7 @@ def refusals() -> None:
     refused(LayoutError, "", Int8Rows, granularity=Rows(3))
 
 
-def test_refusals() -> None:
+def test_classes_whose_hooks_cannot_work_are_refused() -> None:
     """Half a pair of hooks, strange signatures, classes that wrap nothing, numbers to reshard to, cut blocks."""
     run_ranks(4, refusals)
 

@@ -160,7 +160,7 @@ PARITIES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[Row]]] = {
         for name in PARITIES
     ],
 )
-def test_parity(name: str) -> None:
+def test_named_axes_train_as_fsdp2_and_one_process(name: str) -> None:
     """Losses and gradients equal FSDP2's (to the bit where each sum is of two) and one process's.
 
     The parameters live on the axes one expects.
@@ -227,7 +227,7 @@ def save_and_load(folder: str) -> None:
 
 
 @WITH_DIMS
-def test_checkpoint_from_a_full_mesh(tmp_path: Any) -> None:
+def test_a_checkpoint_from_a_full_mesh_loads_anywhere(tmp_path: Any) -> None:
     """What is saved from named axes of a full mesh loads anywhere."""
     run_ranks(4, save_and_load, str(tmp_path))
 
@@ -271,7 +271,7 @@ def refusals() -> None:
 
 
 @WITH_DIMS
-def test_refusals() -> None:
+def test_parameters_and_names_that_do_not_go_with_the_mesh_are_refused() -> None:
     """Parameters and names that do not go with the mesh, numbers to reshard to, placement functions."""
     run_ranks(4, refusals)
 

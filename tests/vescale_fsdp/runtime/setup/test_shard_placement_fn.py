@@ -174,6 +174,6 @@ def refusals() -> None:
 
 
 @WITH_RESULTS
-def test_refusals() -> None:
+def test_meshes_and_placements_that_cannot_be_are_refused() -> None:
     """Meshes that do not say what shards, two objects for the same ranks, placements that cannot be."""
     run_ranks(2, refusals)

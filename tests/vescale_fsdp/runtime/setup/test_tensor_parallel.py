@@ -128,7 +128,7 @@ PARITIES: dict[tuple[int, ...], list[dict[str, Any]]] = {
     ],
     ids=str,
 )
-def test_parity_with_one_process(shape: tuple[int, ...]) -> None:
+def test_training_on_more_axes_equals_one_process(shape: tuple[int, ...]) -> None:
     """Gradients and parameters after AdamW steps are those of one process, on 2-D and 3-D meshes."""
     names = ("dp", "tp") if len(shape) == 2 else ("replicate", "shard", "tp")
 
@@ -156,7 +156,7 @@ def mixed_precision() -> None:
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
 
 
-def test_mixed_precision() -> None:
+def test_mixed_precision_goes_with_tensor_parallelism() -> None:
     """Mixed precision and tensor parallelism go together."""
     run_ranks(4, mixed_precision)
 
@@ -209,7 +209,7 @@ def save_and_load(folder: str) -> None:
     dist.barrier()
 
 
-def test_checkpoints_between_meshes(tmp_path: Any) -> None:
+def test_checkpoints_load_on_another_split_of_the_ranks(tmp_path: Any) -> None:
     """What is saved under dp x tp loads under another split of the ranks."""
     run_ranks(4, save_and_load, str(tmp_path))
 
@@ -231,7 +231,7 @@ def misuse() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_meshes_that_do_not_go_together() -> None:
+def test_meshes_that_do_not_go_together_are_refused() -> None:
     """A DTensor on the sharded axis, on an unnamed mesh or sharded already is refused with the way out."""
     for found in run_ranks(4, misuse):
         assert list(found) == ["same axis", "unnamed", "twice"]

@@ -358,6 +358,6 @@ def everything() -> None:
     full_moments()
 
 
-def test_usual_mistakes() -> None:
+def test_usual_mistakes_are_refused_with_the_way_out() -> None:
     """Methods beside forward, full states, wrong arguments, modules taken twice or by two libraries, copies, ties."""
     run_ranks(2, everything)
