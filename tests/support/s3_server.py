@@ -69,7 +69,8 @@ def s3_server(weather: Weather) -> Iterator[str]:
     moto_api_backend.reset()  # of the whole process: the buckets of an earlier server
     application = weather.wrap(DomainDispatcherApplication(create_backend_app))
     running = make_server("127.0.0.1", 0, application, threaded=True)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    poll_s = 0.05  # how long the end of the server takes
+    threading.Thread(target=running.serve_forever, args=(poll_s,), daemon=True).start()
     endpoint = f"http://127.0.0.1:{running.server_port}"
     bucket_client(endpoint).create_bucket(Bucket="bucket")
     yield endpoint

@@ -21,7 +21,7 @@ def exits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
     """Exit statuses of the cases of `leaving_processes`, and where they left what they wrote."""
     folder = tmp_path_factory.mktemp("exits")
     command = [sys.executable, "-m", "tests.checkpoint.save.leaving_processes", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 

@@ -52,7 +52,12 @@ def _fails(saver: Saver, state: Any, number: int | None) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("form", "error"), [("native", disk_full), ("native", read_only), ("zarr", disk_full)]
+    ("form", "error"),
+    [
+        ("native", disk_full),
+        ("zarr", disk_full),
+        pytest.param("native", read_only, marks=pytest.mark.part("faults")),
+    ],
 )
 def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> None:
     """Whichever operation of a save fails, the path holds the old or the new checkpoint, whole, and no file is open."""
