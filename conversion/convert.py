@@ -464,7 +464,7 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
     are not stored.
 
     Args:
-        keeps_repeats: whether the target writes an item that strides repeat only once.
+        keeps_repeats: whether the target stores an item once that strides of 0 repeat.
     """
 
     def written_bytes(view: TensorView) -> int:

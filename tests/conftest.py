@@ -21,6 +21,9 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("repeatable")
 
+# Tests compute small tensors, several processes at a time: OpenMP's threads would wait for each other's cores.
+torch.set_num_threads(1)
+
 
 # The files of `make test` that take longest, begun first, in this order: it runs two at a time, and shall not wait for
 # one of these at the end.

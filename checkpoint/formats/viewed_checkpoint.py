@@ -201,7 +201,7 @@ class ViewedCheckpoint(Loadable):
         buffers = unsaved_meta_buffers(live)
         if buffers and self._init is None and self._strict:
             raise CheckpointError(
-                "Buffers on the meta device are in no checkpoint.",
+                "The model has non-persistent buffers on the meta device, whose values no checkpoint contains.",
                 expected="values for every tensor of the model",
                 got=some(buffers),
                 todo="pass init=, which is called with each module that has such buffers: "
@@ -307,7 +307,8 @@ def _at_paths_of(
         for name in (*carried.views, *carried.values)
         if name in carried.is_model
         or name in of_optimizers
-        # The path is a leaf of the live state, or is inside a leaf: an object or an empty container.
+        # The path or a parent of it is a leaf of the live state. A parent may be an object, or a container that is
+        # empty in the live state only.
         or any(path[:depth] in leaves for path in (carried.path(name),) for depth in range(1, len(path) + 1))
     }
     carried = carried.restricted_to(kept)

@@ -23,7 +23,8 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_
 from vescale_fsdp.errors import CorruptCheckpointError
 
 Json = Any
-# Most levels of containers that a save accepts. A load needs more stack per level, and could not load deeper states.
+# Maximum depth of nested containers that a save accepts. A load needs more stack per level: it could not load deeper
+# states.
 MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 

@@ -207,7 +207,7 @@ class Source:
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
 
     def verify(self, name: str) -> None:
-        """Verify the byte ranges with checksums that contain a tensor's chunks; reads their unread bytes.
+        """Verify every byte range that has a checksum and overlaps a tensor's chunks. Bytes not read yet are read.
 
         Raises:
             CorruptCheckpointError: if a checksum does not match.

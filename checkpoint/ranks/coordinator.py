@@ -502,6 +502,7 @@ class GroupCoordinator(Coordinator):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        # Only `SaveSchedule` calls this, one call per step: what a rank that is late has not finished is the last call.
         return self._begin_reduction(numbers, dist.ReduceOp.MAX, "the call for the previous step")
 
     def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:

@@ -78,7 +78,7 @@ def interface_of(address: str) -> str:
                 request = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # the interface has no IPv4 address
                 continue
-            # Of an ifreq: after 16 bytes of name, 2 of family, 2 of port.
+            # The IPv4 address in the returned ifreq follows 16 bytes of name, 2 of family and 2 of port.
             own = ipaddress.ip_address(request[20:24])
             # Every address in 127.0.0.0/8 works on the loopback interface, which lists only one of them.
             if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):

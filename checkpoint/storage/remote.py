@@ -291,7 +291,7 @@ class RemoteStorage(Storage):
     in_order = True
     is_shared = visible_is_durable = True
     max_gap_bytes = 1 << 20  # 1 MiB: to read and discard them costs less than the latency of another request
-    abandoned_after_s = 86_400.0  # a day: without locks, an upload may still be in use
+    abandoned_after_s = 86_400.0  # a day: object stores have no locks, so younger uploads may be in use
     write_threads = 1  # a stream has only one writer
     read_threads = far_read_threads = 8  # not limited by the cores: threads mostly wait for responses
 

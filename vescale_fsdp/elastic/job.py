@@ -109,7 +109,7 @@ class ElasticJob:
         membership: how processes agree on the members of an epoch.
         build: makes the model and its optimizer. It must not communicate, since it is called in the first epoch of each
             process, which other processes may have passed. It must give the same weights in all processes. It is called
-            once more in every epoch that finds no saved step, such as the first epoch of a new job.
+            again in every epoch that finds no saved step, to start from initial weights: in a new job, twice at first.
         checkpoints: makes the checkpoint manager of an epoch, for a number of ranks. With a RAM tier of interval 1 and
             ``replicas=1``, the loss of a node costs only the current step.
         make_mesh: makes the mesh of an epoch, for a number of ranks. Default: a 1-D mesh of all ranks.

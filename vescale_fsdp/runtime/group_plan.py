@@ -119,12 +119,12 @@ class _GroupKey(NamedTuple):
 def plan_groups(
     managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[GroupPlan]:
-    """Plan the groups of one unit: one per stored dtype, compute dtype, trainability and mesh.
+    """Plan the groups of one unit: one per stored dtype, compute dtype, trainability, mesh and all-gather hooks.
 
     Parameters of one such group are split into two groups if their blocks would need much padding in one buffer.
 
     Args:
-        managed: the modules of the unit, each after the prefix of its parameters' names.
+        managed: (prefix, module) for each module of the unit. Names of its parameters begin with the prefix.
         data: the default mesh; ``shard_placement_fn`` may give a parameter another mesh.
         rules: the arguments of `fully_shard`.
 

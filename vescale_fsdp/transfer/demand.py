@@ -88,7 +88,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
     for (owners, takers), matrix in sums.items():
-        cell_of = np.full(len(targets), -1)  # the cell of each target rank; -1: none of these tensors
+        cell_of = np.full(len(targets), -1)  # cell of each target rank; -1 if a rank has none of them
         for cell, ranks in enumerate(ranks_at[takers]):
             cell_of[[columns[rank] for rank in ranks]] = cell
         for cell, ranks in enumerate(ranks_at[owners]):
@@ -287,8 +287,8 @@ def overlaps_of_tables(
         flat, target_flat = source.flat(shape), target.flat(shape)
         if flat is not None and target_flat is not None:
             return _shared(flat, target_flat)
-        # `_shared` needs whole boxes on one side. Here the target's rows are flat ranges of the tensor, so cutting the
-        # source's rows gives fewer boxes.
+        # `_shared` needs whole boxes as its second argument. The target's rows are flat ranges here, so the sides are
+        # swapped: cutting the source's rows into boxes gives fewer boxes.
         if target_flat is not None:
             takers, owners, numels = _shared(target, _mapped(source.boxes(), leaf))
             return owners, takers, numels

@@ -71,7 +71,7 @@ class Share(NamedTuple):
 
     @property
     def is_sent_alone(self) -> bool:
-        """Whether the share has messages of its own, so that at least one side can skip the copy."""
+        """Whether the share has messages of its own: it is large, and one side or both need no buffer to pack it."""
         return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
 
     def between(self, start: int, stop: int) -> Iterator[Share]:

@@ -94,8 +94,8 @@ class OpenRankFile:
             raise self.corrupt(
                 "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
                 "checkpoint's file.",
-                f".. {file.header[around]!r} ..",
-                f".. {bytes(header[around])!r} ..; from byte {at} on; has {some(self.file.tensor_names)}",
+                f".. {file.header[around]!r} .. (tensors: {some(self.file.tensor_names)})",
+                f".. {bytes(header[around])!r} .. (first difference: byte {at})",
             )
         self.read_at(file.table_start, [table])
         (own,) = struct.unpack_from("<Q", table, file.num_stripes * CHECKSUM_BYTES)

@@ -115,7 +115,7 @@ class TorchFile:
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The saved dict, for files of trainers, whose content is known.
+        """The saved object as a dict. For files of known trainers, which always save a dict.
 
         Raises:
             CorruptCheckpointError: if the file contains another object.

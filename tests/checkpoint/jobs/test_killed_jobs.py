@@ -21,7 +21,7 @@ from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager
 
 ROOT = Path(__file__).parents[3]
-STEPS, FEW_STEPS = 40, 14
+STEPS, FEW_STEPS = 40, 10
 
 
 def _launch(folder: Path, workers: int, *args: str, restarts: int = 0) -> subprocess.Popen[bytes]:
@@ -90,7 +90,7 @@ def test_killed_ranks_go_on_as_three(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as killer:
 
         def kill() -> None:
-            _wait_for_step(lambda: False, killed, 4)
+            _wait_for_step(lambda: False, killed, 3)
             _kill_workers(killed)
 
         killing = killer.submit(kill)
@@ -103,7 +103,7 @@ def test_killed_ranks_go_on_as_three(tmp_path: Path) -> None:
     assert sorted(losses) == sorted(whole) == list(range(FEW_STEPS)) and whole[FEW_STEPS - 1] < whole[0]
     assert losses == pytest.approx(whole, rel=1e-4)
     ((step, _, world),) = [line.split() for line in (killed / "restored").read_text().splitlines()]
-    assert world == "3" and int(step) >= 2
+    assert world == "3" and int(step) >= 1
     assert CheckpointManager(killed / "steps").steps()[-1] == FEW_STEPS - 1
 
 

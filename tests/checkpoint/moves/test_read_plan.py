@@ -240,7 +240,7 @@ def _counted(
     monkeypatch.setattr(owner, name, counting)
 
 
-@pytest.mark.parametrize("count", [1000, 10_000])
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.part("formats"))])
 def test_many_small_tensors_are_few_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

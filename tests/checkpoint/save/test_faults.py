@@ -263,7 +263,7 @@ def _save_for_ever(root: str, pipe: Connection, first: int) -> None:
         manager.save(step, {"w": torch.full(_SIZE, float(step)), "v": torch.full((9,), float(step))})
 
 
-@pytest.mark.parametrize("num_kills", [6, pytest.param(50, marks=pytest.mark.part("faults"))])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.part("faults"))])
 def test_a_save_killed_at_any_moment_costs_no_committed_step(num_kills: int, tmp_path: Path) -> None:
     """The newest committed step restores whole, and it is the one before."""
     context = multiprocessing.get_context("forkserver")

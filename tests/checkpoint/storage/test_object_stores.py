@@ -39,14 +39,14 @@ def s3() -> Iterator[tuple[RemoteStorage, Weather]]:
 def test_several_parts_are_on_their_way_at_once(s3: tuple[RemoteStorage, Weather]) -> None:
     """Of one file, a bounded number; a part that is refused is sent again alone; an upload given up leaves nothing."""
     storage, weather = s3
-    size = 6 * PART_BYTES + 12345
+    size = 4 * PART_BYTES + 12345
     data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy()
-    cuts = [0, 7, PART_BYTES - 1, 3 * PART_BYTES, 5 * PART_BYTES + 5, size]
+    cuts = [0, 7, PART_BYTES - 1, 2 * PART_BYTES, 3 * PART_BYTES + 5, size]
     weather.pause_s = 0.2
     with storage.create("a/file", size) as writer:
         assert isinstance(writer, MultipartWriter)
         for start, stop in itertools.pairwise(cuts):
-            weather.refuse_next = int(start == 3 * PART_BYTES)
+            weather.refuse_next = int(start == 2 * PART_BYTES)
             writer.write_at(start, [data[start : start + 3], data[start + 3 : stop]])
         assert not storage.exists("a/file")
     weather.pause_s = 0

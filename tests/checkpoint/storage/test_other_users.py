@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def as_other(work: Callable[[], Any]) -> bool:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, 2), "the other user's work has a defect of its own"
     return status == 0
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder outside of pytest's, which every session of pytest that starts closes to other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -87,7 +87,13 @@ def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
         assert torch.equal(target.full_tensor(), full)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("both", "rotated") else pytest.mark.part("numerics"))
+        for name in MESHES
+    ],
+)
 def test_training_and_checkpoints(name: str, tmp_path: Path) -> None:
     """FSDP2's losses, parameters and gradients; a checkpoint that another mesh reads unchanged."""
     run_ranks(torch.tensor(MESHES[name][0]).numel(), train_beside_fsdp2, name, tmp_path)
@@ -116,15 +122,18 @@ def refuse(folder: Path) -> None:
             folder, {"w": distribute_tensor(torch.ones(4), crossed, (Replicate(), RaggedShard((0,), (1, 3))))}
         ),
     ):
-        with pytest.raises(PlacementError, match=r"(?s)in different orders.*init_device_mesh"):
+        with pytest.raises(PlacementError) as caught:
             call()
+        assert caught.value.got == str([[0, 3], [2, 1]]) and "init_device_mesh" in (caught.value.todo or "")
     swapped = mesh_of([[1, 0], [3, 2]])
-    with pytest.raises(PlacementError, match="out of order is not defined"):
+    with pytest.raises(PlacementError) as caught:
         distribute_tensor(torch.ones(4, 4), swapped, (RaggedShard((0,), (1, 1)), Shard(0)))
+    assert caught.value.got == str([[1, 0], [3, 2]]) and "mesh axis 1" in str(caught.value.where)
     stock = torch_distribute(torch.arange(8.0), swapped, (Replicate(), Shard(0)), src_data_rank=None)
     assert stock.full_tensor()[0] != 0, "torch gathers what it cut in another order"
-    with pytest.raises(CheckpointError, match=r"out of order.*redistribute"):
+    with pytest.raises(CheckpointError) as unsaved:
         save(folder, {"w": stock})
+    assert (unsaved.value.got, unsaved.value.where) == (str([[1, 0], [3, 2]]), "w, mesh axis 1")
 
 
 def test_what_has_no_order_is_refused(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ def search() -> tuple[int, int]:
     return seen["empty"], seen["inside"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "world", [3, *(pytest.param(world, marks=pytest.mark.part("numerics")) for world in (1, 2, 4, 5))]
+)
 def test_any_shape_and_cut(world: int) -> None:
     """Values, pieces, moves, arithmetic and reductions are those of plain tensors, empty ones included."""
     results = run_ranks(world, search, timeout_s=200.0)
@@ -192,6 +194,7 @@ def search_beside_shard() -> int:
     return count
 
 
+@pytest.mark.part("numerics")
 def test_any_cut_beside_shard() -> None:
     """Composition with Shard(0) and Shard(d) reconstructs exactly, whichever axis comes first."""
     assert min(run_ranks(4, search_beside_shard)) >= 15

@@ -188,15 +188,16 @@ def test_overflow_freezes_the_element_as_in_adamw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "text"),
+    ("build", "got"),
     [
-        (lambda p: AdamW8bit([p], lr=-1.0), "these values: lr"),
-        (lambda p: AdamW8bit([p], block=Element()), "Flat or Tiles"),
-        (lambda p: AdamW8bit([{"params": [p], "state_bits": 4}]), "8 or 32"),
-        (lambda p: AdamW8bit([torch.nn.Parameter(torch.zeros(64, 64).t())]), "contiguous"),
+        (lambda p: AdamW8bit([p], lr=-1.0), "lr=-1.0"),
+        (lambda p: AdamW8bit([p], block=Element()), "Element()"),
+        (lambda p: AdamW8bit([{"params": [p], "state_bits": 4}]), "4"),
+        (lambda p: AdamW8bit([torch.nn.Parameter(torch.zeros(64, 64).t())]), "strides (1, 64)"),
     ],
 )
-def test_mistakes_are_refused_with_the_cure(build: Callable[[torch.Tensor], Any], text: str) -> None:
+def test_mistakes_are_refused(build: Callable[[torch.Tensor], Any], got: str) -> None:
     """What cannot be is refused when the optimizer is built."""
-    with pytest.raises(LayoutError, match=text):
+    with pytest.raises(LayoutError) as caught:
         build(torch.nn.Parameter(torch.zeros(64, 64)))
+    assert got in str(caught.value.got)

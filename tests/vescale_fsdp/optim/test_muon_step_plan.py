@@ -95,8 +95,9 @@ def test_matrices_are_flat_ranges() -> None:
         Matrix(21, 1, 3),
     )
     assert matrices_of((0, 3)) == ()
-    with pytest.raises(LayoutError, match="adamw_params"):
+    with pytest.raises(LayoutError) as caught:
         matrices_of((2, 2, 2, 2))
+    assert caught.value.got == "shape (2, 2, 2, 2)"
 
 
 def test_a_matrix_on_one_rank_stays_there() -> None:

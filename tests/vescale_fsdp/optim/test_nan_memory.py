@@ -90,12 +90,16 @@ def compared(case: str, shape: tuple[int, ...]) -> int:
     return padding
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.part("numerics") if case == "flat" else ()) for case in CASES],
+)
 def test_memory_that_was_not_written_is_not_read(case: str) -> None:
     """Training gives the same bits where new and freed memory hold NaN, and the padding of shards stays zero."""
     assert sum(run_ranks(2, compared, case, (2,))) > 0
 
 
+@pytest.mark.part("numerics")
 def test_memory_that_was_not_written_is_not_read_with_replicas() -> None:
     """The same over shards and replicas."""
     assert sum(run_ranks(4, compared, "flat bf16", (2, 2))) > 0

@@ -32,6 +32,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]], float]] = {
     "adamw8bit": (AdamW8bit, {"min_8bit_numel": 1}, SHAPES, 1e-3),
 }
 
+MORE = pytest.mark.part("numerics")
+
 
 def low_rank(step: int, grads: dict[str, torch.Tensor]) -> None:
     """Gradients of rank 2, as a small batch gives them: the factors of Shampoo have a null space."""
@@ -64,8 +66,11 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm() / one.norm()).item()
 
 
-@pytest.mark.parametrize("gradients", ["full_rank", "low_rank"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("gradients", ["low_rank", pytest.param("full_rank", marks=MORE)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=MORE if name == "shampoo_every_step" else ()) for name in CASES],
+)
 def test_a_unit_in_the_last_place_stays_small(name: str, gradients: str) -> None:
     """Twenty steps with noise on every product end where those without it end."""
     exact, _ = way(name, gradients, None)
@@ -94,6 +99,7 @@ torch.save({name: way(name, "low_rank", None)[0] for name in CASES}, sys.argv[1]
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch is built without MKL")
+@MORE
 @pytest.mark.parametrize("path", ["COMPATIBLE", "AVX2"])
 def test_every_code_path_of_mkl_agrees(path: str, tmp_path: Path) -> None:
     """``MKL_CBWR`` chooses MKL's code for another processor (one that this processor cannot run is its default)."""

@@ -232,16 +232,17 @@ def test_nan_gradients_show_and_stay_in_their_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "text"),
+    ("build", "got"),
     [
-        (lambda p: Shampoo([p], lr=-1.0), "these values: lr"),
-        (lambda p: Shampoo([p], block_size=0), "block_size >= 1"),
-        (lambda p: Shampoo([p], grafting="rms"), "'adam' or 'none'"),
-        (lambda p: Shampoo([p], relative_eps=-1.0), "0 <= relative_eps <= 1"),
-        (lambda p: Shampoo([torch.nn.Parameter(torch.zeros(2, 2, 2, 2))]), "adamw_params"),
+        (lambda p: Shampoo([p], lr=-1.0), "lr=-1.0"),
+        (lambda p: Shampoo([p], block_size=0), "block_size=0"),
+        (lambda p: Shampoo([p], grafting="rms"), "grafting='rms'"),
+        (lambda p: Shampoo([p], relative_eps=-1.0), "relative_eps=-1.0"),
+        (lambda p: Shampoo([torch.nn.Parameter(torch.zeros(2, 2, 2, 2))]), "(2, 2, 2, 2)"),
     ],
 )
-def test_mistakes_are_refused_with_the_cure(build: Callable[[torch.Tensor], Any], text: str) -> None:
+def test_mistakes_are_refused(build: Callable[[torch.Tensor], Any], got: str) -> None:
     """What cannot be is refused when the optimizer is built."""
-    with pytest.raises(LayoutError, match=text):
+    with pytest.raises(LayoutError) as caught:
         build(torch.nn.Parameter(torch.zeros(4, 4)))
+    assert got in str(caught.value.got)

@@ -69,8 +69,9 @@ FAMILIES: dict[Rule, Family] = {
     ),
     elementwise.flat_view: Family(
         "views",
-        "One run of the tensor's elements: another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`; a write to the view writes "
-        "the tensor. Not `x.t()` or `x[:, 2]`. Its own shape only, if another mesh axis cuts the tensor too.",
+        "Views of consecutive elements: the whole tensor in another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`. A write to "
+        "the view writes the tensor. Not supported: `x.t()`, `x[:, 2]`. If another mesh axis cuts the tensor too, only "
+        "views of the tensor's own shape are supported.",
         "_unsafe_view",
     ),
     elementwise.masked_put: Family(
