@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support.checkpoint_states import SHAPES, full, ragged_group
 from tests.support.dtype_zoo import DTYPES, make_tensor, same_bytes
 from vescale_fsdp.checkpoint import PerRank
-from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.torch_private import local_of
 
@@ -167,10 +166,23 @@ def make_state(mesh: Mesh, without: tuple[str, ...] = ()) -> dict[str, Any]:
     return {"model": model} | {kind: make(mesh) for kind, make in OTHERS.items() if kind not in without}
 
 
-def leaves_of(state: Mapping[Any, Any]) -> Leaves:
-    """The leaves by flattened name; DTensors as whole tensors. A collective where there are any."""
-    leaves = flatten(state, lambda value: isinstance(value, torch.Tensor))
-    return {name_of(path): _whole(value) for path, value in leaves.items()}
+def leaves_of(state: Any, name: str = "") -> Leaves:
+    """The leaves by flattened name; DTensors as whole tensors. A collective where there are any.
+
+    Written here too, so that a leaf that the product's `flatten` loses is missed. Lists are leaves unless they hold
+    tensors or containers.
+    """
+    items: Any = None
+    if isinstance(state, Mapping):
+        items = state.items()
+    elif isinstance(state, (list, tuple)) and any(
+        isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in state
+    ):
+        items = enumerate(state)
+    if not items:
+        return {name: _whole(state)}
+    prefix = f"{name}." if name else ""
+    return {n: leaf for key, item in items for n, leaf in leaves_of(item, f"{prefix}{key}").items()}
 
 
 def _whole(value: Any) -> Any:
