@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoint_states import full
 from tests.support.dtype_zoo import same_bytes, zoo
-from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint import load, verify
 from vescale_fsdp.checkpoint.formats.zarr import plan as to_zarr
+from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
+from vescale_fsdp.checkpoint.save import Saver
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -85,35 +89,6 @@ def test_a_flipped_bit_is_seen_by_zarr(tmp_path: Path) -> None:
     chunk.write_bytes(raw)
     with pytest.raises(ValueError, match="checksum"):
         zarr.open_array(str(array), mode="r")[...]
-
-
-def test_a_whole_state_through_zarr(tmp_path: Path, small_chunks: None) -> None:
-    """Nesting, lists, tuples, bytes, special floats and odd keys come back from zarr as they went in."""
-    state: dict[str, Any] = {
-        "model": {"layers.0.w": torch.randn(9, 3)},
-        "optimizer": {
-            "state": {"layers.0.w": {"step": torch.tensor(2.0), "exp_avg": torch.randn(9, 3)}},
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.w"]}],
-        },
-        "extra": {
-            "blob": b"\x00\xff",
-            "inf": float("inf"),
-            "by_step": {1: "a", 2: None},
-            "a/b": torch.ones(2),
-        },
-    }
-    torch.save(state, tmp_path / "a.pt")
-    convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "zarr"), "zarr")
-    convert(open_source(str(tmp_path / "zarr")), str(tmp_path / "b.pt"), "torch")
-    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
-    assert loaded["extra"]["by_step"] == {1: "a", 2: None} and loaded["extra"]["blob"] == b"\x00\xff"
-    assert loaded["extra"]["inf"] == float("inf")
-    assert same_bytes(loaded["extra"]["a/b"], torch.ones(2))
-    assert same_bytes(loaded["model"]["layers.0.w"], state["model"]["layers.0.w"])
-    moments = loaded["optimizer"]["state"]["layers.0.w"]
-    assert same_bytes(moments["exp_avg"], state["optimizer"]["state"]["layers.0.w"]["exp_avg"])
-    assert same_bytes(moments["step"], torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("compressors", [None, "auto"])
@@ -259,3 +234,43 @@ def test_an_interrupted_run_and_parts_know_all_checksums(tmp_path: Path, small_c
         assert verify(path).ok and verify(open_source(str(path))).problems == ()
         found, compared = diff(open_source(source), open_source(str(path)))
         assert found == () and compared == 2
+
+
+def _flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+def _swap(path: Path) -> None:
+    size = path.stat().st_size
+    alike = [
+        other
+        for other in sorted(path.parents[3].rglob("*"))
+        if other.is_file() and other.stat().st_size == size and other.read_bytes() != path.read_bytes()
+    ]
+    assert alike
+    path.write_bytes(alike[0].read_bytes())
+
+
+@pytest.mark.parametrize("damage", [_flip, _swap])
+@pytest.mark.parametrize("form", ["engine", "converter"])
+def test_damaged_and_exchanged_chunks_are_found(
+    form: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """A flipped bit, and a sound chunk in another's place: verify names the file, and nothing is converted."""
+    state = {"model": {name: torch.randn(9, 10) for name in ("a", "b", "d")}}
+    Saver(open_storage(tmp_path / "engine"), coordinator_for(None), format="zarr").save(state)
+    convert(open_source(str(tmp_path / "engine")), str(tmp_path / "converter"), "zarr")
+    (chunk,) = (tmp_path / form).glob("data-*/model/b/c/0/0")
+    damage(chunk)
+    problems = verify(open_source(str(tmp_path / form))).problems
+    assert len(problems) == 1 and "model/b/c/0/0" in problems[0].where
+    for target in ("hf", "zarr", "native"):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            convert(open_source(str(tmp_path / form)), str(tmp_path / "out"), target)
+        assert "model.b" in str(caught.value)
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(tmp_path / form, state)
+    assert "model.b" in str(caught.value)
