@@ -238,3 +238,21 @@ def test_unseeded_ranks_agree() -> None:
     results = run_ranks(4, unseeded)
 
     assert results == [results[0]] * 4 and results[0][2] == (100, 1)
+
+
+def draw() -> list[float]:
+    """Random values on a mesh of all ranks."""
+    tensor = distribute_tensor(
+        torch.zeros(6), cpu_mesh(), [RaggedShard((0,), (1,) * torch.distributed.get_world_size())]
+    )
+    return tensor.normal_().full_tensor().tolist()
+
+
+def test_a_process_that_has_drawn_agrees_with_new_ones() -> None:
+    """In a new world, as in an elastic job's next epoch, some processes have a seed and others have none."""
+    run_ranks(2, vescale_fsdp.set_rng_state, (None, 0))
+    run_ranks(1, draw)
+
+    first, second = run_ranks(2, draw)
+
+    assert first == second and len(set(first)) == 6

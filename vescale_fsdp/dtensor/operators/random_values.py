@@ -8,9 +8,9 @@ must make their random calls on ragged tensors in the same order.
     model = fully_shard(...)              # on the meta device
     model.to_empty(device="cuda"); model.apply(reset)     # torch.nn.init, tensor.normal_(), ...
 
-Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, which it broadcasts once. Random
-operators on other tensors (dropout, activations, data) use torch's generators, which draw values in the local order of
-a rank's elements.
+Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, which it broadcasts once per
+mesh. Random operators on other tensors (dropout, activations, data) use torch's generators, which draw values in the
+local order of a rank's elements.
 
 Generator: Philox-4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
 section 3.3; the paper's test vectors are in tests/vescale_fsdp/dtensor/test_random_values.py. Word i of a stream is a
@@ -23,10 +23,12 @@ and cos do not guarantee this, so the functions `_log` and `_sin_cos_turns` repl
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import broadcast_in_place, wait_for
@@ -47,18 +49,27 @@ class _StreamCounter:
     """The seed and the number of the next stream. Each process has one instance, like torch's default generator."""
 
     def __init__(self) -> None:
-        self.seed: int | None = None
-        self.next_stream = 0
+        self.set(None, 0)
+
+    def set(self, seed: int | None, next_stream: int) -> None:
+        """Set the state, on every rank alike; without a seed, the ranks of a mesh agree on one."""
+        self.seed, self.next_stream = seed, next_stream
+        self._is_agreed = seed is not None
+        # By group, not by mesh: in the next epoch of an elastic job, an equal mesh may have ranks that are new.
+        self._agreeing: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def take(self, mesh: DeviceMesh) -> tuple[int, int]:
-        """Return (seed, stream) for one random call. If no seed was set, this is a collective."""
-        if self.seed is None:
+        """Return (seed, stream) for one random call. If no seed was set, the first call on a mesh is a collective."""
+        groups = [] if self._is_agreed else mesh.get_all_groups()
+        if any(group not in self._agreeing for group in groups):
             # The seed is broadcast as an int64 tensor, so it must fit into 63 bits.
-            initial = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
-            seed = torch.tensor(initial, dtype=torch.int64, device=mesh.device_type)
-            for axis in range(mesh.ndim):
-                wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
-            self.seed = int(seed.item())
+            seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF if self.seed is None else self.seed
+            state = torch.tensor([seed, self.next_stream], dtype=torch.int64, device=mesh.device_type)
+            for group in groups:
+                wait_for(broadcast_in_place(state, group, 0))
+            self.seed, self.next_stream = state.tolist()
+            self._agreeing.update(groups)
+        assert self.seed is not None
         self.next_stream += 1
         return self.seed, self.next_stream - 1
 
@@ -77,7 +88,7 @@ def manual_seed(seed: int) -> None:
         >>> get_rng_state()
         (0, 0)
     """
-    _streams.seed, _streams.next_stream = seed & 0xFFFFFFFFFFFFFFFF, 0
+    _streams.set(seed & 0xFFFFFFFFFFFFFFFF, 0)
 
 
 def get_rng_state() -> tuple[int | None, int]:
@@ -98,7 +109,7 @@ def set_rng_state(state: tuple[int | None, int]) -> None:
         >>> state = get_rng_state()
         >>> set_rng_state(state)
     """
-    _streams.seed, _streams.next_stream = state
+    _streams.set(*state)
 
 
 def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
