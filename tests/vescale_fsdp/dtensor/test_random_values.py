@@ -240,19 +240,17 @@ def test_unseeded_ranks_agree() -> None:
     assert results == [results[0]] * 4 and results[0][2] == (100, 1)
 
 
-def draw() -> list[float]:
-    """Random values on a mesh of all ranks."""
-    tensor = distribute_tensor(
-        torch.zeros(6), cpu_mesh(), [RaggedShard((0,), (1,) * torch.distributed.get_world_size())]
-    )
+def draw_alone_and_together() -> list[float]:
+    """Random values on a mesh of all ranks, of which one has drawn before, on a mesh of its own."""
+    mesh = cpu_mesh(2, 1, names=("all", "own"))
+    if torch.distributed.get_rank() == 0:
+        distribute_tensor(torch.zeros(6), mesh["own"], [RaggedShard((0,), (1,))]).normal_()
+    tensor = distribute_tensor(torch.zeros(6), mesh["all"], [RaggedShard((0,), (1, 1))])
     return tensor.normal_().full_tensor().tolist()
 
 
-def test_a_process_that_has_drawn_agrees_with_new_ones() -> None:
-    """In a new world, as in an elastic job's next epoch, some processes have a seed and others have none."""
-    run_ranks(2, vescale_fsdp.set_rng_state, (None, 0))
-    run_ranks(1, draw)
-
-    first, second = run_ranks(2, draw)
+def test_a_rank_that_has_drawn_agrees_with_the_others() -> None:
+    """In an elastic job's next epoch, too, some processes have a seed and others have none."""
+    first, second = run_ranks(2, draw_alone_and_together)
 
     assert first == second and len(set(first)) == 6

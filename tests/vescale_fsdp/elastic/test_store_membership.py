@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -96,6 +97,16 @@ def _serve(port: Connection) -> None:
     signal.pause()
 
 
+def _wait_until_gone(pid: int) -> None:
+    """Wait until a signal has stopped or ended a process, which takes a moment."""
+    gone = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() not in gone:
+            assert time.monotonic() < deadline, psutil.Process(pid).status()
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
     """Every call ends in an error, also if the store's process is stalled and not dead."""
@@ -123,6 +134,7 @@ def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
         membership = _member(dist.TCPStore("127.0.0.1", port, is_master=False), 1, timeout_s=0.5)
         membership.wait()
         os.kill(server.pid or 0, how)
+        _wait_until_gone(server.pid or 0)
         for call, store in zip(calls, clients, strict=True):
             with pytest.raises(LifecycleError):
                 call(store)
