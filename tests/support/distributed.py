@@ -46,7 +46,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute, debug
 from torch.testing._internal.distributed import multi_threaded_pg
 
-import vescale_fsdp
 from tests.support.faults.nan_memory import nan_memory_if_asked
 from tests.support.faults.rounding_noise import noise_if_asked
 
@@ -415,6 +414,8 @@ def _answer(call: _Call, payload: bytes) -> bytes:
             try:
                 torch.manual_seed(0)
                 # Ranks of former calls that were fewer may have set a seed, which the others have not.
+                import vescale_fsdp  # here: `run_fresh` forks processes that have not imported it
+
                 vescale_fsdp.set_rng_state((None, 0))
                 answer = pickle.dumps(fn(*args))
                 _wait_for_all(store, call)
