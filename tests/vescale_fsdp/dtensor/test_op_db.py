@@ -273,7 +273,7 @@ ESSENTIAL = {
 @pytest.mark.parametrize(
     ("most", "least_right", "least_refused"),
     [
-        (CORE_SAMPLES, 900, 300),
+        (CORE_SAMPLES, 1200, 500),
         pytest.param(MOST_SAMPLES, 5000, 1500, marks=pytest.mark.part("numerics")),
     ],
 )
