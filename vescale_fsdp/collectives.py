@@ -404,6 +404,23 @@ def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -
     return dist.irecv(_movable(tensor), group=group, group_src=source, tag=_MESSAGE_TAG)
 
 
+def closed_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a gloo group whose connections to this rank are closed. Does not wait.
+
+    The kernel closes the connections of a process that ends. gloo closes all connections of a rank when one of its
+    waits times out, and a rank that has called `break_group` has closed its connections too.
+    """
+    closed = []
+    for rank in range(group.size()):
+        if rank != group.rank():
+            room = torch.empty(1, dtype=torch.uint8, device="cpu")
+            try:  # no rank sends a message with this tag, so the receive only fails, at once, or stays pending
+                dist.irecv(room, group=group, group_src=rank, tag=_BREAK_TAG)
+            except RuntimeError:
+                closed.append(rank)
+    return closed
+
+
 def break_group(group: dist.ProcessGroup) -> None:
     """Abort a group: collectives in flight and later ones raise, on this rank and on ranks that wait for this rank."""
     if group.size() == 1:  # no other rank waits

@@ -13,7 +13,8 @@ The class tree (each class also inherits from the builtin exception that a calle
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as requested
     |   +-- CorruptCheckpointError         the bytes on disk do not match the metadata
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
-    |       +-- DamagedLoadError           .. because the checkpoint is damaged (also a CorruptCheckpointError)
+    |   |   +-- DamagedLoadError           .. because the checkpoint is damaged (also a CorruptCheckpointError)
+    |   +-- TransferError                  a state that was not moved between running ranks
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as requested
 
 Warnings with a class of their own, for filters: `PaddingWarning`, `BoundNamesWarning`, `UntriedVersionWarning`.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 _UNSAID = object()  # default of a missing part; not None, which may be the value that was expected or got
 
@@ -141,6 +143,32 @@ class PartialLoadError(CheckpointError):
 
 class DamagedLoadError(PartialLoadError, CorruptCheckpointError):
     """A load that failed because of damage, after it had begun to overwrite tensors."""
+
+
+class TransferError(CheckpointError):
+    """A transfer that failed. Raised on all ranks, from the error of this rank.
+
+    Args:
+        target: what this rank's target contains now: "old" (its weights before the transfer) or "unusable".
+        version: the version of this rank's target; None if it is unusable or has no version.
+        behind: ranks of the target that do not have the version that was sent. If the ranks' store was lost before a
+            rank could read whether all ranks commit, only the rank itself.
+        lost: ranks that were killed or do not answer; empty if all ranks answer, or if it is unknown which do not.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        target: str = "old",
+        version: int | None = None,
+        behind: Iterable[int] = (),
+        lost: Iterable[int] = (),
+        **parts: Any,
+    ) -> None:
+        super().__init__(problem, **parts)
+        self.target, self.version = target, version
+        self.behind, self.lost = tuple(behind), tuple(lost)
 
 
 class ConversionError(VescaleError, RuntimeError):

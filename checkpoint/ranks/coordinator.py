@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,13 @@ from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, within
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, digest_of, hex_checksum_of
-from vescale_fsdp.collectives import new_group
-from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.collectives import break_group, closed_peers, new_group
+from vescale_fsdp.errors import (
+    ArgumentError,
+    CheckpointError,
+    CorruptCheckpointError,
+    VescaleError,
+)
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 
@@ -96,6 +101,18 @@ def _format_error(error: BaseException) -> str:
         return "\n".join([f"{type(error).__name__}: {error}", *notes])
     except Exception as mute:  # noqa: BLE001  an error without a text is still reported
         return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
+
+
+class UnreachableError(CheckpointError):
+    """A rank that was killed, has left, or does not answer in time.
+
+    Args:
+        rank: the rank that this rank waited for; None if it waited for several ranks.
+    """
+
+    def __init__(self, problem: str, *, rank: int | None = None, **parts: Any) -> None:
+        super().__init__(problem, **parts)
+        self.rank = rank
 
 
 class Agreement(NamedTuple):
@@ -273,6 +290,19 @@ class Coordinator:
         """Return a new name for `decide`, the same on all ranks. A collective."""
         return ""
 
+    def leave(self, name: str, rank: int | None) -> tuple[int, ...]:
+        """Close this group's connections after an `UnreachableError`, so that no rank waits for this one.
+
+        Args:
+            name: name of an entry in the ranks' store, the same on all ranks that leave for the same reason.
+            rank: the rank that this rank waited for, if it waited for one.
+
+        Returns:
+            The ranks that were lost, as seen by the first rank that left: closed connections of ranks that have left
+            look lost to later ranks. Without the store, as seen by this rank. Empty if this is unknown.
+        """
+        return ()
+
     def everyone(self, item: T) -> list[T]:
         """Return the items of all ranks by rank. A collective: one all-reduce if ``repr(item)`` is equal on all ranks,
         else also an all-gather.
@@ -344,6 +374,23 @@ class GroupCoordinator(Coordinator):
                 num_read = store.add(f"{name} read", 0)  # adding 0 reads the counter
             store.delete_key(done)
             store.delete_key(f"{done} read")
+
+    def leave(self, name: str, rank: int | None) -> tuple[int, ...]:
+        lost = closed_peers(self.group)
+        if not lost and rank is None:  # the group still works
+            return ()
+        if 1 < len(lost) == self.world_size - 1:  # gloo closes all connections when a wait times out
+            lost = []
+        if not lost and rank is not None:
+            lost = [rank]
+        store = store_of(self.group)
+        with suppress(
+            RuntimeError, ValueError
+        ):  # the store was lost too, or has an entry that is no list of ranks
+            first = within(_READERS_S, lambda: store.compare_set(name, "", json.dumps(lost)), name)
+            lost = [int(each) for each in parse_json(first)]
+        break_group(self.group)  # after the entry, so that ranks that fail because of it find the entry
+        return tuple(lost)
 
     def new_name(self) -> str:
         # The largest number that any rank has drawn; 62 bits fit an int64.
@@ -480,7 +527,7 @@ class GroupCoordinator(Coordinator):
             # Also a RuntimeError; comes from the roll call, and already names the missing ranks.
             raise
         except RuntimeError as lost:
-            raise CheckpointError(
+            raise UnreachableError(
                 f"Ranks could not be reached while {doing}.",
                 expected=f"all {self.world_size} ranks within the process group's time-out",
                 got=f"{type(lost).__name__}: {lost}",

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.ranks.coordinator import UnreachableError
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
 from vescale_fsdp.collectives import Work, receive_async, send_async, wait_for
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Message, Share
@@ -173,8 +174,9 @@ class Exchange:
             yield
         except RuntimeError as lost:  # torch's error for lost connections and time-outs
             if self.errors.error is None:  # later errors are usually consequences of the first
-                self.errors.error = CheckpointError(
+                self.errors.error = UnreachableError(
                     "A rank was lost during a transfer.",
+                    rank=peer,
                     expected=f"rank {peer} to send and receive within the group's time-out",
                     got=f"{type(lost).__name__}: {lost}",
                     where=f"rank {self.rank}",

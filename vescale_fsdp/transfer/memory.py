@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
@@ -226,7 +227,7 @@ class CutBlocks:
     def agree(self, tensors: Mapping[CodedKey, CodedTensor], coordinator: Coordinator) -> None:
         """All-reduce the largest magnitudes of blocks that may span ranks, and store the results in ``tensors``.
 
-        A collective, unless there are no such blocks.
+        A collective, unless there are no such blocks. If it fails on any rank, it fails on all.
 
         Args:
             tensors: this rank's parts of quantized tensors.
@@ -235,19 +236,29 @@ class CutBlocks:
             return
         # As integers, since the coordinator all-reduces integers. The bits of non-negative floats, read as integers,
         # have the order of the floats, and NaN is the largest. On the CPU, since the coordinator's group is gloo.
-        largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
+        # The last number is 1 if a rank has failed.
+        largest = torch.zeros(self.total + 1, dtype=torch.int32, device="cpu")
         # For each tensor on this rank: its magnitudes, and the indices of its cut blocks in ``largest`` and in these.
         own: list[tuple[torch.Tensor, list[int], list[int]]] = []
-        start = 0
-        for key, blocks in self.blocks.items():
-            if key in tensors:
-                amax, first = tensors[key].amax.view(-1), tensors[key].first_block
-                here = [at for at, block in enumerate(blocks) if 0 <= block - first < amax.numel()]
-                own.append((amax, [start + at for at in here], [blocks[at] - first for at in here]))
-            start += len(blocks)
-        for amax, numbers, here in own:
-            largest[numbers] = amax[here].cpu().view(torch.int32)
+        errors = FirstError()
+
+        def collect() -> None:
+            start = 0
+            for key, blocks in self.blocks.items():
+                if key in tensors:
+                    amax, first = tensors[key].amax.view(-1), tensors[key].first_block
+                    here = [at for at, block in enumerate(blocks) if 0 <= block - first < amax.numel()]
+                    own.append((amax, [start + at for at in here], [blocks[at] - first for at in here]))
+                start += len(blocks)
+            for amax, numbers, here in own:
+                largest[numbers] = amax[here].cpu().view(torch.int32)
+
+        errors.attempt(collect)
+        largest[-1] = errors.error is not None
         coordinator.raise_to_largest(largest)
+        errors.raise_kept()
+        if largest[-1]:
+            raise CheckpointError("Another rank failed while it measured quantization blocks.")
         for amax, numbers, here in own:
             amax[here] = largest[numbers].view(torch.float32).to(amax.device)
 
@@ -312,7 +323,8 @@ class Destination:
         copies: second copies of earlier runs, by tensor number, for reuse. Missing copies are added.
 
     Attributes:
-        is_mixed: whether the target may have a mixture of old and new weights.
+        is_mixed: whether the target may have a mixture of old and new weights. The caller sets it before it fills a
+            target in place.
     """
 
     def __init__(
@@ -325,7 +337,7 @@ class Destination:
     ) -> None:
         self._plan = plan
         self._locals = locals_by_number
-        self.is_mixed = not keep_old  # in place, each received message changes the target
+        self.is_mixed = False
         self._flats: dict[int, torch.Tensor] = {}
         for number, local in locals_by_number.items():
             if _is_plain_memory(local) and not keep_old:

@@ -19,6 +19,9 @@ follow the first entry, so either all commit or none does. The exception is a st
 rank that cannot read the entry keeps its version, and its error names that version and the version that other ranks may
 have.
 
+A rank that loses another rank closes its connections, so that ranks that wait for it fail at once. The first rank that
+does so enters in the store which ranks it has lost, and all ranks report that entry.
+
 With ``keep_old``, the target has its old weights after a failure, but each rank needs memory for a second copy, which
 an inference engine rarely has. Without ``keep_old``, the target is filled in place, and a failure poisons it: all
 floats become NaN. A mixture of old and new weights would be worse than an error: the model would run, and its answers
@@ -28,7 +31,7 @@ would be wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
@@ -37,8 +40,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.coordinator import ABORT, COMMIT, GroupCoordinator
-from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
+from vescale_fsdp.checkpoint.ranks.coordinator import ABORT, COMMIT, GroupCoordinator, UnreachableError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError, TransferError
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_id
 from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
@@ -55,7 +58,6 @@ from vescale_fsdp.transfer.plan import TransferPlan
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
-_KEPT = "the target has its old weights"
 _POISONED = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
 
 # Stands for a missing version in a collective of int64: above every valid version, and its negative fits int64 too.
@@ -96,8 +98,7 @@ class TransferHandle:
         """Wait until the target has its new weights.
 
         Raises:
-            CheckpointError: on all ranks, if any rank failed. The message says whether the target has its old weights
-                or is unusable.
+            TransferError: on all ranks, if any rank failed or was lost.
             TimeoutError: if the transfer has not ended after ``timeout_s`` seconds. The transfer continues.
         """
         self._future.result(timeout_s)
@@ -116,6 +117,7 @@ class Transfer:
         group: the process group for messages, if tensors are on an accelerator. Nothing else may use the group during
             a transfer. Default: a gloo group of ``ranks``, for tensors on the CPU.
         pool: buffers for messages; transfers that never run at the same time can share a pool. Default: a new pool.
+        version: the version of the weights that this rank has already, such as from an earlier Transfer.
 
     Examples:
         >>> from vescale_fsdp.transfer import describe_states, plan_transfer
@@ -134,6 +136,7 @@ class Transfer:
         verify: bool = False,
         group: dist.ProcessGroup | None = None,
         pool: StagingPool | None = None,
+        version: int | None = None,
     ) -> None:
         self.plan = plan
         self._coordinator = own = transfer_ranks(ranks)
@@ -160,15 +163,19 @@ class Transfer:
         # Not an RLock: a run in the background takes it on the caller's thread, and releases it on the worker's.
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
-        self._version: int | None = None
+        self._version = version
+        # The newest version of this rank: kept after a failure, so that the next version is a new number.
+        self._last_version = -1 if version is None else version  # -1: without versions, the first is 0
         self._num_runs = 0
+        self._lost: tuple[int, ...] | None = None  # ranks that this run has lost; None if it has lost none
 
     @property
     def version(self) -> int | None:
-        """The version of the target's weights; None if the target is unusable or no transfer has succeeded yet.
+        """The version of the target's weights; None before the first transfer, while the target is changed, and after a
+        failure that has made it unusable.
 
-        It is the same on all ranks, unless the ranks' store was lost at the end of a transfer. So ranks that serve
-        together should compare their versions after an error or a restart.
+        An engine serves while this is a number. Ranks that serve together should compare it after an error or a
+        restart, since it may differ if the ranks' store was lost at the end of a transfer.
         """
         return self._version
 
@@ -182,8 +189,9 @@ class Transfer:
                 that pass one. If no rank passes a version, the version is the last one plus one.
 
         Raises:
-            CheckpointError: on all ranks, if any rank failed, was lost, or passed a different state or version. The
-                message says whether the target has its old weights or is unusable.
+            TransferError: on all ranks, if any rank failed, was lost, or passed a different state or version. Its
+                attributes are what became of the target, and the lost ranks. After a loss, all connections of
+                ``ranks`` are closed: meet again, and make a new Transfer with this one's `version`.
             LifecycleError: if the transfer is already running.
             ValueError: if ``version`` is negative.
         """
@@ -259,6 +267,8 @@ class Transfer:
         own = self._coordinator
         # Before anything can fail: the number is part of a key that must be equal on all ranks.
         self._num_runs += 1
+        self._lost = None
+        destination: Destination | None = None
         # Raised by `_agreed_version`, a collective in which other ranks wait.
         error: BaseException | None = None
         try:
@@ -268,22 +278,60 @@ class Transfer:
             origin, destination = self._bind(tensors, into)
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
             error = caught
-        version = self._agreed_version(version, error)
         try:
-            self._cut_blocks.agree(origin.coded, own)
+            version = self._agreed_version(version, error)
+            assert destination is not None  # else `_agreed_version` has raised the error
             with self._decided_together(version):
+                self._cut_blocks.agree(origin.coded, own)
+                if not self._keep_old:
+                    self._version, destination.is_mixed = None, True
                 memory = origin, destination
                 exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
                 exchange.run(self._messages, self._kept)
                 # Inside of this block, so that a write to the source fails the run on all ranks.
                 if watch is not None:
                     watch.check()
+            self._version = None  # until all of the target is new
             destination.commit()
-            self._version = version
+            self._version = self._last_version = version
+        except Exception as failure:
+            if isinstance(failure, UnreachableError):
+                self._leave(failure)
+            is_mixed = destination is not None and destination.is_mixed
+            raise self._error(failure, version, is_mixed=is_mixed) from failure
         finally:
-            if destination.is_mixed:  # a failure before the end of `commit`, which resets this
-                self._version = None
+            if destination is not None and destination.is_mixed:
                 destination.poison()
+
+    def _leave(self, failure: UnreachableError) -> None:
+        """Find out which ranks were lost, and close this transfer's connections, so that no rank waits for this one."""
+        if self._lost is None:
+            name = f"transfer {self._name} {self._num_runs} lost"
+            self._lost = self._coordinator.leave(name, failure.rank)
+
+    def _error(self, failure: Exception, version: int | None, *, is_mixed: bool) -> TransferError:
+        """Make the error that this rank raises.
+
+        Args:
+            version: the version that was sent; None if ranks did not agree on one.
+            is_mixed: whether the target has a mixture of old and new weights, so that it will be poisoned.
+        """
+        rank, lost = self._coordinator.rank, self._lost or ()
+        own = _POISONED if is_mixed else f"this rank's target has its old weights, {_format(self._version)}"
+        is_undecided = isinstance(failure, _UndecidedError)
+        behind = self.plan.target.all_ranks
+        again = "meet again, and make a new Transfer" if lost else "run the transfer again"
+        return TransferError(
+            "A transfer failed.",
+            target="unusable" if is_mixed else "old",
+            version=self._version,
+            behind=[rank] if is_undecided and rank in behind else () if is_undecided else behind,
+            lost=lost,
+            expected=f"{_format(version)} on ranks {_shown(behind)}",
+            got=f"{type(failure).__name__}: {failure}",
+            where=f"rank {rank}" + (f", which lost ranks {_shown(lost)}" if lost else ""),
+            todo=f"{again}; {own}",
+        )
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
         """Check this rank's tensors of both states against the plan, and bind them to the plan for one run.
@@ -324,11 +372,10 @@ class Transfer:
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
         """Return the version of this run, equal on all ranks, or raise ``error`` on all ranks. The first collective."""
-        last = -1 if self._version is None else self._version  # -1 plus one: the first version is 0
         # The collective returns maxima over ranks. So the smallest version is passed as a negative number.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
         most, minus_least, last = self._coordinator.raise_together(
-            error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
+            error, "starting a transfer", _UNTOUCHED, self._alike, [*given, self._last_version]
         )
         if most == -_NO_VERSION:  # no rank passes a version
             return last + 1
@@ -347,27 +394,34 @@ class Transfer:
         """Make a block succeed on all ranks or on none, even if a rank is lost in the collective that ends the block.
 
         Raises:
-            CheckpointError: if a rank fails or is lost, or if the store is lost before this rank has read the decision.
-                The error for a lost store names this rank's version, and the version that other ranks may have.
+            UnreachableError: if a rank was lost.
+            CheckpointError: if a rank fails, or if the store is lost before this rank has read the decision.
         """
-        own, outcome = self._coordinator, _KEPT if self._keep_old else _POISONED
+        own, outcome = self._coordinator, f"no rank has {_format(version)}"
         is_ready = False
         try:
             with own.together("moving a state", outcome):
-                yield
+                try:
+                    yield
+                except UnreachableError as lost:
+                    self._leave(lost)  # before the collective: ranks may wait for messages of this rank
+                    raise
                 is_ready = True
-        except BaseException:
+        except BaseException as failure:
             # If this rank was ready, the collective may have succeeded on other ranks, which then commit. If it was
             # not ready, the collective fails on all ranks.
             if not is_ready or self._decide(ABORT, version) != COMMIT:
                 raise
+            if isinstance(failure, UnreachableError):
+                self._leave(failure)
             _logger.warning(
-                "a rank was lost at the end of a transfer; other ranks have committed, so this rank commits too"
+                "ranks %s were lost at the end of a transfer; other ranks have committed, so this rank commits too",
+                _shown(self._lost or ()),
             )
         else:
             if self._decide(COMMIT, version) != COMMIT:
                 # Another rank entered "abort" first: it could not know that all ranks were ready.
-                raise CheckpointError(
+                raise UnreachableError(
                     "A rank was lost at the end of a transfer.",
                     expected="a last collective that succeeds on all ranks",
                     got="a failure of the collective on another rank",
@@ -382,13 +436,24 @@ class Transfer:
             # The last run's entry may be deleted: every rank has read it before it took part in this run's collectives.
             return self._coordinator.decide(key, word, last_key)
         except CheckpointError as lost:
-            own_version = "no version" if self._version is None else f"version {self._version}"
-            if not self._keep_old:  # the target was filled in place, and this error poisons it
-                own_version = "no usable weights"
-            raise CheckpointError(
+            raise _UndecidedError(
                 "The ranks' store was lost at the end of a transfer.",
-                expected=f"all ranks to read whether version {version} is committed",
+                expected=f"all ranks to read whether {_format(version)} is committed",
                 got=lost.got,
-                where=f"rank {self._coordinator.rank}, which has {own_version}; other ranks may have version {version}",
+                where=f"rank {self._coordinator.rank}; other ranks may have {_format(version)}",
                 todo="compare Transfer.version of all ranks; if versions differ, make a new Transfer and send again",
             ) from lost
+
+
+class _UndecidedError(CheckpointError):
+    """This rank could not read whether the ranks have committed."""
+
+
+def _format(version: int | None) -> str:
+    """Return a version as text."""
+    return "no version" if version is None else f"version {version}"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """Return ranks as text; at most 16 of them."""
+    return f"{list(ranks[:16])}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partialmethod
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,12 +24,14 @@ from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError, TransferError
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.quantize import Int8Rows
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer import rank_transfers
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.exchange import Exchange
+from vescale_fsdp.transfer.links import codes
 from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
@@ -99,10 +103,11 @@ def one_rank_fails() -> None:
                 fails_at(kind, method, 3)
             error = met(lambda: transfer.run(state, into))  # noqa: B023  called at once
             setattr(kind, method, real)
-            assert isinstance(error, ValueError if rank == where else CheckpointError), error
-            if rank != where:
-                assert "made to fail" in str(error) and f"ranks [{where}]" in str(error)
-                assert ("has its old weights" if keep_old else "is unusable") in str(error)
+            assert isinstance(error, TransferError)
+            assert isinstance(error.__cause__, ValueError if rank == where else CheckpointError), error
+            assert "made to fail" in str(error) and f"ank {where}" in str(error)
+            assert error.target == ("old" if keep_old else "unusable") and error.version is transfer.version
+            assert (error.behind, error.lost) == ((2, 3), ())
             assert is_old(into) if keep_old else is_unusable(into)
             assert into is None or not (is_old(into) if not keep_old else is_unusable(into))
             transfer.run(state, into)
@@ -123,7 +128,8 @@ def bits_flip() -> None:
     Destination.unpack = flipping  # type: ignore[method-assign]
     try:
         error = met(lambda: Transfer(plan, verify=True).run(state, into))
-        assert isinstance(error, CorruptCheckpointError) and is_unusable(into)
+        assert isinstance(error, TransferError) and is_unusable(into)
+        assert isinstance(error.__cause__, CorruptCheckpointError)
         assert "from rank" in str(error) and "to rank 3" in str(error)
         Transfer(plan).run(state, into)
     finally:
@@ -270,9 +276,10 @@ def the_store_is_lost_before_all_have_read() -> None:
             for old, tensor in zip(before, (into or {}).values(), strict=True)
         )
         if is_cut_off:
-            assert isinstance(error, CheckpointError) and isinstance(error.__cause__, CheckpointError)
-            assert ("version 3" in str(error.where)) == keep_old and "version 4" in str(error.where)
-            assert transfer.version == (3 if keep_old else None)
+            assert isinstance(error, TransferError) and isinstance(error.__cause__, CheckpointError)
+            assert "version 4" in str(error.__cause__.where)
+            assert (error.version, error.behind) == (3 if keep_old else None, (3,))
+            assert transfer.version == error.version
             assert is_as_before if keep_old else is_unusable(into)
         else:
             assert error is None and transfer.version == 4
@@ -295,7 +302,51 @@ def versions_differ() -> None:
             60
         )
     )
-    assert isinstance(error, MemoryError if dist.get_rank() == 0 else CheckpointError) and is_old(into)
+    assert isinstance(error, TransferError) and is_old(into)
+    assert isinstance(error.__cause__, MemoryError if dist.get_rank() == 0 else CheckpointError)
+
+
+def blocks_are_not_measured() -> None:
+    """A rank that fails before anything is sent: the target that is filled in place keeps its old weights."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    full, codec = torch.randn(30, 20), Int8Rows()
+    state = {
+        "w": distribute_tensor(full, mesh, [RaggedShard.from_piece_numels(full.shape, [110, 90, 205, 195])])
+    }
+    into = {"c": torch.full(full.shape, 7, dtype=torch.int8)}
+    transfer = Transfer(plan_transfer(*describe_states(state, into), links={"c": codes("w", codec)}))
+    assert transfer._cut_blocks.total
+    transfer.run(state, into, version=3)
+    known = into["c"].clone()
+    state["w"].mul_(-1)
+    lacks_memory = mock.patch.object(torch.Tensor, "cpu", side_effect=MemoryError)
+    with lacks_memory if dist.get_rank() == 2 else nullcontext():
+        error = met(lambda: transfer.run(state, into))
+    assert isinstance(error, TransferError) and (error.target, error.version) == ("old", 3)
+    assert isinstance(error.__cause__, MemoryError) == (dist.get_rank() == 2)
+    assert transfer.version == 3 and torch.equal(into["c"], known)
+    transfer.run(state, into)
+    assert transfer.version == 4 and (into["c"] != known).any()
+
+
+def the_target_changes() -> None:
+    """While a target is changed it has no version, in place during the messages, else while it is copied."""
+    plan, (state, into) = pair()
+    for keep_old in (True, False):
+        seen = []
+        transfer = Transfer(plan, keep_old=keep_old, version=5)
+        real = Exchange.run, Destination.commit
+
+        def note(*args: Any, real: Any) -> None:
+            seen.append(transfer.version)  # noqa: B023  called at once
+            real(*args)
+
+        with (
+            mock.patch.object(Exchange, "run", partialmethod(note, real=real[0])),
+            mock.patch.object(Destination, "commit", partialmethod(note, real=real[1])),
+        ):
+            transfer.run(state, into)
+        assert seen == [5 if keep_old else None, None] and transfer.version == 6
 
 
 class NoClone(torch.Tensor):
@@ -317,6 +368,8 @@ def all_faults() -> None:
         ranks_are_lost_as_they_meet,
         the_store_is_lost_before_all_have_read,
         versions_differ,
+        blocks_are_not_measured,
+        the_target_changes,
     ):
         torch.manual_seed(0)
         check()
@@ -344,10 +397,15 @@ def dies(folder: str, victim: int, keep_old: bool) -> None:
 
             setattr(kind, method, dying)
     error = met(lambda: transfer.run(state, into))
+    assert isinstance(error, TransferError) and error.version is transfer.version is None
     verdict = "old" if is_old(into) else "unusable" if is_unusable(into) else "mixed"
-    Path(folder, str(dist.get_rank())).write_text(
-        f"{type(error).__name__} {'-' if into is None else verdict}"
-    )
+    outcome = [
+        list(error.lost),
+        list(error.behind),
+        error.target,
+        error.target if into is None else verdict,
+    ]
+    Path(folder, str(dist.get_rank())).write_text(json.dumps(outcome))
 
 
 class Late(SoloCoordinator):
@@ -398,12 +456,11 @@ def test_a_step_behind_start_is_refused(kind: type[torch.optim.SGD]) -> None:
 
 @pytest.mark.parametrize(("victim", "keep_old"), [(0, True), (1, False), (3, False)])
 def test_a_rank_dies(tmp_path: Path, victim: int, keep_old: bool) -> None:
-    """SIGKILL of a sender or a receiver: other ranks raise, and no target is mixed."""
+    """SIGKILL of a sender or a receiver: all other ranks name it, and no target is mixed."""
     with pytest.raises(RankError, match="died"):
         run_ranks(4, dies, str(tmp_path), victim, keep_old, timeout_s=60)
 
-    told = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    told = {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()}
     assert set(told) == {str(rank) for rank in range(4) if rank != victim}
-    verdict = "old" if keep_old else "unusable"
-    for rank, text in told.items():
-        assert text == f"CheckpointError {'-' if int(rank) < 2 else verdict}"
+    outcome = "old" if keep_old else "unusable"
+    assert all(seen == [[victim], [2, 3], outcome, outcome] for seen in told.values()), told

@@ -107,6 +107,8 @@ def met(work: Callable[[], object]) -> str:
     """The type of the raised error, "" if none."""
     try:
         work()
+    except CheckpointError:
+        return "CheckpointError"
     except Exception as error:  # noqa: BLE001  the caller looks at it
         return type(error).__name__
     return ""
