@@ -1,6 +1,7 @@
 # make test   the gate, and tests of everything: eight minutes
 # make test-part PART=faults   the rows and jobs that make test leaves out, in parts of at most eight minutes, by name or
 #                              number; tests/conftest.py lists them
+# make test-order SEED=3   the tests of make test in another order
 # make test-all   make test, every part, and the four below (a night)
 # make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
 #                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
@@ -45,7 +46,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-part test-all test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-order test-all test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -62,6 +63,10 @@ test: venv
 PART ?= 1
 test-part: venv
 	$(IN_VENV) -m pytest $(TOGETHER) --part $(PART)
+
+SEED ?= 1
+test-order: venv
+	$(IN_VENV) -m pytest $(TOGETHER) --part core --random-order-seed $(SEED) --random-order-bucket module
 
 # One after the other: each uses both cores.
 test-all:

@@ -257,10 +257,10 @@ class AsyncSaver:
         taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
         where, waits_s = type(path).__name__, EXIT_TIMEOUT_S  # until the arguments are known to be valid
-        is_timeout = False
+        is_timeout_valid = False
         try:
             check_exit_timeout(exit_timeout_s)
-            waits_s, is_timeout = exit_timeout_s, True
+            waits_s, is_timeout_valid = exit_timeout_s, True
             where = path.where if isinstance(path, Storage) else str(path)
             self.drain()  # the previous save still reads the staging buffer
             storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
@@ -307,7 +307,7 @@ class AsyncSaver:
 
         # Submitted after an error too: the other ranks wait in `agree` for this rank to report the error.
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=waits_s)
-        if error is not None and not (is_timeout and isinstance(error, Exception)):
+        if error is not None and not (is_timeout_valid and isinstance(error, Exception)):
             self._last.is_read = True  # the exit must not report an error that is raised here
             raise error  # Ctrl-C stops the trainer now, not only in `handle.wait()`
         return SaveHandle(self._last)

@@ -52,7 +52,7 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     """
     if all(unit.agreed for unit in units):
         return
-    failure = None
+    failure = difference = None
     try:
         for unit in units:
             for group in unit.groups:
@@ -65,15 +65,22 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
         for number, group in enumerate(unit.groups):
             lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, units)
             by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
-    differing = False
-    # The largest mesh comes first: ranks that differ in their smaller meshes still meet in its all-reduce. The last two
-    # sort keys give meshes of the same size the same order on all ranks.
+    # The sort keys give the meshes the same order on all ranks. The largest mesh comes first: most ranks then name the
+    # cause itself, and not that a rank failed elsewhere.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
         first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
-        with outside_modes():  # a forward under torch.func or inference mode must not change these tensors
-            # Lines are sorted by kind, over all groups: parameters and policies come before the layouts that follow
-            # from them, so that the first difference is the cause.
-            differing = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], differing)
+        try:
+            # A forward under torch.func or inference mode must not change the tensors of the comparison. Lines are
+            # sorted by kind, over all groups: parameters and policies come before the layouts that follow from them,
+            # so that the first difference is the cause.
+            with outside_modes():
+                _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))])
+        except LifecycleError as error:
+            # Raised after the other meshes, whose ranks may not have heard of it and wait for this rank's collective.
+            difference = difference or error
+            failure = failure or error
+    if difference is not None:
+        raise difference
     if failure is not None:
         raise failure
     for unit in units:
@@ -130,22 +137,19 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
     )
 
 
-def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
-    """Compare lines over every axis of a mesh; return False if they are equal on all ranks.
-
-    Args:
-        differing: whether a difference was found before. Each all-reduce also sends this flag, so that a rank raises
-            even if its lines are equal along all its axes.
+def _compare(mesh: DeviceMesh, lines: list[str]) -> None:
+    """Compare lines over every axis of a mesh.
 
     Raises:
         LifecycleError: if lines differ, on all ranks of the mesh.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    device = torch.device(mesh.device_type) if mesh.device_type != "cpu" else torch.device("cpu")
+    digest = _hash("\n".join(lines))
+    differing = False
     for group in groups:
-        digest = _hash("\n".join(lines))
         # One MAX of (digest, -digest) yields the largest and the smallest digest. If both are equal, all digests are.
-        extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=device)
+        # The flag goes with them, so that a rank raises even if its lines are equal along the axes that follow.
+        extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=mesh.device_type)
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -153,7 +157,6 @@ def _compare(mesh: DeviceMesh, lines: list[str], differing: bool) -> bool:
         differing = bool(high != -minus_low or differed_before)
     if differing:
         _raise_difference(lines, groups)
-    return differing
 
 
 def _hash(text: str) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -23,6 +24,7 @@ from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.optim import FlatOptimizer
 from vescale_fsdp.runtime.comm.group_comm import SETTERS, GroupSettings, ProcessGroupMemory
+from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import state_of
 
@@ -301,6 +303,29 @@ def test_what_was_sharded_is_logged_once() -> None:
         )
         assert texts[4].endswith(f"{sum(shard_bytes):,} bytes per rank")
         assert not all("padding 0.00%" in text for text in texts)
+
+
+def overlapping_meshes(is_equal: bool) -> str | None:
+    """The first error of ranks that share meshes by twos, where only the first two differ."""
+    rank = dist.get_rank()
+    units = {}
+    for name, ranks in (("left", [0, 1]), ("right", [1, 2])):
+        mesh = DeviceMesh("cpu", ranks)
+        if rank in ranks:
+            odd = name == "left" and rank == 0 and not is_equal
+            units[state_of(fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=not odd))] = name
+    try:
+        reach_consensus(units)  # type: ignore[arg-type]
+    except LifecycleError as error:
+        return f"{error.expected} {error.got}"
+    return None
+
+
+def test_ranks_that_share_only_another_mesh_hear_of_it() -> None:
+    """A rank in both meshes tells the ranks of the second what is wrong in the first; none of them waits."""
+    assert run_ranks(3, overlapping_meshes, True) == [None] * 3
+
+    assert all("'left'" in str(told) for told in run_ranks(3, overlapping_meshes, False, timeout_s=60.0))
 
 
 SILENT = """

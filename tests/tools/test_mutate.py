@@ -1,0 +1,86 @@
+"""`tools.mutate` on a product of one function, whose test starts a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.mutate.mutants import Mutant, draw, mutants_of, product_files
+from tools.mutate.running import compare, cover, run
+
+PRODUCT = '''"""é: columns of syntax trees are bytes, offsets are characters."""
+
+def is_small(number: int, limit: int = 3) -> bool:
+    """Whether a number is below a limit."""
+    if number < limit and not number == -1:
+        return True
+    unused = 5
+    return False
+'''
+TESTS = """
+import subprocess, sys
+import pytest
+from vescale_fsdp.sizes import is_small
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_small_numbers(number):
+    assert is_small(number)
+
+def test_large_numbers():
+    check = "from vescale_fsdp.sizes import is_small; assert is_small(9) is False"
+    subprocess.run([sys.executable, "-c", check], check=True)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for file, text in {
+        "vescale_fsdp/__init__.py": "",
+        "vescale_fsdp/sizes.py": PRODUCT,
+        "tests/test_sizes.py": TESTS,
+    }.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    (tmp_path / "pytest.ini").touch()
+    return tmp_path.resolve()
+
+
+def test_mutants_change_one_place_each(checkout: Path) -> None:
+    """Every mutant is Python, and the places are those of the text; the same seed draws the same."""
+    found = mutants_of("vescale_fsdp/sizes.py", PRODUCT)
+
+    changed = set()
+    for mutant in found:
+        end = mutant.offset + len(mutant.before)
+        assert PRODUCT[mutant.offset : end] == mutant.before
+        text = PRODUCT[: mutant.offset] + mutant.after + PRODUCT[end:]
+        compile(text, mutant.file, "exec")
+        changed.add(text)
+    assert len(changed) == len(found)
+    assert {mutant.kind for mutant in found} == {
+        "comparison", "logic", "negation", "condition", "constant", "result",
+    }  # fmt: skip
+    assert product_files(checkout) == ["vescale_fsdp/__init__.py", "vescale_fsdp/sizes.py"]
+    assert draw(checkout, 5, seed=1) == draw(checkout, 5, seed=1) != draw(checkout, 5, seed=2)
+
+
+def test_a_mutant_is_killed_by_the_tests_that_execute_it(checkout: Path) -> None:
+    """Also where a subprocess executes it; a defect that no test sees survives."""
+    covered = cover(checkout, part="", jobs=1)
+    small, large = (f"tests/test_sizes.py::test_{name}" for name in ("small_numbers[0]", "large_numbers"))
+    assert covered[small].blocks == {"vescale_fsdp/sizes.py": [4, 6]}
+    assert covered[large].blocks == {"vescale_fsdp/sizes.py": [4]}
+
+    def mutant(before: str, after: str) -> Mutant:
+        offset = PRODUCT.index(before)
+        return Mutant("vescale_fsdp/sizes.py", PRODUCT[:offset].count("\n") + 1, offset, before, after, "")
+
+    chosen = [mutant("False", "True"), mutant("True", "False"), mutant("unused = 5", "unused = 6")]
+    rows = run(checkout, chosen, covered, budget_s=10.0, jobs=2)
+
+    assert [row["result"] for row in rows] == ["killed", "killed", "survived"]
+    assert rows[0]["killer"] == large and "small_numbers" in rows[1]["killer"]
+    survivors = [row | {"result": "survived"} for row in rows]
+    lines = compare(survivors, rows).splitlines()
+    assert [int(line.split()[1]) for line in lines[:2]] == [0, 2] and len(lines) == 4

@@ -1,0 +1,97 @@
+"""Measure the power of the tests: how many small defects of the product they notice.
+
+    python -m tools.mutate draw mutants.json --count 100 --seed 0     defects of the product in this checkout
+    python -m tools.mutate cover coverage.json                        which tests execute which lines (20 minutes)
+    python -m tools.mutate run mutants.json coverage.json out.json    runs the tests that execute each defect (an hour)
+    python -m tools.mutate compare old.json new.json                  what one suite notices and the other does not
+
+A mutant is one change of one expression or statement: a comparison turned, a sign or a constant changed, a condition
+negated, a call left out. It is killed if a test fails or does not end. ``run`` chooses the tests that execute the
+mutant's block of statements: those of the mirrored file first, then the quickest, together at most ``--seconds``. At
+the end it runs every test that failed once more, without the mutant: one that fails there too has killed nothing.
+
+To compare two suites on one product, draw the mutants once, and run them in two checkouts that differ in ``tests/``
+only (``--root``). Packages for mutation tests do not see which test the code of a warm rank ran for; here every process
+of a test loads the product through `tools.mutate.loading`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools.mutate import mutants, running
+
+_FILE = click.Path(path_type=Path)
+_ROOT = click.option(
+    "--root", type=click.Path(path_type=Path), default=Path(), help="the checkout", show_default=True
+)
+_JOBS = click.option("--jobs", default=2, help="runs at a time", show_default=True)
+
+
+@click.group(help=__doc__.splitlines()[0])
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.argument("out", type=_FILE)
+@click.option("--count", default=100, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@_ROOT
+def draw(out: Path, count: int, seed: int, root: Path) -> None:
+    """Draw mutants of the product."""
+    _write(out, [mutant._asdict() for mutant in mutants.draw(root, count, seed)])
+
+
+@main.command()
+@click.argument("out", type=_FILE)
+@click.option(
+    "--part", default="core", help="the part of the tests; empty for suites without parts", show_default=True
+)
+@_ROOT
+@_JOBS
+def cover(out: Path, part: str, root: Path, jobs: int) -> None:
+    """Run the tests once and record which blocks of statements each executes."""
+    rows = running.cover(root.resolve(), part, jobs)
+    _write(out, {test: row._asdict() for test, row in rows.items()})
+
+
+@main.command()
+@click.argument("chosen", metavar="MUTANTS", type=_FILE)
+@click.argument("coverage", type=_FILE)
+@click.argument("out", type=_FILE)
+@click.option("--seconds", default=40.0, help="of tests per mutant", show_default=True)
+@_ROOT
+@_JOBS
+def run(chosen: Path, coverage: Path, out: Path, seconds: float, root: Path, jobs: int) -> None:
+    """Run the tests that execute each mutant."""
+    covered = {test: running.Covered(**row) for test, row in json.loads(coverage.read_text()).items()}
+    rows = running.run(
+        root.resolve(),
+        [mutants.Mutant(**row) for row in json.loads(chosen.read_text())],
+        covered,
+        seconds,
+        jobs,
+    )
+    _write(out, rows)
+    click.echo(f"{sum(row['result'] == 'killed' for row in rows)} of {len(rows)} killed")
+
+
+@main.command()
+@click.argument("first", type=_FILE)
+@click.argument("second", type=_FILE)
+def compare(first: Path, second: Path) -> None:
+    """Print how many mutants each suite kills, and those that only one of them kills."""
+    click.echo(running.compare(json.loads(first.read_text()), json.loads(second.read_text())))
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+if __name__ == "__main__":
+    main()
