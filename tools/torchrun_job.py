@@ -10,27 +10,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 POLL_S = 0.05
+_END_S = 30.0  # how long torchrun may take to end after its ranks
+_SHOWN_LINES = 40  # of each log, in errors
 
 
 class JobFailed(RuntimeError):
-    """A job did not end as expected; the message contains the end of its log."""
+    """A job did not end as expected; the message contains the end of each log, with stacks after a time-out."""
 
 
 class Job:
-    """One torchrun launch of a module, with its output in a log file.
+    """One torchrun launch of a module. Its output is in a folder: ``torchrun.log``, and a file per rank and stream.
+
+    Results are not read from output: a module writes them to a file, which an argument names.
 
     Args:
         module: name of the module to run, such as ``examples.train``.
         ranks: processes to start on this machine.
         arguments: command line of the module.
-        log: file for everything the ranks print.
+        logs: folder for output.
         folder: the working directory, from which modules are also imported.
         timeout_s: seconds after which the job is killed and fails.
     """
@@ -40,24 +46,37 @@ class Job:
         module: str,
         ranks: int,
         arguments: list[str],
-        log: Path,
+        logs: Path,
         *,
         folder: Path = ROOT,
         timeout_s: float = 240,
     ) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
         self.deadline = time.monotonic() + timeout_s
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks of all threads
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's host name may not resolve
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # 0: any free port
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+        # Ranks that share a file write into each other's lines.
+        apart = ["--log-dir", str(logs), "--redirects", "3"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *apart]
         self.command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
-        with log.open("w") as sink:
+        with (logs / "torchrun.log").open("w") as sink:
             self.process = subprocess.Popen(
                 self.command, cwd=folder, env=environment, stdout=sink, stderr=subprocess.STDOUT
             )
+
+    def output(self, most_lines: int | None = None) -> str:
+        """What torchrun and the ranks have written so far, file by file; of each the last lines, if limited."""
+        parts = []
+        for file in sorted(self._logs.rglob("*.log"), key=lambda file: (len(file.parts), file)):
+            lines = file.read_text(errors="replace").splitlines()
+            if lines:
+                shown = lines if most_lines is None else lines[-most_lines:]
+                parts.append("\n".join([f"--- {file.relative_to(self._logs)} ---", *shown]))
+        return "\n".join(parts)
 
     def wait(self) -> None:
         """Wait for the job.
@@ -66,7 +85,7 @@ class Job:
             JobFailed: if the job fails or takes too long.
         """
         if self._wait_for_exit() != 0:
-            raise JobFailed(f"{' '.join(self.command)} failed:\n{self._end_of_log()}")
+            raise JobFailed(f"{' '.join(self.command)} failed:\n{self.output(_SHOWN_LINES)}")
 
     def follow(
         self, run: Path, title: str, steps: range, until: Callable[[int], bool] = lambda _: False
@@ -100,12 +119,24 @@ class Job:
         try:
             return self.process.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.process.terminate()  # torchrun ends its ranks
-            self.process.wait(60)
-            raise JobFailed(f"{' '.join(self.command)} took too long:\n{self._end_of_log()}") from None
+            self._abort()
+            raise JobFailed(f"{' '.join(self.command)} took too long:\n{self.output(_SHOWN_LINES)}") from None
 
-    def _end_of_log(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+    def _abort(self) -> None:
+        """End all processes of the job; ranks write their stacks."""
+        ranks = psutil.Process(self.process.pid).children(recursive=True)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGABRT)
+        _, living = psutil.wait_procs(ranks, _END_S)
+        for rank in living:  # stopped ones, or ones with a handler of their own
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_END_S)
 
 
 def losses_of(run: Path) -> dict[int, float]:

@@ -100,6 +100,6 @@ def test_types_come_from_the_wheel(installed: Path) -> None:
 def test_the_script_runs(tmp_path: Path) -> None:
     """The calls that type-check are calls that work."""
     shutil.copy(SCRIPT, tmp_path / "user_script.py")
-    Job("user_script", 2, [str(tmp_path / "out")], tmp_path / "log", folder=tmp_path).wait()
+    Job("user_script", 2, [str(tmp_path / "out")], tmp_path / "logs", folder=tmp_path).wait()
 
     assert (tmp_path / "out" / "hf" / "model.safetensors").stat().st_size > 0

@@ -80,7 +80,7 @@ Launcher = Callable[[Path, int, list[str]], object]
 
 def torchrun(script: Path, ranks: int, arguments: list[str]) -> None:
     """The command itself."""
-    Job(script.stem, ranks, arguments, script.parent / "log", folder=script.parent).wait()
+    Job(script.stem, ranks, arguments, script.parent / "logs", folder=script.parent).wait()
 
 
 def warm_ranks(script: Path, ranks: int, arguments: list[str]) -> None:

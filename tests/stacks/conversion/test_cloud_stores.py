@@ -88,7 +88,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 files.mkdir("bucket")
             yield f"{request.param}://bucket"
         finally:
-            server.terminate()
+            server.kill()  # asked to end, Azurite waits for every open connection
             server.wait(30)
 
 
