@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 POLL_S = 0.05
-_END_S = 30.0  # how long torchrun may take to end after its ranks
+_END_S = 10.0  # how long a process may take to write its stacks and end
 _SHOWN_LINES = 40  # of each log, in errors
 
 
@@ -39,6 +39,8 @@ class Job:
         logs: folder for output.
         folder: the working directory, from which modules are also imported.
         timeout_s: seconds after which the job is killed and fails.
+        options: further ones of torchrun.
+        environment: variables to set.
     """
 
     def __init__(
@@ -50,23 +52,33 @@ class Job:
         *,
         folder: Path = ROOT,
         timeout_s: float = 240,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self._logs = logs
         self.deadline = time.monotonic() + timeout_s
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks of all threads
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks of all threads
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's host name may not resolve
+        variables.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's host name may not resolve
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # 0: any free port
         # Ranks that share a file write into each other's lines.
         apart = ["--log-dir", str(logs), "--redirects", "3"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *apart]
+        variables |= environment or {}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *apart, *options]
         self.command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
         with (logs / "torchrun.log").open("w") as sink:
             self.process = subprocess.Popen(
-                self.command, cwd=folder, env=environment, stdout=sink, stderr=subprocess.STDOUT
+                self.command, cwd=folder, env=variables, stdout=sink, stderr=subprocess.STDOUT
             )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave no process running."""
+        abort_with_children(self.process)
 
     def output(self, most_lines: int | None = None) -> str:
         """What torchrun and the ranks have written so far, file by file; of each the last lines, if limited."""
@@ -119,24 +131,31 @@ class Job:
         try:
             return self.process.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._abort()
+            abort_with_children(self.process)
             raise JobFailed(f"{' '.join(self.command)} took too long:\n{self.output(_SHOWN_LINES)}") from None
 
-    def _abort(self) -> None:
-        """End all processes of the job; ranks write their stacks."""
-        ranks = psutil.Process(self.process.pid).children(recursive=True)
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(signal.SIGABRT)
-        _, living = psutil.wait_procs(ranks, _END_S)
-        for rank in living:  # stopped ones, or ones with a handler of their own
-            with suppress(psutil.NoSuchProcess):
-                rank.kill()
-        try:
-            self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(_END_S)
+
+def abort_with_children(process: subprocess.Popen[Any]) -> None:
+    """End a process and all its descendants. Those that run under PYTHONFAULTHANDLER write their stacks to stderr.
+
+    Descendants end first: torchrun, for example, would kill them before they have written.
+    """
+    if process.poll() is not None:
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.send_signal(signal.SIGABRT)
+    _, living = psutil.wait_procs(children, _END_S)
+    for child in living:  # stopped ones, or ones with a handler of their own
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.send_signal(signal.SIGABRT)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_END_S)
 
 
 def losses_of(run: Path) -> dict[int, float]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.torchrun_job import POLL_S, Job, JobFailed
+from tests.support.processes import wait_until
+from tools.torchrun_job import Job, JobFailed
 
 MODULE = """
 import os
@@ -30,9 +31,7 @@ def test_a_job_that_hangs_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     """At its deadline; no process is left."""
     (tmp_path / "hangs.py").write_text(MODULE)
     job = Job("hangs", 2, [str(tmp_path)], tmp_path / "logs", folder=tmp_path)
-    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
-        assert job.process.poll() is None and time.monotonic() < job.deadline, job.output()
-        time.sleep(POLL_S)
+    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), "ranks", state=job.output)
     job.deadline = time.monotonic()
 
     with pytest.raises(JobFailed):

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tools.torchrun_job import abort_with_children
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
@@ -89,7 +90,7 @@ def nodes() -> Iterator[tuple[str, str]]:
 
 def _on(node: str, *arguments: str, secret: str = "s") -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": f"v{node}"}
-    environment["VESCALE_FSDP_SECRET"] = secret
+    environment |= {"VESCALE_FSDP_SECRET": secret, "PYTHONFAULTHANDLER": "1"}
     command = ["ip", "netns", "exec", node, sys.executable, "-m", *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -108,7 +109,14 @@ def test_nodes_that_share_a_secret(nodes: tuple[str, str], tmp_path: Path) -> No
             _on(node, "tests.vescale_fsdp.elastic.test_two_nodes", str(rank), "29500", str(tmp_path))
             for rank, node in enumerate(nodes)
         ]
-        found = [json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in started[1:]]
+        try:
+            found = [
+                json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in started[1:]
+            ]
+        except subprocess.TimeoutExpired:
+            for process in started[1:]:
+                abort_with_children(process)  # stacks are on stderr, which pytest shows
+            raise
     finally:
         for process in started:
             process.kill()
