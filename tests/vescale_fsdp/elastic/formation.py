@@ -65,7 +65,8 @@ class End(NamedTuple):
     """How a rank ended."""
 
     exit_code: int | None  # None: it had not when time was up
-    error: str  # its type; "" if it ended well
+    error: str  # its class; "" if it ended well
+    bases: list[str]  # names of this class and of its bases
     text: str  # of the error, its causes and notes; the stacks of one that has not ended
     result: Any  # what the program returned
     threads: list[str]  # names of those that were left
@@ -176,11 +177,12 @@ def _rank(program: Program, folder: Path, rank: int, num_ranks: int, port: int, 
     for name in CALLS:
         setattr(dist, name, _spotted(getattr(dist, name), f"dist.{name}", spots))
     store = SpottedStore(dist.TCPStore("127.0.0.1", port, is_master=False), spots)
-    found: dict[str, Any] = {"error": "", "text": "", "result": None}
+    found: dict[str, Any] = {"error": "", "bases": [], "text": "", "result": None}
     try:
         found["result"] = program(folder, rank, num_ranks, store, spots)
     except Exception as error:  # noqa: BLE001  the test looks at it
-        found.update(error=type(error).__name__, text=_all_texts(error))
+        bases = [base.__name__ for base in type(error).__mro__]
+        found.update(error=bases[0], bases=bases, text=_all_texts(error))
     found["threads"] = [thread.name for thread in threading.enumerate()]
     (folder / f"end-{rank}").write_text(json.dumps(found))
     sys.exit(1 if found["error"] else 0)  # once all threads but daemons have ended
@@ -247,7 +249,7 @@ def _join(processes: list[BaseProcess], deadline_s: float) -> None:
 def _end(folder: Path, rank: int, process: BaseProcess) -> End:
     file, stacks = folder / f"end-{rank}", folder / f"stacks-{rank}"
     if process.exitcode is None or not file.exists():
-        return End(process.exitcode, "", stacks.read_text() if stacks.exists() else "", None, [])
+        return End(process.exitcode, "", [], stacks.read_text() if stacks.exists() else "", None, [])
     return End(process.exitcode, **json.loads(file.read_text()))
 
 
