@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import load as load_native
 from vescale_fsdp.checkpoint import save as save_native
 from vescale_fsdp.checkpoint import verify
@@ -314,7 +315,7 @@ def test_commands_name_the_models(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "vescale_fsdp.conversion", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_command(command)
 
     found = json.loads(run("inspect", path, "--json").stdout)
     assert found["models"] == ["generator.", "discriminator."] and found["model_prefix"] is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -181,7 +181,7 @@ def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source, target = str(tmp_path / "dcp"), f"{s3}/{tmp_path.name}/hf"
     command = [sys.executable, "-c", KILLED, source, target]
-    dead = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
+    dead = run_command(command, cwd=Path(__file__).parents[2])
     assert dead.returncode == -signal.SIGKILL
     left = open_store(target).list_files()
     assert "model.safetensors.index.json" not in left and any(name.endswith(".safetensors") for name in left)
@@ -217,7 +217,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ends = []
     for index, moment in (("0", "4"), ("1", "1000"), ("0", "1000"), ("1", "1000")):
         command = [sys.executable, "-c", script, source, target, index, moment]
-        ends.append(subprocess.run(command, capture_output=True, text=True, check=False))
+        ends.append(run_command(command))
     assert all(end.returncode == -signal.SIGKILL for end in ends), [end.stderr for end in ends]
     files = [
         file for file in fsspec.filesystem("s3").ls(target, detail=False) if file.endswith(".safetensors")

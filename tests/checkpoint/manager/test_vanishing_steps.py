@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.distributed import run_ranks
+from tests.support.distributed import forkserver, run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of, value_of
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.load import Verify
@@ -114,8 +113,7 @@ def _restore_often(root: Path, times: int) -> list[int]:
 )
 def test_restoring_beside_a_job_that_saves(world: int, times: int, tmp_path: Path) -> None:
     """Hundreds of restores while another process saves and keeps one step: none fails, each is of one step."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "vescale_fsdp.checkpoint"])
+    context = forkserver()
     ours, theirs = context.Pipe()
     process = context.Process(target=_save_until_told, args=(str(tmp_path), theirs))
     process.start()

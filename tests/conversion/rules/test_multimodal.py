@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.conversion.rules.multimodal_models import FAMILIES, build_multimodal
 from tests.support.dtype_zoo import same_bytes
-from tests.support.multimodal_models import FAMILIES, build_multimodal
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError

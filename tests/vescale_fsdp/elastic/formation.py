@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -30,12 +29,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-PRELOAD = (
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "tests.vescale_fsdp.elastic.forming_programs",
-)
+from tests.support.distributed import forkserver
+from tests.support.processes import stacks_of
+
 CALLS = (
     "init_process_group",
     "new_group",
@@ -213,8 +209,7 @@ def launch(
     A stalled rank continues when the others have ended, and must end too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context = forkserver()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: dict[int, BaseProcess] = {}
     try:
@@ -228,10 +223,11 @@ def launch(
         if stalled is not None:
             os.kill(ranks[stalled].pid or 0, signal.SIGCONT)
             _join([ranks[stalled]], max(deadline_s, time.monotonic() + 20))
-        for process in ranks.values():
-            if process.exitcode is None and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
-        _join(list(ranks.values()), time.monotonic() + 1)  # for stacks to be written
+        stacks_of(
+            (process.pid, folder / f"stacks-{rank}")
+            for rank, process in ranks.items()
+            if process.exitcode is None and process.pid is not None
+        )
         return {rank: _end(folder, rank, process) for rank, process in ranks.items()}
     finally:
         for process in ranks.values():

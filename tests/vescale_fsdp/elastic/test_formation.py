@@ -28,8 +28,10 @@ pytestmark = pytest.mark.timeout(7200 if _ALL else 300)
 def _others(ends: dict[int, End], death: Death) -> dict[int, End]:
     """The results of the other ranks, which have ended without threads of this library."""
     found = {rank: end for rank, end in ends.items() if rank != death.rank}
+    waiting = [rank for rank, end in found.items() if end.exit_code is None]
+    texts = "\n".join(f"--- rank {rank} ---\n{end.text}" for rank, end in ends.items())
+    assert not waiting, f"ranks {waiting} still wait after {death}\n{texts}"
     for rank, end in found.items():
-        assert end.exit_code is not None, f"rank {rank} still waits after {death}:\n{end.text}"
         left = [name for name in end.threads if name.startswith(("elastic", "transfer"))]
         assert not left or end.error, (death, rank, left)
     return found
