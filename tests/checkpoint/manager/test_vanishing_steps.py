@@ -15,6 +15,8 @@ from tests.support.distributed import forkserver, run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of, value_of
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.load import Verify
+from vescale_fsdp.checkpoint.steps.step_folders import remove_step
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 
 
@@ -31,7 +33,8 @@ class _Replaced:
         self.count += 1
         if self.count - 1 == self.number:
             if not self.same_step:
-                shutil.rmtree(self.root / f"step-{self.step:08d}")
+                # As a job removes it: with the manifest gone first, no reader meets a part of a step.
+                assert remove_step(LocalStorage(self.root), self.step) is None
                 self.step += 1
             save_steps(self.root, [self.step])
 
