@@ -120,7 +120,7 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
         _convert(str(tmp_path / "dcp"), f"{remote}/dcp")
     other_name = f"{remote}/dcp".replace("s3://", "s3a://").replace("memory://", "memory:///")
     for place in (f"{remote}/dcp", f"{remote}/dcp/inside", remote, other_name):
-        with pytest.raises(ConversionError, match="inside nor around the source"):
+        with pytest.raises(ConversionError, check=lambda error: error.where == place):  # noqa: B023
             _convert(f"{remote}/dcp", place, overwrite=True)
     store = open_store(f"{remote}/out")
     store.commit("pytorch_model.bin", b"old", replace=True)
@@ -323,8 +323,9 @@ def test_other_names_of_the_disk(tmp_path: Path) -> None:
     for number, protocol in enumerate(("file", "local")):
         _convert(f"{protocol}://{tmp_path}/a", f"{protocol}://{tmp_path}/deep/{number}")
         assert os.listdir(tmp_path / "deep" / str(number)) == ["model.safetensors"]
-        with pytest.raises(ConversionError, match="inside nor around the source"):
-            _convert(str(tmp_path / "a"), f"{protocol}://{tmp_path}/a/b")
+        target = f"{protocol}://{tmp_path}/a/b"
+        with pytest.raises(ConversionError, check=lambda error: error.where == target):  # noqa: B023
+            _convert(str(tmp_path / "a"), target)
 
 
 def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +335,7 @@ def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            with pytest.raises(ConversionError, match="does not support reads of parts"):
+            with pytest.raises(ConversionError, check=lambda error: "http" in error.where):
                 open_source(f"http://127.0.0.1:{server.server_port}/model.safetensors")
         finally:
             server.shutdown()

@@ -59,7 +59,7 @@ def test_rules_of_another_model(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "a.pt")
     for rules, to in (("transformers-qwen2-vl", "ours"), ("transformers-gemma3", "ours")):
         options = ConvertOptions(rules=rules, rules_to=to)
-        with pytest.raises(ConversionError, match="do not fit the source"):
+        with pytest.raises(ConversionError, check=lambda error: rules in error.where):  # noqa: B023
             convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "out"), "dcp", options)
     (tmp_path / "own.toml").write_text('format = 1\n[[prefix]]\nhf = "a."\nours = "b."\n')
     options = ConvertOptions(rules=str(tmp_path / "own.toml"))
