@@ -7,8 +7,8 @@ same list of members.
     a process        wait() ............. train ......... has_changed()? ...... wait() ........ leave()
     gets             Quorum(0, 4 members)               True: one is lost       Quorum(1, 3 members)
 
-`StoreMembership` implements `Membership` through a torch store that all processes can reach, and `TorchftMembership`
-through torchft's lighthouse.
+`StoreMembership` implements `Membership` with torch's rendezvous, in a store that all processes can reach, and
+`TorchftMembership` with torchft's lighthouse.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Membership(Protocol):
 
     def has_changed(self) -> bool:
         """Return whether this epoch must end, since a process waits for the next one. Called after each step."""
+
+    def has_lost(self) -> bool:
+        """Return whether a member of this epoch is known to be lost. Called often while the group of an epoch forms."""
 
     def leave(self) -> None:
         """Leave the job, so that no other process waits for this process."""

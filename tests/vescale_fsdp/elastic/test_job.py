@@ -41,6 +41,9 @@ class Scripted:
         self._left -= 1
         return self._left < 0
 
+    def has_lost(self) -> bool:
+        return False
+
     def leave(self) -> None:
         pass
 
