@@ -99,7 +99,7 @@ class ElasticJob:
             fully_shard(model, mesh=mesh)
             return TrainingState(model, torch.optim.AdamW(model.parameters()), {"data": data})
 
-        def checkpoints(num_ranks):
+        def checkpoints(num_ranks, num_nodes):
             ram = RamTier("run", replicas=1)
             return CheckpointManager(root, save_policy=EverySteps(100), ram=ram)
 
@@ -115,12 +115,15 @@ class ElasticJob:
         build: makes the model and its optimizer. It must not communicate, since it is called in the first epoch of each
             process, which other processes may have passed. It must give the same weights in all processes. It is called
             again in every epoch that finds no saved step, to start from initial weights: in a new job, twice at first.
-        checkpoints: makes the checkpoint manager of an epoch, for a number of ranks. With a RAM tier of interval 1 and
-            ``replicas=1``, the loss of a node costs only the current step.
+        checkpoints: makes the checkpoint manager of an epoch, for a number of ranks and a number of machines. With a
+            RAM tier of interval 1 and ``replicas=1``, the loss of a node costs only the current step. On one node, the
+            tier keeps no copies, and warns.
         make_mesh: makes the mesh of an epoch, for a number of ranks. Default: a 1-D mesh of all ranks.
         backend: the backend of process groups. Default: torch's choice.
         timeout_s: the time-out of process groups: how long ranks wait for a rank whose connections stay open (a machine
             without power, a process that hangs). No step may take longer.
+        on_epoch: called with this job in every epoch, when its state is restored, before its first step: for what
+            depends on the ranks and is not in ``TrainingState.more``. It may communicate.
         max_retries: maximum number of errors without a finished step or a lost member between them. The next error is
             raised.
 
@@ -140,17 +143,20 @@ class ElasticJob:
         self,
         membership: Membership,
         build: Callable[[DeviceMesh], TrainingState],
-        checkpoints: Callable[[int], CheckpointManager],
+        checkpoints: Callable[[int, int], CheckpointManager],
         *,
         make_mesh: Callable[[int], DeviceMesh] | None = None,
         backend: str | None = None,
         timeout_s: float = 60.0,
+        on_epoch: Callable[[ElasticJob], None] | None = None,
         max_retries: int = 5,
     ) -> None:
         self._membership, self._build, self._checkpoints = membership, build, checkpoints
         # The argument is not needed: the default mesh has all ranks of the epoch's default group.
         self._make_mesh = make_mesh or (lambda num_ranks: default_mesh())
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
+        self._on_epoch = on_epoch
+        self._has_trained = False  # whether this process has finished a step
         self._manager: CheckpointManager | None = None
         self._excepthook = sys.excepthook
         self.training: TrainingState | None = None
@@ -189,7 +195,7 @@ class ElasticJob:
                         train_step(self, step)
                         step += 1
                         self._save(step)
-                        num_failures = 0
+                        num_failures, self._has_trained = 0, True
                     if step >= num_steps:
                         return self._finish()
                 # torch raises RuntimeError if a connection is lost. Other errors end the job.
@@ -248,10 +254,11 @@ class ElasticJob:
             renew_model(self.training.model, mesh)
             renew_optimizer(self.training.optimizer)
             renew_data(self.training.more, self.rank, self.num_ranks)
-        self._manager = self._checkpoints(self.num_ranks)
+        self._manager = self._checkpoints(self.num_ranks, quorum.num_nodes)
         restored = self._manager.restore(self._state())
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
+            self._check_new(quorum.store)
             # Build a model with initial weights. A model of an earlier epoch has zeros as weights after `renew_model`.
             self._build_on(mesh)
             # `force`, whatever the manager's policy says: a later epoch needs a step to restore.
@@ -267,7 +274,30 @@ class ElasticJob:
             tier,
             epoch.ready_at_s - agreed_at_s,
         )
+        if self._on_epoch is not None:
+            self._on_epoch(self)
         return step
+
+    def _check_new(self, store: dist.Store) -> None:
+        """Check, where no saved step was found, that no rank has trained before: the job must not start again silently.
+
+        A collective of all ranks.
+
+        Raises:
+            LifecycleError: on all ranks.
+        """
+        if self._has_trained:
+            store.set("has-trained", str(self.rank))
+        dist.barrier()
+        if store.check(["has-trained"]):
+            raise LifecycleError(
+                "No saved step can be restored, but steps were finished before.",
+                expected="a complete step in memory or on disk",
+                got=f"none; rank {store.get('has-trained').decode()} has finished steps",
+                where=f"rank {self.rank} of {self.num_ranks}",
+                todo="check the folders of the checkpoint manager, and its warnings; to start from the beginning, "
+                "start the job again",
+            )
 
     def _build_on(self, mesh: DeviceMesh) -> None:
         """Call the user's ``build``, and check that later epochs can move the model to other ranks."""

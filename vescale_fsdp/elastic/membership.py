@@ -25,20 +25,25 @@ class Quorum:
 
     Args:
         epoch: number of the epoch, higher than those of all earlier epochs.
-        members: names of the processes, in the order of their ranks.
+        members: names of the processes, in the order of their ranks. A name begins with an address: ``host:port``.
         rank: the rank of this process.
         store: a store for this epoch only, through which the ranks of its process groups connect.
 
     Examples:
-        >>> quorum = Quorum(epoch=2, members=("node0/7", "node1/4"), rank=1, store=dist.HashStore())
-        >>> len(quorum.members)
-        2
+        >>> quorum = Quorum(epoch=2, members=("node0:7/a", "node0:4/b"), rank=1, store=dist.HashStore())
+        >>> len(quorum.members), quorum.num_nodes
+        (2, 1)
     """
 
     epoch: int
     members: tuple[str, ...]
     rank: int
     store: dist.Store
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines: of addresses under which processes reach each other."""
+        return len({name.partition("/")[0].rpartition(":")[0] for name in self.members})
 
 
 class Membership(Protocol):

@@ -53,7 +53,6 @@ from vescale_fsdp.torch_private import decode_rendezvous, encode_rendezvous, ren
 _logger = logging.getLogger("vescale_fsdp")
 _KEY = "rendezvous"  # store key of the rendezvous state
 _REFUSED = "refused"  # store key that is set when two processes have different secrets
-_MISSED = 3  # keep-alives that a process may miss before it is lost
 _POLL_S = 0.02  # pause between two requests to the store
 _ASK_S = 0.2  # pause between two connections to the port of a process that may be lost
 _SETTLE_S = 0.3  # how long a round with new processes stays open after the last process has entered
@@ -77,9 +76,10 @@ class StoreMembership:
         min_members: minimum number of processes in later epochs.
         timeout_s: how long a round waits for members of the last epoch that live but do not leave it; then it continues
             without them. It waits as long again for enough processes, and for a store that was lost.
-        keep_alive_s: seconds between two keep-alives of a process. A process that misses three is lost, although its
-            connections are open: it is stopped, or its machine is down. The same in all processes; raise it for
-            thousands of them.
+        keep_alive_s: seconds between two keep-alives of a process, which also notices then that others wait. The same
+            in all processes; raise it for thousands of them.
+        max_missed: a process that misses more keep-alives is lost, although its connections are open: it is stopped, or
+            its machine is down. The same in all processes.
         host: name or address under which other processes reach this process, which listens on no other address.
             Default: the address from which this machine reaches the store; for a store in a file, 127.0.0.1.
         secret: a secret that all processes share. It signs entries of the stores.
@@ -106,6 +106,7 @@ class StoreMembership:
         min_members: int = 1,
         timeout_s: float = 60.0,
         keep_alive_s: float = 1.0,
+        max_missed: int = 3,
         host: str | None = None,
         secret: str | None = None,
         reconnect: Callable[[], dist.Store] | None = None,
@@ -121,7 +122,7 @@ class StoreMembership:
         self.name = f"{host}:{self._own_store.port}/{secrets.token_hex(8)}"
         link = _Link(store, min(timeout_s, _STORE_S), reconnect or _reconnecting(store))
         self._backend = _Backend(
-            link, self.name, self._secret, num_first, min_members, timeout_s, keep_alive_s
+            link, self.name, self._secret, num_first, min_members, timeout_s, keep_alive_s, max_missed
         )
         self._rendezvous: Any = rendezvous_handler(
             self._backend,
@@ -132,7 +133,7 @@ class StoreMembership:
                 heartbeat=timedelta(seconds=max(timeout_s, _STORE_S)),
             ),
             keep_alive_s,
-            _MISSED,
+            max_missed,
         )
         # Kept in an attribute, since torch keeps no reference to a store that is written in Python.
         self._epoch_store: dist.Store | None = None
@@ -254,6 +255,7 @@ class _Backend(RendezvousBackend):
         min_members: int,
         timeout_s: float,
         keep_alive_s: float,
+        max_missed: int,
     ) -> None:
         self._signed = (
             link if secret is None else SignedStore(link, secret)
@@ -261,7 +263,7 @@ class _Backend(RendezvousBackend):
         self._store = dist.PrefixStore("elastic", self._signed)
         self._link, self._own, self._secret = link, name, secret
         self._num_first, self._min_members = num_first, min_members
-        self._timeout_s, self._keep_alive_s = timeout_s, keep_alive_s
+        self._timeout_s, self._keep_alive_s, self._max_missed = timeout_s, keep_alive_s, max_missed
         self.has_changed = False
         self.has_left = (
             False  # this process only ends its keep-alives; without this, torch would end the whole job
@@ -317,7 +319,7 @@ class _Backend(RendezvousBackend):
         return None
 
     def _stay(self, fields: dict[str, Any]) -> None:
-        """Enter the next round in the same write as the handler leaves the last one.
+        """Wait for the next round from the same write on with which the handler leaves the last one.
 
         The handler leaves first. Others could then complete the next round without this process.
         """
@@ -325,10 +327,7 @@ class _Backend(RendezvousBackend):
         if is_in or self._node is None or time.monotonic() > self._began_s + 2 * self._timeout_s:
             return
         fields["heartbeats"][self._node] = time.time()
-        if fields["complete"]:
-            fields["waiting"] = sorted([*fields["waiting"], self._node])
-        else:
-            fields["participants"][self._node] = 0  # ranks follow when the round is complete
+        fields["waiting"] = sorted([*fields["waiting"], self._node])
 
     @contextlib.contextmanager
     def _outages(self) -> Any:
@@ -508,7 +507,7 @@ class _Backend(RendezvousBackend):
 
     def _live(self, fields: dict[str, Any], nodes: Iterable[str]) -> set[str]:
         """Return the names of the nodes whose keep-alives are recent and that are not known to be gone."""
-        oldest_s = time.time() - _MISSED * self._keep_alive_s
+        oldest_s = time.time() - self._max_missed * self._keep_alive_s
         return {_name(node) for node in nodes if fields["heartbeats"].get(node, 0.0) >= oldest_s} - self._gone
 
 

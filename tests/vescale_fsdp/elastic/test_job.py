@@ -81,7 +81,7 @@ def _run(
         job.training.model(torch.ones(1, 4)).sum().backward()
         job.training.optimizer.step()
 
-    def checkpoints(num_ranks: int) -> CheckpointManager:
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
         return CheckpointManager(folder / "steps", retention=2)
 
     job = ElasticJob(Scripted(rank, folder, epochs), build, checkpoints, timeout_s=60, max_retries=0)
@@ -129,7 +129,7 @@ def _forms_late(folder: Path) -> list[int]:
     job = ElasticJob(
         membership,
         build,
-        lambda _: CheckpointManager(folder / "steps"),
+        lambda *_: CheckpointManager(folder / "steps"),
         timeout_s=20,
         max_retries=1,
     )
