@@ -10,8 +10,8 @@ Four processes, two on each of two nodes: those of a node share a folder in memo
 
 from __future__ import annotations
 
+import faulthandler
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.checkpoint.jobs.elastic_job import Data
 from tests.support import models
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, forkserver, run_ranks
+from tests.support.processes import stacks_of, wait_until
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, load, save
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
@@ -38,7 +39,6 @@ from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
 
-PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", __name__)
 RECOVERY = ("wait", "formation", "renewal", "restore")  # phases of an epoch that begins
 PHASES = (*RECOVERY, "forward", "backward", "optimizer", "save", "finish")
 NUM_SLOTS = 4
@@ -110,11 +110,8 @@ class _Reaper:
 
     def _die(self, number: int, together: Sequence[int]) -> None:
         (self.folder / f"cell-{number}-{self.slot}").touch()
-        deadline_s = (
-            time.monotonic() + 20
-        )  # the end of one would be an error for the other before it comes here
-        while not all(self._is_marked(number, slot) for slot in together) and time.monotonic() < deadline_s:
-            time.sleep(0.005)
+        # The end of one would be an error for the other before it comes here.
+        wait_until(lambda: all(self._is_marked(number, slot) for slot in together), f"those of cell {number}")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_marked(self, number: int, slot: int) -> bool:
@@ -228,6 +225,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[Cell]) -> None:
     """The life of a process."""
+    stacks = open(_stack_file(folder, os.getpid()), "w")  # noqa: SIM115  for life
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -263,8 +262,8 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
         log.write(json.dumps({**begun, "world": job.num_ranks}) + "\n")
         loss = train_one(job.training, job.rank, job.num_ranks)
         log.write(json.dumps({"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss}) + "\n")
-        while reaper.lacks_ranks() and not membership.has_changed():
-            time.sleep(0.02)  # else the job would be over before they come
+        # Else the job would be over before they come.
+        wait_until(lambda: not reaper.lacks_ranks() or membership.has_changed(), "ranks that are to die")
         if step == num_steps - 1:
             log.write(json.dumps({"digest": digest(job.training)}) + "\n")
 
@@ -279,8 +278,7 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
 
 def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: float = 240) -> None:
     """Run a job to its end, in which each cell is carried out. Nothing of it is left running."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context = forkserver()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     living: dict[int, BaseProcess] = {}
     missing = dict.fromkeys(range(NUM_SLOTS), -1)  # slot -> number of the cell in which its process died
@@ -297,7 +295,10 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
         for slot in range(NUM_SLOTS):
             start(slot)
         while living:
-            assert time.monotonic() < deadline_s, f"the job took longer than {limit_s} s"
+            if time.monotonic() > deadline_s:
+                pids = [each.pid for each in living.values() if each.pid is not None]
+                stacks = stacks_of((pid, _stack_file(folder, pid)) for pid in pids)
+                raise AssertionError(f"the job took longer than {limit_s} s\n{stacks}")
             wait([each.sentinel for each in living.values()], 0.05)
             for slot, each in list(living.items()):
                 if each.exitcode is None:
@@ -324,6 +325,10 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
         for each in living.values():
             each.kill()
             each.join()
+
+
+def _stack_file(folder: Path, pid: int) -> Path:
+    return folder / f"stacks-{pid}"
 
 
 def _num_going_on(folder: Path) -> int:

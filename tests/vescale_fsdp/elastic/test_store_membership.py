@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,6 +16,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests.support.distributed import forkserver
+from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store, within
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
@@ -37,15 +37,6 @@ def _together(*members: StoreMembership) -> list[Quorum]:
     return found
 
 
-def _until(what: Callable[[], bool], limit_s: float = 30.0) -> float:
-    """Wait for a condition. Returns the seconds that it took."""
-    began_s = time.monotonic()
-    while not what():
-        assert time.monotonic() < began_s + limit_s, f"waited {limit_s} s for {what}"
-        time.sleep(0.01)
-    return time.monotonic() - began_s
-
-
 def test_epochs_of_a_job() -> None:
     """First processes, a loss, a new process, and another loss while a round is open."""
     store = dist.HashStore()
@@ -56,7 +47,7 @@ def test_epochs_of_a_job() -> None:
 
     by_rank = sorted(members, key=lambda member: first.members.index(member.name))
     by_rank[0].leave()
-    _until(by_rank[3].has_lost)  # asks rank 0
+    wait_until(by_rank[3].has_lost, "the change to be seen")  # asks rank 0
     assert by_rank[3].has_changed()
     second = _together(*by_rank[1:])[0]
     assert second.members == first.members[1:] and second.epoch > first.epoch
@@ -64,14 +55,14 @@ def test_epochs_of_a_job() -> None:
     joining = _member(store, 4)
     with ThreadPoolExecutor(2) as pool:
         asked = pool.submit(joining.wait)
-        _until(lambda: all(member.has_changed() for member in by_rank[1:]))
+        wait_until(lambda: all(member.has_changed() for member in by_rank[1:]), "members to see the change")
         assert not asked.done()  # the others are in the middle of a step
         third = _together(*by_rank[1:])[0]
         assert set(asked.result().members) == set(third.members) == {*second.members, joining.name}
         assert third.store.add("new", 1) == 1
 
         early = pool.submit(by_rank[3].wait)
-        _until(by_rank[1].has_changed)
+        wait_until(by_rank[1].has_changed, "the change to be seen")
         by_rank[2].leave()  # the others of the round wait for it
         fourth = _together(by_rank[1], joining)[0]
         assert set(early.result().members) == {by_rank[1].name, by_rank[3].name, joining.name}
@@ -122,7 +113,7 @@ def test_a_silent_process_is_lost_after_three_keep_alives() -> None:
     members.append(_member(silent.client(), 3, keep_alive_s=0.2))
     _together(*members)
     silent.is_cut = True
-    _until(lambda: all(member.has_lost() for member in members[:2]))
+    wait_until(lambda: all(member.has_lost() for member in members[:2]), "the silent process to be lost")
     assert all(member.has_changed() for member in members[:2])
     assert {*_together(*members[:2])[0].members} == {member.name for member in members[:2]}
 
@@ -133,7 +124,7 @@ def test_a_store_that_is_replaced() -> None:
     members = [_member(server.client(), 3, keep_alive_s=0.3, timeout_s=30) for _ in range(3)]
     first = _together(*members)[0]
     server.is_cut = True
-    _until(lambda: server.num_refused >= 6)  # keep-alives
+    wait_until(lambda: server.num_refused >= 6, "keep-alives")  # keep-alives
     assert not any(member.has_changed() or member.has_lost() for member in members)
     first.store.set("k", "v")  # the epoch's own store
 
@@ -141,7 +132,7 @@ def test_a_store_that_is_replaced() -> None:
     joining = _member(server.client(), 3, keep_alive_s=0.3)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(joining.wait)
-        _until(lambda: all(member.has_changed() for member in members))
+        wait_until(lambda: all(member.has_changed() for member in members), "members to see the change")
         second = _together(*members)[0]
         assert set(asked.result().members) == {*first.members, joining.name} and second.epoch > first.epoch
 
@@ -181,7 +172,7 @@ def test_a_first_round_of_different_secrets_is_refused_on_all_sides(secrets: tup
     with ThreadPoolExecutor(2) as pool:
         for asked in [pool.submit(member.wait) for member in members]:
             with pytest.raises(PlacementError):
-                asked.result()
+                asked.result(60)
 
 
 def _serve(port: Connection) -> None:
@@ -193,17 +184,14 @@ def _serve(port: Connection) -> None:
 def _wait_until_gone(pid: int) -> None:
     """Wait until a signal has stopped or ended a process, which takes a moment."""
     gone = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    deadline = time.monotonic() + 30
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() not in gone:
-            assert time.monotonic() < deadline, psutil.Process(pid).status()
-            time.sleep(0.01)
+        wait_until(lambda: psutil.Process(pid).status() in gone, f"the end of process {pid}")
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
     """Every call ends in an error, also if the store's process is stalled and not dead."""
-    context = multiprocessing.get_context("forkserver")
+    context = forkserver()
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
     server.start()
@@ -268,8 +256,7 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(members[2].wait)
-        while not members[0].has_changed():
-            time.sleep(0.01)
+        wait_until(members[0].has_changed, "the late process to be seen")
         third = _together(*members[:2])[0]
         assert late.result().members == third.members
         assert set(third.members) == {*second.members, members[2].name}
