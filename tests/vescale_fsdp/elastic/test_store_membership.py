@@ -58,15 +58,15 @@ def test_epochs_of_a_job() -> None:
         wait_until(lambda: all(member.has_changed() for member in by_rank[1:]), "members to see the change")
         assert not asked.done()  # the others are in the middle of a step
         third = _together(*by_rank[1:])[0]
-        assert set(asked.result().members) == set(third.members) == {*second.members, joining.name}
+        assert set(asked.result(60).members) == set(third.members) == {*second.members, joining.name}
         assert third.store.add("new", 1) == 1
 
         early = pool.submit(by_rank[3].wait)
         wait_until(by_rank[1].has_changed, "the change to be seen")
         by_rank[2].leave()  # the others of the round wait for it
         fourth = _together(by_rank[1], joining)[0]
-        assert set(early.result().members) == {by_rank[1].name, by_rank[3].name, joining.name}
-        assert set(fourth.members) == set(early.result().members)
+        assert set(early.result(60).members) == {by_rank[1].name, by_rank[3].name, joining.name}
+        assert set(fourth.members) == set(early.result(60).members)
 
 
 class _Stalling:
@@ -124,7 +124,7 @@ def test_a_store_that_is_replaced() -> None:
     members = [_member(server.client(), 3, keep_alive_s=0.3, timeout_s=30) for _ in range(3)]
     first = _together(*members)[0]
     server.is_cut = True
-    wait_until(lambda: server.num_refused >= 6, "keep-alives")  # keep-alives
+    wait_until(lambda: server.num_refused >= 6, "keep-alives that fail")
     assert not any(member.has_changed() or member.has_lost() for member in members)
     first.store.set("k", "v")  # the epoch's own store
 
@@ -134,7 +134,7 @@ def test_a_store_that_is_replaced() -> None:
         asked = pool.submit(joining.wait)
         wait_until(lambda: all(member.has_changed() for member in members), "members to see the change")
         second = _together(*members)[0]
-        assert set(asked.result().members) == {*first.members, joining.name} and second.epoch > first.epoch
+        assert set(asked.result(60).members) == {*first.members, joining.name} and second.epoch > first.epoch
 
 
 def test_a_change_without_a_store_is_an_error() -> None:
@@ -146,7 +146,7 @@ def test_a_change_without_a_store_is_an_error() -> None:
     with ThreadPoolExecutor(2) as pool:
         for waiting in [pool.submit(member.wait) for member in members]:
             with pytest.raises(LifecycleError):
-                waiting.result(timeout=10)
+                waiting.result(60)
 
 
 def test_rounds_that_are_signed() -> None:
@@ -258,7 +258,7 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
         late = pool.submit(members[2].wait)
         wait_until(members[0].has_changed, "the late process to be seen")
         third = _together(*members[:2])[0]
-        assert late.result().members == third.members
+        assert late.result(60).members == third.members
         assert set(third.members) == {*second.members, members[2].name}
 
 
