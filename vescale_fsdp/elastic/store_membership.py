@@ -78,8 +78,8 @@ class StoreMembership:
             without them. It waits as long again for enough processes, and for a store that was lost.
         keep_alive_s: seconds between two keep-alives of a process, which also notices then that others wait. The same
             in all processes; raise it for thousands of them.
-        max_missed: a process that misses more keep-alives is lost, although its connections are open: it is stopped, or
-            its machine is down. The same in all processes.
+        max_missed: a process that misses more keep-alives is lost, although its connections are open: it is stopped,
+            its machine is down, or a call holds its interpreter lock. The same in all processes.
         host: name or address under which other processes reach this process, which listens on no other address.
             Default: the address from which this machine reaches the store; for a store in a file, 127.0.0.1.
         secret: a secret that all processes share. It signs entries of the stores.

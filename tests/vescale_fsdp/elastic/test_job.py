@@ -193,3 +193,45 @@ def test_a_job_that_lost_its_steps_does_not_start_again(tmp_path: Path) -> None:
     """All ranks get an error, instead of training from step 0 on; hooks are told of the first epoch alone."""
     for got, told in run_ranks(2, _loses_its_steps, tmp_path):
         assert "has finished steps" in got and told == [(2, 1, 0, True)]
+
+
+def _fails_once(folder: Path, second: tuple[str, ...]) -> bool:
+    """An error in the first step of the first of two epochs. Whether it ends a job without retries."""
+    folder.mkdir(exist_ok=True)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    membership = Scripted(rank, folder, [(2, 2), (2, 2)])
+    real = membership.wait
+    names = [("0", "1"), second]
+
+    def wait() -> Quorum:
+        quorum = real()
+        return Quorum(quorum.epoch, names[quorum.epoch], quorum.rank, quorum.store)
+
+    membership.wait = wait  # type: ignore[method-assign]
+
+    def build(mesh: DeviceMesh) -> TrainingState:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_step(job: ElasticJob, step: int) -> None:
+        if len(job.epochs) == 1:
+            raise RuntimeError("made to fail")
+
+    job = ElasticJob(
+        membership, build, lambda *_: CheckpointManager(folder / "steps"), timeout_s=20, max_retries=0
+    )
+    try:
+        job.run(train_step, 2)
+    except RuntimeError:
+        return True
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return False
+
+
+def test_deaths_of_others_are_no_retries(tmp_path: Path) -> None:
+    """An error counts if the same members go on, and not if one of them was lost."""
+    assert run_ranks(2, _fails_once, tmp_path / "lost", ("0", "2")) == [False, False]
+    assert run_ranks(2, _fails_once, tmp_path / "same", ("0", "1")) == [True, True]
