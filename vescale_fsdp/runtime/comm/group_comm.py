@@ -9,7 +9,8 @@ Gradients are divided as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a us
 fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root
 of the number of ranks, so that the sum does not overflow.
 
-The collectives themselves are in `vescale_fsdp.collectives`. With AVG, NCCL divides in its reduce-scatter only if the
+The collectives themselves are in `vescale_fsdp.collectives`, whose `two_levels` decides which of them exchange within
+nodes first. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
 fp32 and then divided (`_Native.reduce_scatter`). gloo on the CPU exchanges slices and sums them in every case.
 
@@ -44,6 +45,7 @@ from vescale_fsdp.collectives import (
     new_group,
     reduce_scatter_into,
     runs_beside,
+    set_nodes,
     sums_in_wider,
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -262,6 +264,12 @@ class GroupComm:
         """Return all process groups of this group's collectives."""
         used = (self.shard_group, self.replicate_group, self.reduce_group, self._part_group)
         return [group for group in used if group is not None]
+
+    def set_nodes(self, per_node: int) -> None:
+        """Allow collectives over shards in two levels, for a number of ranks per node that all ranks have compared."""
+        for group in (self.shard_group, self.reduce_group, self._part_group):
+            if group is not None:
+                set_nodes(group, per_node)
 
     # -- collectives ----------------------------------------------------------------------------------
 
