@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -106,20 +107,20 @@ def ranks_per_node() -> int:
 
 
 def set_nodes(group: dist.ProcessGroup, per_node: int) -> None:
-    """Allow collectives of a group in two levels. All its ranks call it alike, between the same collectives.
+    """Tell how a group is spread over nodes, for `two_levels`. All its ranks call it, between the same collectives.
 
     Args:
         group: the ranks that take part.
         per_node: `ranks_per_node`, after the ranks have compared it; 0: one level.
     """
     ranks = dist.get_process_group_ranks(group)
-    on_node = Counter(rank // per_node for rank in ranks) if per_node > 1 else Counter()
-    size = len(ranks) // max(1, len(on_node))  # of each node
-    parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-    is_even = len(parts) == len(on_node) and all(len({r // per_node for r in part}) == 1 for part in parts)
     _nodes.pop(group, None)
-    if is_even and len(parts) > 1 and size > 1:
-        _nodes[group] = Nodes(len(parts), size)
+    if per_node:
+        size = len(ranks) // len({rank // per_node for rank in ranks})  # of each node
+        parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        homes = [{rank // per_node for rank in part} for part in parts]
+        if all(len(home) == 1 for home in homes) and len(set.union(*homes)) == len(parts):
+            _nodes[group] = Nodes(len(parts), size)
 
 
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, Nodes] = weakref.WeakKeyDictionary()
@@ -142,7 +143,23 @@ def two_levels(group: dist.ProcessGroup, *, sent_bytes: int = 1, summed_bytes: i
         one node, one rank per node, nodes of different sizes, or ranks that are not in the order of nodes.
     """
     nodes = _nodes.get(group)
-    return nodes if nodes is not None and summed_bytes < nodes.per_node * sent_bytes else None
+    if nodes is None or 1 in nodes or summed_bytes >= nodes.per_node * sent_bytes:
+        return None
+    return nodes
+
+
+def crosses_network(group: dist.ProcessGroup) -> bool:
+    """Return whether a group is known to have ranks on several nodes (`set_nodes`)."""
+    nodes = _nodes.get(group)
+    return nodes is not None and nodes.num > 1
+
+
+def reduces_beside(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether `reduce_scatter_into` on the CPU goes on while the caller computes: between nodes it does.
+
+    There the network is slower than the cores. On one node it uses the cores that would compute.
+    """
+    return device_type == "cpu" and crosses_network(group) and _backend_of(group, "cpu") is _BACKENDS["gloo"]
 
 
 class Work(Protocol):
@@ -268,10 +285,13 @@ class _Gloo(_Native):
             divisor = group.size() if op == dist.ReduceOp.AVG else 1
             nodes = two_levels(group, sent_bytes=full.element_size(), summed_bytes=shard.element_size())
             if nodes is None:
-                _sum_slices(shard, full, group, divisor)
+                reduction = partial(_sum_slices, shard, full, group, divisor)
             else:
-                _sum_slices_by_node(shard, full, group, nodes, divisor)
-            return None  # both have waited for their messages
+                reduction = partial(_sum_slices_by_node, shard, full, group, nodes, divisor)
+            if reduces_beside(group, "cpu"):
+                return _thread_of(group, "reductions").start_call(reduction)
+            reduction()
+            return None  # it has waited for its messages
         # An all-reduce of the whole buffer, because gloo's point-to-point messages do not support GPU memory.
         first = group.rank() * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
@@ -425,7 +445,7 @@ def _gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, no
             works.extend(_send(part, group, peer, _FORWARDED_TAG) for peer in peers)
         wait_for(*works)
 
-    return _forwarder_of(group).start_call(forward)
+    return _thread_of(group, "gathers").start_call(forward)
 
 
 class _InThread:
@@ -438,13 +458,16 @@ class _InThread:
         self.done.result()
 
 
-class _Forwarder:
-    """A thread that runs calls one after the other: one per group, whose ranks start them in the same order."""
+class _Thread:
+    """A thread that runs calls one after the other.
 
-    def __init__(self) -> None:
+    There is one per group and kind of collective, because only these are started in the same order on all ranks.
+    """
+
+    def __init__(self, name: str) -> None:
         self.calls: SimpleQueue[tuple[Callable[[], None], _InThread] | None] = SimpleQueue()
         # A daemon: a process that ends need not wait for messages that other ranks may never send.
-        threading.Thread(target=self._run, name="vescale_fsdp gathers", daemon=True).start()
+        threading.Thread(target=self._run, name=f"vescale_fsdp {name}", daemon=True).start()
 
     def start_call(self, call: Callable[[], None]) -> _InThread:
         work = _InThread()
@@ -463,15 +486,15 @@ class _Forwarder:
             del queued, call, work  # the thread must not keep buffers alive while it waits
 
 
-def _forwarder_of(group: dist.ProcessGroup) -> _Forwarder:
-    forwarder = _forwarders.get(group)
-    if forwarder is None:
-        forwarder = _forwarders[group] = _Forwarder()
-        weakref.finalize(group, forwarder.calls.put, None)  # the thread ends with the group
-    return forwarder
+def _thread_of(group: dist.ProcessGroup, kind: str) -> _Thread:
+    threads = _threads.setdefault(group, {})
+    if kind not in threads:
+        threads[kind] = _Thread(kind)
+        weakref.finalize(group, threads[kind].calls.put, None)  # the thread ends with the group
+    return threads[kind]
 
 
-_forwarders: weakref.WeakKeyDictionary[dist.ProcessGroup, _Forwarder] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Thread]] = weakref.WeakKeyDictionary()
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -26,6 +26,8 @@ from vescale_fsdp.collectives import (
     two_levels,
     wait_for,
 )
+from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.param_group import GroupState
 
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 PER_NODE = 2
@@ -235,33 +237,63 @@ def test_groups_with_and_without_two_levels() -> None:
     assert found == [None, None, (2, 2), None, None, None, (2, 2), None, *none, *none, *none]
 
 
-def trained(per_node: list[str], policy: MixedPrecisionPolicy) -> tuple[bool, list[torch.Tensor]]:
-    """Whether gathers have two levels, and the gradients of a step, where LOCAL_WORLD_SIZE may differ between ranks."""
+class Step(NamedTuple):
+    """A step with gradients of two backwards, where LOCAL_WORLD_SIZE may differ between ranks."""
+
+    in_two_levels: bool  # whether gathers are
+    overlaps: set[bool]  # whether reductions were in flight while the next unit computed
+    full: set[int]  # units in full at that moment
+    grads: list[torch.Tensor]
+
+
+def trained(per_node: list[str], policy: MixedPrecisionPolicy) -> Step:
+    """A step of three units."""
     torch.manual_seed(0)
-    model, mesh = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 8)), cpu_mesh()
+    mesh = cpu_mesh()
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 40), torch.nn.Linear(40, 8))
     for module in (*model, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    units = [state_of(module) for module in model]
+    overlaps, full = set(), set()
+
+    def watch(grad: torch.Tensor) -> None:  # the unit behind has ended its backward
+        overlaps.update(each.reduced.work is not None for each in units[0].comm.in_flight)
+        full.add(sum(group.state is not GroupState.SHARDED for unit in units for group in unit.groups))
+
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(watch) and None)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=per_node[dist.get_rank()]):
-        model(torch.randn(5, 24, generator=generator)).float().pow(2).mean().backward()
+        for _ in range(2):
+            model(torch.randn(5, 24, generator=generator)).float().pow(2).mean().backward()
     grads = [p.grad.full_tensor() for p in model.parameters()]
-    return two_levels(mesh.get_group()) is not None, grads
+    return Step(two_levels(mesh.get_group()) is not None, overlaps, full, grads)
 
 
 def test_a_step_has_the_gradients_of_one_level() -> None:
     """Up to the order of fp32 sums, and with the same bits where ranks of two per node send bf16 gradients."""
     for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy()):
-        _, expected = run_ranks(4, trained, [""] * 4, policy)[0]
+        expected = run_ranks(4, trained, [""] * 4, policy)[0].grads
         exact = {"rtol": 0, "atol": 0} if policy.param_dtype is torch.bfloat16 else {}
-        for in_two_levels, grads in run_ranks(4, trained, ["2"] * 4, policy):
-            assert in_two_levels
-            torch.testing.assert_close(grads, expected, **exact)
+        for step in run_ranks(4, trained, ["2"] * 4, policy):
+            assert step.in_two_levels and step.overlaps == {True}
+            torch.testing.assert_close(step.grads, expected, **exact)
+
+
+@pytest.mark.parametrize("per_node, overlaps", [("1", True), ("2", False), ("", False)])
+def test_reductions_overlap_between_nodes_only(per_node: str, overlaps: bool) -> None:
+    """With the same bits, and no more than two units in full."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    expected = run_ranks(2, trained, [""] * 2, policy)[0].grads
+    for step in run_ranks(2, trained, [per_node] * 2, policy):
+        assert step.overlaps == {overlaps} and not step.in_two_levels
+        assert max(step.full) <= 2
+        assert all(map(torch.equal, step.grads, expected))
 
 
 def test_nodes_of_different_sizes_use_one_level() -> None:
     """LOCAL_WORLD_SIZE then differs between ranks, which is no error."""
     plain = MixedPrecisionPolicy()
-    _, expected = run_ranks(4, trained, [""] * 4, plain)[0]
-    for in_two_levels, grads in run_ranks(4, trained, ["2", "2", "1", "1"], plain):
-        assert not in_two_levels
-        assert all(map(torch.equal, grads, expected))
+    expected = run_ranks(4, trained, [""] * 4, plain)[0].grads
+    for step in run_ranks(4, trained, ["2", "2", "1", "1"], plain):
+        assert not step.in_two_levels and step.overlaps == {False}
+        assert all(map(torch.equal, step.grads, expected))

@@ -44,6 +44,7 @@ from vescale_fsdp.collectives import (
     all_reduce_at_once,
     new_group,
     reduce_scatter_into,
+    reduces_beside,
     runs_beside,
     set_nodes,
     sums_in_wider,
@@ -344,6 +345,12 @@ class GroupComm:
         if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
+
+    def reduces_beside(self, device: torch.device) -> bool:
+        """Return whether on the CPU a reduction over shards goes on while this rank computes."""
+        if self.settings.custom_reduce_scatter is not None:
+            return False
+        return reduces_beside(self.reduce_group or self.shard_group, device.type)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis."""
