@@ -254,7 +254,8 @@ def trained(per_node: list[str], policy: MixedPrecisionPolicy) -> Step:
     for module in (*model, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     units = [state_of(module) for module in model]
-    overlaps, full = set(), set()
+    overlaps: set[bool] = set()
+    full: set[int] = set()
 
     def watch(grad: torch.Tensor) -> None:  # the unit behind has ended its backward
         overlaps.update(each.reduced.work is not None for each in units[0].comm.in_flight)
