@@ -2,7 +2,8 @@
 # make test-part PART=faults   the rows and jobs that make test leaves out, in parts of at most eight minutes, by name or
 #                              number; tests/conftest.py lists them
 # make test-order SEED=3   the tests of make test in another order
-# make test-all   make test, every part, and the five below (a night)
+# make test-parts   every part, one after the other
+# make test-all   make test, every part, test-fuzz, test-lab, test-faults and test-stacks (a night)
 # make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
 #                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
 # make test-lab   the tests that need network namespaces as nodes: as root, with iproute2 (ten minutes; make test runs some)
@@ -47,7 +48,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-part test-order test-all test-torch test-faults test-fuzz test-lab test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-lab test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -65,6 +66,9 @@ PART ?= 1
 test-part: venv
 	$(IN_VENV) -m pytest $(TOGETHER) --part $(PART)
 
+test-parts:
+	for part in 1 2 3 4 5; do $(MAKE) test-part PART=$$part || exit 1; done
+
 SEED ?= 1
 test-order: venv
 	$(IN_VENV) -m pytest $(TOGETHER) --part core --random-order-seed $(SEED) --random-order-bucket module
@@ -72,7 +76,7 @@ test-order: venv
 # One after the other: each uses both cores.
 test-all:
 	$(MAKE) test
-	for part in 1 2 3 4 5; do $(MAKE) test-part PART=$$part || exit 1; done
+	$(MAKE) test-parts
 	$(MAKE) test-fuzz
 	$(MAKE) test-lab
 	$(MAKE) test-faults

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import tools.lab
+from tests.support.processes import wait_until
 from tools.lab import Lab, LabError, Run, host_of
 from tools.lab.__main__ import main
 
@@ -30,14 +31,6 @@ def lab() -> Iterator[Lab]:
     """Two nodes, 1 Gb/s."""
     with Lab(nodes=2, cores_per_node=1, minutes=5) as made:
         yield made
-
-
-def until(true: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"after {timeout_s:.0f} s: not {what}"
-        time.sleep(0.01)
 
 
 def connection(lab: Lab, node: int, peer: int) -> tuple[socket.socket, socket.socket]:
@@ -161,7 +154,7 @@ def test_a_node_without_power_says_nothing_and_comes_back_empty(lab: Lab) -> Non
             each.close()
         return bool(client)
 
-    until(connected, "connected to the process on node1")
+    wait_until(connected, "a connection to the process on node1")
     with client[0]:
         client[0].sendall(b"!")
         lab.kill(1)
@@ -203,8 +196,8 @@ def test_a_lab_ends_with_its_owner_and_after_its_time(tmp_path: Path) -> None:
         assert Lab.attach(name).num_nodes == 2
         owner.kill()
     for pid in pids:
-        until(lambda pid=pid: tools.lab._birth(int(pid)) is None, f"process {pid} has ended")
-    until(lambda: not (tools.lab._folders() / name).exists(), f"the folder of {name} is removed")
+        wait_until(lambda pid=pid: tools.lab._birth(int(pid)) is None, f"the end of process {pid}")
+    wait_until(lambda: not (tools.lab._folders() / name).exists(), f"the removal of the folder of {name}")
 
     keeper = Path(tools.lab.__file__).with_name("keeper.py")
     (tmp_path / "lab").mkdir()

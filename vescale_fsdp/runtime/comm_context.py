@@ -439,6 +439,21 @@ class CommContext:
             work()
         here.wait_stream(stream)
 
+    # -- flags of used parameters ---------------------------------------------------------------------
+
+    def send_used(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> UsedFlags:
+        """Send flags of used parameters to the ranks of a mesh, on a stream that the compute stream does not wait for.
+
+        It is the gather stream: the compute stream joins the reduce stream at the end of every backward.
+        """
+        with self._on(self.gather_stream):
+            return UsedFlags(mesh, used, device)
+
+    def read_used(self, flags: UsedFlags) -> list[bool]:
+        """Return for each parameter whether any rank has used it; the host waits for the message."""
+        with self._on(self.gather_stream):
+            return flags.anywhere()
+
     # -- host -----------------------------------------------------------------------------------------
 
     def _note_host_copy(self, stream: Stream | None, groups: Sequence[ParamGroup]) -> None:
@@ -496,7 +511,7 @@ class GradientReductionHandle:
                 flags.wait()
                 # Only a rank with unused parameters reads the message: on an accelerator, reading blocks the host.
                 if any(group.has_deferred_grads for group in groups):
-                    used = iter(flags.anywhere())
+                    used = iter(self._comm.read_used(flags))
                     for group in groups:
                         group.apply_deferred_grads(list(islice(used, len(group.params))))
             self._comm.wait_for_host_copies()

@@ -365,7 +365,8 @@ class Schedule:
                     groups.append(group)
                     flags.extend(used)
         return [
-            (UsedFlags(mesh, flags, groups[0].device), groups) for mesh, (groups, flags) in by_mesh.items()
+            (self.comm.send_used(mesh, flags, groups[0].device), groups)
+            for mesh, (groups, flags) in by_mesh.items()
         ]
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,14 +25,9 @@ from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
-from vescale_fsdp.transfer.links import SourceTensor
+from vescale_fsdp.transfer.links import CodedKey, SourceTensor
 from vescale_fsdp.transfer.plan import TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Shape, Share
-
-if TYPE_CHECKING:
-    from vescale_fsdp.quantize.codec import BlockCodec
-
-CodedKey = tuple[str, "BlockCodec"]  # identifies the codes and scales of one tensor
 
 
 class PlannedPart(NamedTuple):
@@ -195,8 +190,8 @@ def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
     """Return the source tensors that a plan quantizes, one per tensor and codec, in the order of the plan's leaves."""
     sources: dict[CodedKey, SourceTensor] = {}
     for leaf in plan.leaves:
-        if leaf.source.codec is not None:
-            sources.setdefault((leaf.source.name, leaf.source.codec), leaf.source)
+        if leaf.source.coded_key is not None:
+            sources.setdefault(leaf.source.coded_key, leaf.source)
     return sources
 
 
@@ -215,12 +210,12 @@ class CutBlocks:
             grid, cuts = source.grid, source.distribution.cuts
             assert grid is not None
             # The usual layout of this library, for which no region needs to be computed.
-            if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
+            if len(cuts) == 1 and isinstance(cuts[0], LayoutCut) and grid.shape == source.stored_shape:
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
-                if slot.block_numel % grid.band_numel == 0:
-                    continue  # layout blocks are whole bands, so no rank boundary cuts a band
-            regions = map(source.stored_region, source.all_coordinates())
-            cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
+                if grid.cuts_no_block(slot.block_numel):
+                    continue  # no rank boundary cuts a block of the layout
+            parts = map(source.parts, source.touching_all())
+            cut = {block for part in parts for block in cut_blocks_of(part, grid)}
             self.blocks[key] = sorted(cut)  # the all-reduce needs the same order on all ranks
         self.total = sum(map(len, self.blocks.values()))
 
@@ -279,11 +274,12 @@ class Origin:
         self._flats = {number: _flat(local) for number, local in locals_by_number.items()}
         self._scales: dict[CodedKey, torch.Tensor] = {}
         self.coded: dict[CodedKey, CodedTensor] = {}
-        for (name, codec), source in _coded_sources(plan).items():
+        for key, source in _coded_sources(plan).items():
             position = source.holders.position(rank)
             if position is not None:
-                region, flat = source.stored_region(position[0]), self._flats[source.number]
-                self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
+                assert source.codec is not None and source.grid is not None
+                parts, flat = source.parts(position[0]), self._flats[source.number]
+                self.coded[key] = CodedTensor(source.codec, source.grid, parts, flat)
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
         """Return a view of the bytes of ``numel`` contiguous source items, from the first item of ``share`` on."""
@@ -293,20 +289,18 @@ class Origin:
     def pack(self, share: Share, out: torch.Tensor) -> None:
         """Write a share's bytes as they are sent, cast or quantized if planned, into ``out`` (1D uint8)."""
         placed = self._plan.leaves[share.leaf]
-        codec = placed.source.codec
-        if codec is not None and not placed.source.is_scales:
-            coded = self.coded[placed.source.name, codec]
-            coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
+        key = placed.source.coded_key
+        if key is not None and not placed.source.is_scales:
+            self.coded[key].encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
             return
-        flat = self._flats[placed.source.number] if codec is None else self._scales_of(placed.source, codec)
+        flat = self._flats[placed.source.number] if key is None else self._scales_of(placed.source, key)
         # Only the side with the wider dtype casts, so that the narrower one is sent; here, the sender.
         wire_dtype = placed.wire_dtype if placed.narrowed else None
         wire, box = _views(out, wire_dtype, flat, share.sizes, share.source_strides, share.source)
         wire.copy_(box)
 
-    def _scales_of(self, source: SourceTensor, codec: BlockCodec) -> torch.Tensor:
+    def _scales_of(self, source: SourceTensor, key: CodedKey) -> torch.Tensor:
         """Return the scales that this rank owns of a tensor, 1D."""
-        key = source.name, codec
         if key not in self._scales:  # computed once per run
             position = source.holders.position(self._rank)
             assert position is not None

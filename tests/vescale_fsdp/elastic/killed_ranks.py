@@ -9,8 +9,8 @@ Every rank is a node: it has a folder in memory of its own. What a rank sees, it
 
 from __future__ import annotations
 
+import faulthandler
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -29,14 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.checkpoint.jobs.elastic_job import Data
 from tests.support import models
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, forkserver, run_ranks
+from tests.support.processes import stacks_of, wait_until
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, load, save
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 
-PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", __name__)
 PLACES = ("forward", "backward", "optimizer", "save", "anywhere", "restore")
 
 
@@ -74,8 +74,10 @@ class _Reaper:
             if here and death.place == place and self._is_due(death) and self._is_first(number):
                 others = [n for n, other in enumerate(self.deaths) if other[1:] == death[1:]]
                 # The first one's end would be an error for the others before they come here.
-                while not all((self.folder / f"death-{n}").exists() for n in others):
-                    time.sleep(0.01)
+                wait_until(
+                    lambda others=others: all((self.folder / f"death-{n}").exists() for n in others),
+                    f"ranks that die together with {death}",
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_due(self, death: Death) -> bool:
@@ -177,6 +179,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequence[Death]) -> None:
     """A rank's life."""
+    stacks = open(_stack_file(folder, os.getpid()), "w")  # noqa: SIM115  for life
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -206,8 +210,8 @@ def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequen
         reaper.pass_later(step)
         loss = train_one(job.training, job.rank, job.num_ranks)
         log.write(json.dumps({"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss}) + "\n")
-        while reaper.lacks_ranks() and not membership.has_changed():
-            time.sleep(0.05)  # else a slow machine's job would be over before they come
+        # Else a slow machine's job would be over before they come.
+        wait_until(lambda: not reaper.lacks_ranks() or membership.has_changed(), "ranks that are to die")
         if step == num_steps - 1:
             log.write(
                 json.dumps({"digest": digest(job.training), "files": len(os.listdir("/proc/self/fd"))}) + "\n"
@@ -227,8 +231,7 @@ def launch(
 
     Once those that are left have done a step, others are started in place of the dead, as long as deaths are to come.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context = forkserver()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     living: list[BaseProcess] = []
     num_killed, deadline_s = 0, time.monotonic() + limit_s
@@ -251,11 +254,17 @@ def launch(
                     )  # the node is gone
             if not living:
                 return num_killed
-        raise AssertionError(f"the job took longer than {limit_s} s")
+        pids = [process.pid for process in living if process.pid is not None]
+        stacks = stacks_of((pid, _stack_file(folder, pid)) for pid in pids)
+        raise AssertionError(f"the job took longer than {limit_s} s\n{stacks}")
     finally:
         for process in living:
             process.kill()
             process.join()
+
+
+def _stack_file(folder: Path, pid: int) -> Path:
+    return folder / f"stacks-{pid}"
 
 
 def _num_going_on(folder: Path) -> int:

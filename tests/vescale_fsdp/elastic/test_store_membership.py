@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,6 +15,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests.support.distributed import forkserver
+from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store, within
 from vescale_fsdp.elastic import store_membership
 from vescale_fsdp.elastic.membership import Quorum
@@ -52,11 +53,10 @@ def test_epochs_of_a_job() -> None:
     joining = _member(store, 4)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(joining.wait)
-        while not by_rank[1].has_changed():
-            time.sleep(0.01)
+        wait_until(by_rank[1].has_changed, "the joining process to be seen")
         assert not asked.done()  # the others are in the middle of a step
         third = _together(*by_rank[1:])[0]
-        assert asked.result().members == third.members == (*second.members, joining.name)
+        assert asked.result(60).members == third.members == (*second.members, joining.name)
     assert third.store.add("new", 1) == 1 and second.store.add("new", 1) == 1  # a store for each epoch
 
     by_rank[3]._entered(third.epoch + 1)
@@ -88,7 +88,7 @@ def test_a_first_round_of_different_secrets_is_refused_on_all_sides(secrets: tup
     with ThreadPoolExecutor(2) as pool:
         for asked in [pool.submit(member.wait) for member in members]:
             with pytest.raises(PlacementError):
-                asked.result()
+                asked.result(60)
 
 
 def _serve(port: Connection) -> None:
@@ -100,17 +100,14 @@ def _serve(port: Connection) -> None:
 def _wait_until_gone(pid: int) -> None:
     """Wait until a signal has stopped or ended a process, which takes a moment."""
     gone = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    deadline = time.monotonic() + 30
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() not in gone:
-            assert time.monotonic() < deadline, psutil.Process(pid).status()
-            time.sleep(0.01)
+        wait_until(lambda: psutil.Process(pid).status() in gone, f"the end of process {pid}")
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
     """Every call ends in an error, also if the store's process is stalled and not dead."""
-    context = multiprocessing.get_context("forkserver")
+    context = forkserver()
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
     server.start()
@@ -170,9 +167,7 @@ def test_an_answer_that_comes_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(is_present, f"127.0.0.1:{listener.getsockname()[1]}/x")
         with listener.accept()[0] as connection, contextlib.suppress(OSError):
-            while not asked.done():
-                connection.sendall(b"0")
-                time.sleep(0.02)
+            wait_until(lambda: connection.send(b"0") and asked.done(), "an end of the question")
         assert not asked.result()
 
 
@@ -188,10 +183,9 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(members[2].wait)
-        while not members[0].has_changed():
-            time.sleep(0.01)
+        wait_until(members[0].has_changed, "the late process to be seen")
         third = _together(*members[:2])[0]
-        assert late.result().members == third.members == (*second.members, members[2].name)
+        assert late.result(60).members == third.members == (*second.members, members[2].name)
 
 
 def test_too_few_are_told() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.processes import wait_until
 from tools.lab import Lab, Run, host_of
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager
@@ -71,10 +71,11 @@ def test_nodes_that_share_a_secret(tmp_path: Path) -> None:
 
         environment = {"VESCALE_FSDP_SECRET": "s"}
         server = Run({0: lab.popen(0, serve, env=environment)})
-        deadline = time.monotonic() + 60
-        while f"port {PORT}" not in server.output(0).splitlines():
-            assert time.monotonic() < deadline, f"the store's server listens; it says {server.output(0)!r}"
-            time.sleep(0.05)
+        wait_until(
+            lambda: f"port {PORT}" in server.output(0).splitlines(),
+            "the store's server to listen",
+            state=lambda: server.output(0),
+        )
         ranks = Run(
             {rank: lab.popen(rank, [*work, str(rank), str(tmp_path)], env=environment) for rank in (0, 1)}
         )
