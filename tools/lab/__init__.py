@@ -6,7 +6,7 @@
 
 A node has network, mount, UTS and PID namespaces of its own: link, counters, /dev/shm, /tmp, host name, numbers of
 processes. Its ranks communicate over its lo, which has no limit. All files outside of /tmp and /dev/shm are shared, as
-on a shared file system; so are the working directory, the interpreter, and the paths ``shared`` below /tmp.
+on a shared file system; so are the working directory, the interpreter, and the folders ``shared`` below /tmp.
 
 Nothing has a name outside of the lab's own namespaces, so labs do not disturb each other. A lab ends with `Lab.down`,
 with its owner (killed or not), and after ``minutes`` (`tools.lab.keeper`).
@@ -214,7 +214,7 @@ class Lab:
         minutes: after this time the lab is taken down.
         name: name by which `attach` finds it; default: one of this process alone.
         owner: number of the process with which the lab ends; default: this one. None: only the time limit.
-        shared: paths below /tmp that all nodes see, next to the working directory.
+        shared: folders below /tmp that all nodes see, next to the working directory.
 
     Raises:
         LabError: if this process cannot make a lab (`missing`), or one of that name is up.

@@ -298,10 +298,10 @@ class CommContext:
 
         On the CPU this wait costs little, because the reduction uses the cores that would otherwise compute. It yields
         a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On an
-        accelerator there is no wait: the reduction overlaps with the next unit's backward.
+        accelerator, and between nodes, there is no wait: the reduction overlaps with the next unit's backward.
         """
         if self.streams is None:
-            while self.in_flight:
+            while self.in_flight and not self.overlaps(self.in_flight[0].group):
                 self.finish_reduction()
         spare = spares.pop() if spares else None
         if spare is self._kept:
@@ -309,6 +309,13 @@ class CommContext:
         else:  # the kept buffer has another layout or dtype: free it before other memory is allocated
             self._free_kept()
         return spare
+
+    def overlaps(self, group: ParamGroup) -> bool:
+        """Whether collectives of a group overlap with compute, which takes a second full and gradient buffer.
+
+        On an accelerator they do; on the CPU if the group's ranks are on several nodes.
+        """
+        return self.streams is not None or group.comm.reduces_beside(group.device)
 
     def _free_kept(self) -> None:
         if self._kept is not None:
@@ -330,8 +337,10 @@ class CommContext:
         group.note_start("reduction")
         source = group.complete_grads()
         # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
-        # group got its buffer before that, as the root does at the loss.
-        self._free_kept()
+        # group got its buffer before that, as the root does at the loss. The next unit of a group that overlaps takes
+        # the kept buffer while this reduction is in flight.
+        if not self.overlaps(group):
+            self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
         if owner is not None and self.reduce_stream is not None:

@@ -63,7 +63,11 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
     "checkpoint/moves/threads.py": {"ended.wait()": THREAD},
-    "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
+    "vescale_fsdp/collectives.py": {
+        "self.calls.get()": IDLE,
+        "self.done.result()": GROUP,
+        "work.wait()": GROUP,
+    },
     "vescale_fsdp/dtensor/ragged_dtensor.py": {
         "self._move.wait()": GROUP,
         "Redistribution(steps).wait()": GROUP,
