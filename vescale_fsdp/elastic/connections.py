@@ -8,11 +8,11 @@ milliseconds.
 
 gloo's connections are recognized by their epoll instance. Every gloo group has one epoll instance, for a listening
 socket, its connections and a pipe. No other library in a training process mixes these and nothing else: asyncio has a
-pair of sockets; libuv, on which torch's stores run, and tokio have an eventfd. Only Linux lists the files of an epoll instance. On other systems
-ranks leave when the group's time-out ends.
+pair of sockets; libuv, on which torch's stores run, and tokio have an eventfd. Only Linux lists the files of an epoll
+instance. On other systems ranks leave when the group's time-out ends.
 
-In torch 2.11 to 2.15, no method of a gloo group wakes a collective that waits: `abort` and `shutdown` of its backend
-return at once, and the collective ends with its time-out.
+No method of a gloo group wakes a collective that waits: in torch 2.13, `abort` and `shutdown` of its backend return at
+once, and the collective ends with its time-out. torch 2.11 and 2.15 declare the same methods.
 """
 
 from __future__ import annotations
