@@ -7,12 +7,12 @@ leaves an epoch closes all connections of its gloo groups itself, by their file 
 milliseconds.
 
 gloo's connections are recognized by their epoll instance. Every gloo group has one epoll instance, for a listening
-socket, its connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets,
-libuv and tokio have an eventfd instead of the pipe. Only Linux lists the files of an epoll instance. On other systems
-ranks leave when the group's time-out ends.
+socket, its connections and a pipe. No other library in a training process mixes these and nothing else: asyncio has a
+pair of sockets; libuv, on which torch's stores run, and tokio have an eventfd. Only Linux lists the files of an epoll
+instance. On other systems ranks leave when the group's time-out ends.
 
-In torch 2.11 to 2.15, no method of a gloo group wakes a collective that waits: `abort` and `shutdown` of its backend
-return at once, and the collective ends with its time-out.
+No method of a gloo group wakes a collective that waits: in torch 2.13, `abort` and `shutdown` of its backend return at
+once, and the collective ends with its time-out. torch 2.11 and 2.15 declare the same methods.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def close_gloo_connections() -> int:
         with ExitStack() as opened:
             copies = [opened.enter_context(copy) for fd in watched if (copy := _tcp_socket(fd)) is not None]
             listening = {copy for copy in copies if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-            # Of the libraries in a training process, only gloo watches a listening socket and a pipe together.
-            if listening and any(map(_is_pipe, watched)):
+            # An eventfd: the server of a torch store, whose epoll instance also has a listening socket and a pipe.
+            if listening and any(map(_is_pipe, watched)) and not any(map(_is_eventfd, watched)):
                 for connection in set(copies) - listening:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed the connection already
@@ -85,6 +85,13 @@ def _is_pipe(fd: int) -> bool:
     """Return whether a file descriptor is a pipe; False if it was closed."""
     with suppress(OSError):  # the file was closed after it was listed
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    return False
+
+
+def _is_eventfd(fd: int) -> bool:
+    """Return whether a file descriptor is an eventfd; False if it was closed."""
+    with suppress(OSError):  # the file was closed after it was listed
+        return os.readlink(_FDS / str(fd)) == "anon_inode:[eventfd]"
     return False
 
 

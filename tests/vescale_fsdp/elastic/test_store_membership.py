@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,9 +24,21 @@ from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
+_members: list[StoreMembership] = []
 
-def _member(store: dist.Store, num_first: int, **options: float) -> StoreMembership:
-    return StoreMembership(store, num_first=num_first, host="127.0.0.1", **options)  # type: ignore[arg-type]
+
+@pytest.fixture(autouse=True)
+def _leave() -> Iterator[None]:
+    """End the keep-alives of a test's members."""
+    yield
+    while _members:
+        _members.pop().leave()
+
+
+def _member(store: dist.Store, num_first: int, **options: Any) -> StoreMembership:
+    options.setdefault("max_missed", 30)  # a loaded machine may stop a process for seconds
+    _members.append(StoreMembership(store, num_first=num_first, host="127.0.0.1", **options))
+    return _members[-1]
 
 
 def _together(*members: StoreMembership) -> list[Quorum]:
@@ -40,7 +53,7 @@ def _together(*members: StoreMembership) -> list[Quorum]:
 def test_epochs_of_a_job() -> None:
     """First processes, a loss, a new process, and another loss while a round is open."""
     store = dist.HashStore()
-    members = [_member(store, 4) for _ in range(4)]
+    members = [_member(store, 4, keep_alive_s=0.2) for _ in range(4)]
     first = _together(*members)[0]
     assert first.epoch == 0 and len(first.members) == 4
     assert not any(member.has_changed() or member.has_lost() for member in members)
@@ -52,7 +65,7 @@ def test_epochs_of_a_job() -> None:
     second = _together(*by_rank[1:])[0]
     assert second.members == first.members[1:] and second.epoch > first.epoch
 
-    joining = _member(store, 4)
+    joining = _member(store, 4, keep_alive_s=0.2)
     with ThreadPoolExecutor(2) as pool:
         asked = pool.submit(joining.wait)
         wait_until(lambda: all(member.has_changed() for member in by_rank[1:]), "members to see the change")
@@ -109,8 +122,8 @@ def test_a_silent_process_is_lost_after_three_keep_alives() -> None:
     """Its port still accepts connections, as that of a stopped process does; the others go on without it."""
     server, silent = _Stalling(), _Stalling()
     silent.store = server.store
-    members = [_member(server.client(), 3, keep_alive_s=0.2) for _ in range(2)]
-    members.append(_member(silent.client(), 3, keep_alive_s=0.2))
+    members = [_member(server.client(), 3, keep_alive_s=0.2, max_missed=3) for _ in range(2)]
+    members.append(_member(silent.client(), 3, keep_alive_s=0.2, max_missed=3))
     _together(*members)
     silent.is_cut = True
     wait_until(lambda: all(member.has_lost() for member in members[:2]), "the silent process to be lost")
@@ -152,11 +165,11 @@ def test_a_change_without_a_store_is_an_error() -> None:
 def test_rounds_that_are_signed() -> None:
     """Processes with one secret agree; a process with another secret, or none, is refused without disturbing them."""
     store = dist.HashStore()
-    members = [StoreMembership(store, num_first=2, host="127.0.0.1", secret="x") for _ in range(2)]
+    members = [_member(store, 2, secret="x") for _ in range(2)]
     _together(*members)
     for secret in ("y", ""):
         with pytest.raises(PlacementError):
-            StoreMembership(store, num_first=2, host="127.0.0.1", secret=secret).wait()
+            _member(store, 2, secret=secret).wait()
     members[0].leave()
     _together(members[1])
 
@@ -165,10 +178,7 @@ def test_rounds_that_are_signed() -> None:
 def test_a_first_round_of_different_secrets_is_refused_on_all_sides(secrets: tuple[str, str]) -> None:
     """Long before the time-out, which is a quarter of an hour."""
     store = dist.HashStore()
-    members = [
-        StoreMembership(store, num_first=2, host="127.0.0.1", secret=secret, timeout_s=900)
-        for secret in secrets
-    ]
+    members = [_member(store, 2, secret=secret, timeout_s=900) for secret in secrets]
     with ThreadPoolExecutor(2) as pool:
         for asked in [pool.submit(member.wait) for member in members]:
             with pytest.raises(PlacementError):
@@ -188,7 +198,9 @@ def _wait_until_gone(pid: int) -> None:
         wait_until(lambda: psutil.Process(pid).status() in gone, f"the end of process {pid}")
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.part("faults")), signal.SIGKILL]
+)
 def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
     """Every call ends in an error, also if the store's process is stalled and not dead."""
     context = forkserver()
@@ -247,7 +259,7 @@ def test_a_key_that_does_not_come() -> None:
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
     """Other members continue; a late process is in the next round."""
     store = dist.HashStore()
-    members = [_member(store, 3, timeout_s=1.0) for _ in range(3)]
+    members = [_member(store, 3, timeout_s=1.0, keep_alive_s=0.2) for _ in range(3)]
     _together(*members)
     began_s = time.monotonic()
     second = _together(*members[:2])[0]
@@ -263,21 +275,16 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
 
 
 def test_too_few_are_told() -> None:
-    """In the first round and in a later one."""
-    store = dist.HashStore()
+    """In the first round."""
     with pytest.raises(LifecycleError, match="Too few processes"):
-        _member(store, 2, timeout_s=0.2).wait()
+        _member(dist.HashStore(), 2, timeout_s=0.2).wait()
 
-    pair = [
-        StoreMembership(
-            dist.PrefixStore("b", store), num_first=2, min_members=2, timeout_s=0.3, host="127.0.0.1"
-        )
-    ]
-    pair.append(
-        StoreMembership(
-            dist.PrefixStore("b", store), num_first=2, min_members=2, timeout_s=0.3, host="127.0.0.1"
-        )
-    )
+
+@pytest.mark.part("faults")
+def test_too_few_are_left() -> None:
+    """Fewer than ``min_members``."""
+    store = dist.HashStore()
+    pair = [_member(store, 2, min_members=2, timeout_s=1.0) for _ in range(2)]
     _together(*pair)
     pair[1].leave()
     with pytest.raises(LifecycleError, match="at least 2"):
