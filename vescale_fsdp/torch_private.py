@@ -51,6 +51,7 @@ from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     _get_default_store,
     _new_process_group_helper,
+    _resolve_process_group,
     _set_pg_timeout,
     _world,
 )
@@ -314,6 +315,11 @@ def gloo_group(
     )
     _world.pg_group_ranks[group] = numbers
     return group  # type: ignore[no-any-return]
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the group with a name, which compiled graphs contain in place of the group (torch 2.11-2.15)."""
+    return _resolve_process_group(name)  # type: ignore[no-any-return]
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

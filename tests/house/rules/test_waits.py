@@ -72,6 +72,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self._move.wait()": GROUP,
         "Redistribution(steps).wait()": GROUP,
     },
+    "vescale_fsdp/dtensor/operators/combining.py": {"each.wait()": GROUP},
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
     "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
