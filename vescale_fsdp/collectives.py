@@ -745,6 +745,8 @@ def break_group(group: dist.ProcessGroup) -> None:
             work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
     if backends - {"gloo"}:
         group.abort()
+    for part in _node_groups.get(group, ()):
+        break_group(part)
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

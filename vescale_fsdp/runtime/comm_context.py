@@ -412,9 +412,9 @@ class CommContext:
 
     def drop_reductions(self) -> None:
         """Drop all reductions in flight, after waiting until they no longer use their buffers."""
-        for reduction in self.in_flight:
+        dropped, self.in_flight = self.in_flight, []  # first: a wait raises if a rank is lost
+        for reduction in dropped:
             self._wait_until_reduced(reduction)
-        self.in_flight.clear()
         self._join_streams()
 
     def _join_streams(self) -> None:
