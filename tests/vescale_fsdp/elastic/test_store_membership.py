@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.distributed import forkserver
-from tests.support.processes import wait_until
+from tests.support.processes import join, receive, wait_until
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store, within
 from vescale_fsdp.elastic import store_membership
 from vescale_fsdp.elastic.membership import Quorum
@@ -31,7 +31,7 @@ def _member(store: dist.Store, num_first: int, **options: float) -> StoreMembers
 def _together(*members: StoreMembership) -> list[Quorum]:
     """The quorum that all processes get when they wait at the same time."""
     with ThreadPoolExecutor(len(members)) as pool:
-        found = list(pool.map(lambda member: member.wait(), members))
+        found = list(pool.map(lambda member: member.wait(), members, timeout=60))
     assert len({(quorum.epoch, quorum.members) for quorum in found}) == 1
     assert [quorum.members[quorum.rank] for quorum in found] == [member.name for member in members]
     return found
@@ -111,7 +111,7 @@ def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
     server.start()
-    port = ours.recv()
+    port = receive(ours, "the port of the store")
 
     def client() -> BoundedStore:
         return BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0.5)
@@ -141,7 +141,7 @@ def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
             membership.wait()
     finally:
         server.kill()
-        server.join()
+        join(server)
 
 
 def test_a_key_that_does_not_come() -> None:
@@ -155,9 +155,9 @@ def test_a_key_that_does_not_come() -> None:
     assert store.get("k") == b"v" and store.compare_set("k", "v", "w") == b"w" and store.delete_key("k")
 
     def fails() -> None:
-        raise TimeoutError("its own")
+        raise TimeoutError("planted")
 
-    with pytest.raises(TimeoutError, match="its own"):
+    with pytest.raises(TimeoutError, match="planted"):
         within(5, fails, "")
 
 
@@ -168,7 +168,7 @@ def test_an_answer_that_comes_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = pool.submit(is_present, f"127.0.0.1:{listener.getsockname()[1]}/x")
         with listener.accept()[0] as connection, contextlib.suppress(OSError):
             wait_until(lambda: connection.send(b"0") and asked.done(), "an end of the question")
-        assert not asked.result()
+        assert not asked.result(60)
 
 
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
@@ -191,7 +191,10 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
 def test_too_few_are_told() -> None:
     """In the first round and in a later one."""
     store = dist.HashStore()
-    with pytest.raises(LifecycleError, match=r"Too few processes(.|\n)*at least 2(.|\n)*1 in round 0"):
+    with pytest.raises(
+        LifecycleError,
+        check=lambda error: " 2 " in error.expected and error.got.split()[:4] == ["1", "in", "round", "0:"],
+    ):
         _member(store, 2, timeout_s=0.2).wait()
 
     pair = [
@@ -206,7 +209,7 @@ def test_too_few_are_told() -> None:
     )
     _together(*pair)
     pair[1].leave()
-    with pytest.raises(LifecycleError, match="at least 2"):
+    with pytest.raises(LifecycleError, check=lambda error: " 2 " in error.expected):
         pair[0].wait()
 
 
