@@ -227,6 +227,7 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
     """The life of a process."""
     stacks = open(_stack_file(folder, os.getpid()), "w")  # noqa: SIM115  for life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.dup2(os.open(folder / f"err-{os.getpid()}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
