@@ -487,13 +487,16 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], 
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
-def name_groups_from(first: int) -> None:
-    """Number the next process groups of this process from ``first`` on (torch 2.11-2.15).
+def restart_group_names() -> None:
+    """Make torch number process groups from 0 again, while there is no default group (torch 2.11-2.15).
 
     Ranks of a group connect through store keys that contain the group's number. torch counts in each process, and also
     counts groups that could not be created, so ranks that were in different groups before would not find each other.
+    torch counts from 0 again when a default group is destroyed, so this creates and destroys one.
     """
-    _world.group_count = first
+    if _world.group_count:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
 
 
 def set_default_timeout(timeout: timedelta) -> None:
