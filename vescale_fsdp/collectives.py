@@ -458,7 +458,7 @@ class _InThread:
         self.done.result()
 
 
-class _Thread:
+class _CallThread:
     """A thread that runs calls one after the other.
 
     There is one per group and kind of collective, because only these are started in the same order on all ranks.
@@ -486,15 +486,15 @@ class _Thread:
             del queued, call, work  # the thread must not keep buffers alive while it waits
 
 
-def _thread_of(group: dist.ProcessGroup, kind: str) -> _Thread:
+def _thread_of(group: dist.ProcessGroup, kind: str) -> _CallThread:
     threads = _threads.setdefault(group, {})
     if kind not in threads:
-        threads[kind] = _Thread(kind)
+        threads[kind] = _CallThread(kind)
         weakref.finalize(group, threads[kind].calls.put, None)  # the thread ends with the group
     return threads[kind]
 
 
-_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Thread]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _CallThread]] = weakref.WeakKeyDictionary()
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
