@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import (
     all_gather_single,
     coalesced,
     gloo_group,
+    group_of,
     reduce_scatter_single,
     storage_id,
     timeout_of,
@@ -677,6 +679,9 @@ def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
     """Start to reduce a tensor over the ranks, in place; on an accelerator, concurrently with the current stream."""
+    if is_traced(tensor):
+        tensor.copy_(_traced_all_reduce()(tensor, op.name, group.group_name))
+        return None
     return dist.all_reduce(tensor, op, group=group, async_op=True)
 
 
@@ -746,7 +751,58 @@ def break_group(group: dist.ProcessGroup) -> None:
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Blocks until all ranks take part."""
+    if is_traced(tensor):
+        return _traced_gather()(tensor, group.group_name)
     flat = tensor.detach().contiguous().view(-1)  # collectives take 1-D contiguous buffers
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     wait_for(all_gather_into(full, flat, group))
     return full.view(-1, *tensor.shape)
+
+
+# -- under torch.compile --------------------------------------------------------------------------------
+
+# torch's collectives write to buffers in place, which the graphs of torch.compile lose (torch 2.13): the buffers are
+# read as if nothing had been received. Graphs contain these operators instead, which return new tensors. They are made
+# when the first one is recorded, because that takes milliseconds.
+
+_Traced = Callable[..., torch.Tensor]
+
+
+@cache
+def _traced_gather() -> _Traced:
+    def compute(tensor: torch.Tensor, group: str) -> torch.Tensor:
+        return gathered(tensor, group_of(group))
+
+    def shape(tensor: torch.Tensor, group: str) -> torch.Tensor:
+        return tensor.new_empty([group_of(group).size(), *tensor.shape])
+
+    return traced_operator("gathered", compute, shape)
+
+
+@cache
+def _traced_all_reduce() -> _Traced:
+    def compute(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        total = tensor.clone()
+        wait_for(all_reduce_in_place(total, getattr(dist.ReduceOp, op), group_of(group)))
+        return total
+
+    def shape(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+    return traced_operator("all_reduced", compute, shape)
+
+
+def traced_operator(name: str, compute: _Traced, shape: _Traced) -> _Traced:
+    """Return an operator that torch.compile records and does not look into.
+
+    Args:
+        name: its name in the namespace ``vescale_fsdp``.
+        compute: runs it. Returns a new tensor, and changes no argument.
+        shape: returns an empty tensor of the result's shape and dtype. Has annotations, as ``compute``.
+    """
+    types = {"torch": torch}  # annotations are text, in the scope of another function
+    for function in (compute, shape):
+        function.__annotations__ = {key: eval(text, types) for key, text in function.__annotations__.items()}
+    operator = torch.library.custom_op(f"vescale_fsdp::{name}", compute, mutates_args=())
+    operator.register_fake(shape)
+    return operator

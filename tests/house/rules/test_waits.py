@@ -35,7 +35,6 @@ DEVICE = "work that this process has given its device"
 DONE = "nothing: it has ended already"
 MEMBERS = "StoreMembership(timeout_s=), TorchftMembership(timeout_s=): test_store_membership.py"
 IDLE = "the end of its object or process: a daemon, for which nothing waits"
-CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
     "checkpoint/manager.py": {
@@ -73,12 +72,9 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self._move.wait()": GROUP,
         "Redistribution(steps).wait()": GROUP,
     },
+    "vescale_fsdp/dtensor/operators/combining.py": {"each.wait()": GROUP},
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
-    "vescale_fsdp/elastic/store_membership.py": {
-        "connection.recv(nbytes - len(data))": CLOCK,
-        "self._listener.accept()": IDLE,
-    },
     "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
     "vescale_fsdp/optim/muon_plan.py": {"self.work.wait()": GROUP},
     "vescale_fsdp/optim/muon.py": dict.fromkeys(

@@ -36,7 +36,7 @@ def _node(rank: int, folder: Path) -> dict[str, Any]:
         return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     membership = StoreMembership(dist.TCPStore(HOSTS[0], PORT, is_master=False), num_first=2)
-    job = ElasticJob(membership, build, lambda _: CheckpointManager(folder / "steps"))
+    job = ElasticJob(membership, build, lambda *_: CheckpointManager(folder / "steps"))
     job.run(lambda job, step: None, 2)
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
