@@ -1,9 +1,9 @@
 """The collectives of this package, built on functions that torch 2.11-2.15, gloo and NCCL all support.
 
 Most functions start a collective and return the work to wait for; the buffers must live until the wait has ended.
-`_BACKENDS` has a class per backend, because gloo needs other calls than NCCL. `two_levels` decides which collectives
-first exchange within nodes and then across them, so that less crosses the network. Times in comments were measured with
-two ranks on one idle machine, torch 2.13 and 30 MB, by ``python tools/bench/collectives.py``.
+`_BACKENDS` has a class per backend, because gloo needs other calls than NCCL. Between nodes (`set_nodes`) as little as
+possible crosses the network: `two_levels` decides which reductions first sum within nodes. Times in comments were
+measured with two ranks on one idle machine, torch 2.13 and 30 MB, by ``python tools/bench/collectives.py``.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def ranks_per_node() -> int:
 
 
 def set_nodes(group: dist.ProcessGroup, per_node: int) -> None:
-    """Tell how a group is spread over nodes, for `two_levels`. All its ranks call it, between the same collectives.
+    """Set the nodes of a group, for its gathers and reductions. All its ranks call it between the same collectives.
 
     Args:
         group: the ranks that take part.
-        per_node: `ranks_per_node`, after the ranks have compared it; 0: one level.
+        per_node: `ranks_per_node`, after the ranks have compared it; 0: not known, and collectives have one level.
     """
     ranks = dist.get_process_group_ranks(group)
     _nodes.pop(group, None)
@@ -128,17 +128,17 @@ def set_nodes(group: dist.ProcessGroup, per_node: int) -> None:
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, Nodes] = weakref.WeakKeyDictionary()
 
 
-def two_levels(group: dist.ProcessGroup, *, sent_bytes: int = 1, summed_bytes: int = 0) -> Nodes | None:
-    """Decide whether a collective exchanges within nodes first, and then across them, or at once between all ranks.
+def two_levels(group: dist.ProcessGroup, *, sent_bytes: int, summed_bytes: int) -> Nodes | None:
+    """Decide whether a reduction sums within nodes first, and then across them, or at once over all ranks.
 
-    Two levels are chosen where fewer bytes then cross the network. A gather sends each slice to a node once, instead
-    of once per rank. A reduction sends a node's sum instead of the slices of its ranks; the sum has the dtype of the
-    result. So bf16 slices that are summed in fp32 are sent unsummed by nodes of two ranks, and summed by larger ones.
+    Two levels are chosen where fewer bytes then cross the network: a node's sum instead of the slices of its ranks. The
+    sum has the dtype of the result. So bf16 slices that are summed in fp32 are sent unsummed by nodes of two ranks, and
+    summed by larger ones. (Gathers send a slice to each node once in any case: `_gather_by_node`, or NCCL itself.)
 
     Args:
         group: the ranks that take part.
         sent_bytes: bytes per element of what ranks send.
-        summed_bytes: bytes per element of a sum; 0 for a gather.
+        summed_bytes: bytes per element of a sum.
 
     Returns:
         The nodes of the group; None for one level. It is None also if `set_nodes` was not called, or the group has
@@ -274,10 +274,10 @@ class _Gloo(_Native):
         slices = full.split(shard.numel()) if shard.numel() else ()  # empty shards: there is nothing to send
         if slices and not _share_storage(full, shard):
             slices[group.rank()].copy_(shard)  # the only copy: slices of other ranks are received in place
-        nodes = two_levels(group)
-        # gloo's point-to-point messages do not support GPU memory.
-        if nodes is not None and slices and full.device.type == "cpu":
-            return _gather_by_node([_movable(part) for part in slices], group, nodes)
+        # Between nodes slices are sent directly: in gloo's broadcast some of them wait to be sent on. But its point-to-
+        # point messages do not support GPU memory.
+        if crosses_network(group) and slices and full.device.type == "cpu":
+            return _gather_by_node([_movable(part) for part in slices], group, _nodes[group])
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
 
     def reduce_scatter(
@@ -415,12 +415,13 @@ def _receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: i
 
 
 def _gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, nodes: Nodes) -> Work:
-    """Gather in two levels: a rank receives the slices of the same local rank of other nodes, and shares them.
+    """Gather over nodes: a rank receives the slices of the same local rank of other nodes, and shares them in its node.
 
         rank l of node n    to rank l of other nodes      its slice, at once
                             to other ranks of node n      its slice, at once; slices of other nodes, when they arrive
 
-    A thread forwards the latter, so that the caller need not wait for other ranks to let them proceed.
+    A thread forwards the latter, so that other ranks need not wait for this rank's caller. With one rank per node there
+    is nothing to forward.
 
     Args:
         slices: all ranks' slices, 1-D; this rank's is read, the others are written.
@@ -441,6 +442,9 @@ def _gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, no
             source = (node - distance) % nodes.num * per_node + peer % per_node
             works.append(_receive(slices[source], group, peer, _FORWARDED_TAG))
 
+    if not peers:
+        return _AllOf([*(work for _, work in arriving), *works])
+
     def forward() -> None:
         for part, work in arriving:
             wait_for(work)
@@ -460,7 +464,7 @@ class _InThread:
         self.done.result()
 
 
-class _Thread:
+class _CallThread:
     """A thread that runs calls one after the other.
 
     There is one per group and kind of collective, because only these are started in the same order on all ranks.
@@ -488,15 +492,15 @@ class _Thread:
             del queued, call, work  # the thread must not keep buffers alive while it waits
 
 
-def _thread_of(group: dist.ProcessGroup, kind: str) -> _Thread:
+def _thread_of(group: dist.ProcessGroup, kind: str) -> _CallThread:
     threads = _threads.setdefault(group, {})
     if kind not in threads:
-        threads[kind] = _Thread(kind)
+        threads[kind] = _CallThread(kind)
         weakref.finalize(group, threads[kind].calls.put, None)  # the thread ends with the group
     return threads[kind]
 
 
-_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Thread]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _CallThread]] = weakref.WeakKeyDictionary()
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:

@@ -173,11 +173,18 @@ def test_a_node_without_power_says_nothing_and_comes_back_empty(lab: Lab) -> Non
     assert lab.call(1, [sys.executable, "-c", PRINT_NODE]) == "node1"
 
 
+@pytest.mark.part("jobs")
 def test_torchrun_numbers_ranks_by_node_and_a_failed_job_leaves_none(tmp_path: Path) -> None:
     """Ranks of a node are neighbors; after a failure all processes of all nodes are killed."""
     script = tmp_path / "script.py"
-    rank = "pathlib.Path(__file__).with_name(os.environ['RANK'])"
-    script.write_text(f"import os, pathlib, socket; {rank}.write_text(socket.gethostname()); exit(3)")
+    script.write_text(
+        "import os, pathlib, socket, time\n"
+        "folder = pathlib.Path(__file__).parent\n"
+        "(folder / os.environ['RANK']).write_text(socket.gethostname())\n"
+        "while len(list(folder.iterdir())) < 5:\n"  # torchrun kills ranks when the first of them fails
+        "    time.sleep(0.01)\n"
+        "exit(3)\n"
+    )
     with Lab(nodes=2, minutes=5, shared=[tmp_path]) as lab:
         other = Run({1: lab.popen(1, ["sleep", "1000"])})
         with pytest.raises(LabError):

@@ -73,6 +73,17 @@ def gathers(numel: int) -> list[Counter[str]]:
     return counts
 
 
+def direct_gathers() -> Counter[str]:
+    """The gathers above between nodes of one rank."""
+    with mock.patch(f"{__name__}.PER_NODE", 1):
+        return gathers(100)[0]
+
+
+def test_slices_are_sent_directly_between_nodes_of_one_rank() -> None:
+    """To every node once, and nothing is sent on."""
+    assert run_ranks(3, direct_gathers) == [{"across": 2 * 2 * 100 * GATHERED[0].itemsize}] * 3
+
+
 @pytest.mark.parametrize("world, numel", [(4, 1000), pytest.param(6, 77, marks=pytest.mark.part("numerics"))])
 def test_gathered_slices_cross_to_a_node_once(world: int, numel: int) -> None:
     """Every rank sends its slice to each other node, and to its node's ranks what they lack."""
@@ -225,7 +236,7 @@ def nodes_found() -> list[Nodes | None]:
     for each in mine:
         for per_node in (0, 1, 2, 4):
             set_nodes(each, per_node)
-            found.append(two_levels(each))
+            found.append(two_levels(each, sent_bytes=4, summed_bytes=4))
     return found
 
 
@@ -240,7 +251,7 @@ def test_groups_with_and_without_two_levels() -> None:
 class Step(NamedTuple):
     """A step with gradients of two backwards, where LOCAL_WORLD_SIZE may differ between ranks."""
 
-    in_two_levels: bool  # whether gathers are
+    in_two_levels: bool  # whether reductions of fp32 would be
     overlaps: set[bool]  # whether reductions were in flight while the next unit computed
     full: set[int]  # units in full at that moment
     grads: list[torch.Tensor]
@@ -267,7 +278,8 @@ def trained(per_node: list[str], policy: MixedPrecisionPolicy) -> Step:
         for _ in range(2):
             model(torch.randn(5, 24, generator=generator)).float().pow(2).mean().backward()
     grads = [p.grad.full_tensor() for p in model.parameters()]
-    return Step(two_levels(mesh.get_group()) is not None, overlaps, full, grads)
+    in_two_levels = two_levels(mesh.get_group(), sent_bytes=4, summed_bytes=4) is not None
+    return Step(in_two_levels, overlaps, full, grads)
 
 
 def test_a_step_has_the_gradients_of_one_level() -> None:

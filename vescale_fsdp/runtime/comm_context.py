@@ -314,11 +314,11 @@ class CommContext:
         return spare
 
     def overlaps(self, group: ParamGroup) -> bool:
-        """Whether collectives of a group overlap with compute, which takes a second full and gradient buffer.
+        """Whether on the CPU a group's collectives overlap with compute: if its ranks are on several nodes.
 
-        On an accelerator they do; on the CPU if the group's ranks are on several nodes.
+        That takes a second full buffer and a second gradient buffer.
         """
-        return self.streams is not None or group.comm.reduces_beside(group.device)
+        return group.comm.reduces_beside(group.device)
 
     def _free_kept(self) -> None:
         if self._kept is not None:
@@ -342,7 +342,7 @@ class CommContext:
         # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
         # group got its buffer before that, as the root does at the loss. The next unit of a group that overlaps takes
         # the kept buffer while this reduction is in flight.
-        if not self.overlaps(group):
+        if self.streams is None and not self.overlaps(group):
             self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None

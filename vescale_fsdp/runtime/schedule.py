@@ -266,7 +266,7 @@ class Schedule:
             self.gather(unit)
             self.wait(unit)
         # If nothing overlaps, `leave_backward` gathers the next unit, unless the user asked for it here.
-        if self._gathers_ahead(unit):
+        if self.comm.streams is not None or self._gathers_ahead(unit):
             self._prefetch_in_backward(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
@@ -275,14 +275,12 @@ class Schedule:
         On the CPU of one host the next unit is gathered here, and not in `enter_backward`: its full buffer would be in
         memory together with this unit's full buffer and gradients, and the gather would use the cores that compute.
         """
-        if not self._gathers_ahead(unit):
+        if self.comm.streams is None and not self._gathers_ahead(unit):
             self._prefetch_in_backward(unit)
 
     def _gathers_ahead(self, unit: FSDPState) -> bool:
-        """Whether the backward of a unit begins with the gather of the next."""
-        if self.comm.streams is not None or unit.backward_prefetch is not None:
-            return True
-        return any(self.comm.overlaps(group) for group in unit.groups)
+        """Whether on the CPU the backward of a unit begins with the gather of the next."""
+        return unit.backward_prefetch is not None or any(map(self.comm.overlaps, unit.groups))
 
     def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):

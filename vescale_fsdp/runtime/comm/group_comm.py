@@ -9,7 +9,7 @@ Gradients are divided as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a us
 fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root
 of the number of ranks, so that the sum does not overflow.
 
-The collectives themselves are in `vescale_fsdp.collectives`, whose `two_levels` decides which of them exchange within
+The collectives themselves are in `vescale_fsdp.collectives`, whose `two_levels` decides which reductions sum within
 nodes first. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
 fp32 and then divided (`_Native.reduce_scatter`). gloo on the CPU exchanges slices and sums them in every case.
