@@ -19,8 +19,14 @@ import torch.distributed as dist
 # torch 2.11-2.15: memory that other ranks can access; it has no public name yet.
 import torch.distributed._symmetric_memory as symmetric
 
+# torch 2.11-2.15: what torch.compile records in place of a device mesh.
+from torch._library.fake_class_registry import FakeScriptObject
+
 # torch 2.11-2.13: tensors without values, which FakeTensorMode creates to trace a model or to estimate its memory.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+# torch 2.11-2.15: the tensors that torch.compile records operators with.
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 Given = ParamSpec("Given")
 T = TypeVar("T")
@@ -31,6 +37,16 @@ NULL_CONTEXT = nullcontext()  # re-entrant, so one object can be entered everywh
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a FakeTensor, which has a shape and a dtype but no values (torch 2.11-2.13)."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Return whether operators on a tensor are recorded, or have no values (torch 2.11-2.15)."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def real_object(recorded: T) -> T:
+    """Return the object that torch.compile has replaced while it records a graph, or the object itself."""
+    return recorded.real_obj if isinstance(recorded, FakeScriptObject) else recorded  # type: ignore[no-any-return]
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:

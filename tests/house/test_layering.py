@@ -68,6 +68,7 @@ FIRST_ROW = {
     ("pickled_paths", "lazy"),
     ("torch_private", "errors"),
     ("collectives", "errors"),
+    ("collectives", "torch_modes"),
     ("collectives", "torch_private"),
 }
 # Strangers whatever their level: who begins so knows nothing of what begins so.

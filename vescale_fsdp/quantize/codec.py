@@ -22,7 +22,8 @@ elements are consecutive (`BlockGrid`)::
 
 A rank can quantize a piece that consists of whole bands without communication: codes and scales have the same bits as
 those of the full tensor. Sharding with a `Granularity` of the same block gives such pieces. Ranks can then gather codes
-(one byte per element, one scale per block) instead of values. A tensor of shape (E, m, k) is treated as E * m rows.
+(one byte per element, one scale per block) instead of values. A tensor of shape (E, m, k) is treated as E * m rows, so
+a block may span two experts. For engines, `vescale_fsdp.transfer.links` quantizes each expert alone.
 """
 
 from __future__ import annotations
