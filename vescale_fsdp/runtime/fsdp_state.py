@@ -107,7 +107,7 @@ class FSDPState:
         self._was_reduced = False  # whether this backward has reduced the unit
         self._unreached_outputs = 0  # outputs of forwards to which no backward has brought a gradient yet
         # Whether a backward may run modules again that read the unit's parameters, as activation checkpointing does.
-        self._may_recompute = True
+        self.may_recompute = True
         self._watches_owners = False  # whether `_note_recomputation` is a hook of the modules inside the unit
         self._with_grad = False  # whether gradients were enabled when the root's forward began
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
@@ -117,6 +117,9 @@ class FSDPState:
         # Number of running methods of `register_fsdp_forward_method`. Such a method may call the forward, and read
         # parameters after the call, so the forward must not reshard.
         self._methods_running = 0
+        # Now and not at the first forward, which torch.compile may be tracing.
+        if states_of(*modules):
+            self._watch_recomputation()
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
@@ -166,24 +169,22 @@ class FSDPState:
             state.has_root, state.schedule = True, self.schedule
             state.join(self.comm)
         self.schedule.units = list(below)
-        if len(below) > 1:
-            self._watch_recomputation()
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def _watch_recomputation(self) -> None:
         """Notice forwards of the unit's inner modules that activation checkpointing will run again in the backward."""
         owners = {module for group in self.groups for param in group.params for module, _ in param.owners}
         # The unit's own modules read parameters in their forward at times that no hook sees.
-        if self._watches_owners or not owners.isdisjoint(self.modules):
+        if not owners.isdisjoint(self.modules):
             return
-        self._watches_owners, self._may_recompute = True, False
+        self._watches_owners, self.may_recompute = True, False
         for module in owners:
             module.register_forward_pre_hook(self._note_recomputation)
 
     def _note_recomputation(self, *unused: Any) -> None:
         if not torch.compiler.is_compiling():  # a compiled function saves what its backward reads
             without_graph = self._with_grad and not torch.is_grad_enabled()
-            self._may_recompute = self._may_recompute or without_graph or saves_by_hooks()
+            self.may_recompute = self.may_recompute or without_graph or saves_by_hooks()
 
     def renew(self, groups: list[ParamGroup]) -> None:
         """Replace the groups by groups over other ranks, and return to the state before the first forward.
@@ -327,8 +328,8 @@ class FSDPState:
         if not watched and not is_transformed:
             return output
         before = functools.partial(self._pre_backward, self.schedule.note(self._enter_backward))
-        self._unreached_outputs += len(watched)
         for tensor in watched:
+            self._unreached_outputs += 1
             if is_view(tensor):
                 warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
             tensor.register_hook(before)
@@ -379,7 +380,7 @@ class FSDPState:
         self._entered.clear()
         self._methods_running = 0
         if is_last:  # outputs that were not used will get no gradient
-            self._unreached_outputs, self._may_recompute = 0, not self._watches_owners
+            self._unreached_outputs, self.may_recompute = 0, not self._watches_owners
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
@@ -408,10 +409,13 @@ class FSDPState:
     def reshard_if_unneeded(self) -> None:
         """Free full parameters in a backward, before its end, if nothing that is left of the backward reads them.
 
+        The caller has checked `may_recompute`.
+
         Whether memory is freed here may differ between ranks. No collective differs: a gradient that arrives at an
         output would gather the unit again, so all outputs must have theirs.
         """
-        if self.reshard_after_backward and not self._may_recompute and self._unreached_outputs == 0:
+        # Only the root notices forwards without gradients inside its own, as reentrant checkpointing runs them.
+        if self.is_root and self.reshard_after_backward and self._unreached_outputs == 0:
             self.comm.reshard([group for group in self.groups if not group.full_is_needed()])
 
     def _reduce(self) -> None:
@@ -438,7 +442,7 @@ class FSDPState:
         """Reset the counters, after an exception has ended a forward or a backward."""
         self._outstanding = self._methods_running = self._unreached_outputs = 0
         self._took_part = self._was_reduced = False
-        self._may_recompute = not self._watches_owners
+        self.may_recompute = not self._watches_owners
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------

@@ -282,13 +282,17 @@ class Schedule:
         # the embedding and does not read the weights: so their memory is freed before it.
         if self._ended and self._ended[0] is unit:
             for other in self._ended[1:]:
-                other.reshard_if_unneeded()
+                if not other.may_recompute:
+                    other.reshard_if_unneeded()
 
     def _gathers_ahead(self, unit: FSDPState) -> bool:
         """Whether the backward of a unit begins with the gather of the next."""
         if self.comm.streams is not None or unit.backward_prefetch is not None:
             return True
-        return any(self.comm.overlaps(group) for group in unit.groups)
+        for group in unit.groups:  # noqa: SIM110  any(..) is slower, and this runs twice per unit and backward
+            if self.comm.overlaps(group):
+                return True
+        return False
 
     def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):
