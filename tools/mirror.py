@@ -180,6 +180,17 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
         return self._run("all_to_all", sent[0], work)
 
+    def alltoall_base(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: list[int],
+        sent_numels: list[int],
+        opts: Any = None,
+    ) -> Work:
+        assert not received_numels and not sent_numels  # equal parts
+        return self.alltoall(list(received.chunk(self._size)), list(sent.chunk(self._size)), opts)
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         return self._run("all_reduce", tensors[0], lambda: None)
 

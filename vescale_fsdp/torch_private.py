@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,43 @@ foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
+
+
+class References(NamedTuple):
+    """Numbers of references to a tensor."""
+
+    from_autograd: int  # and other parts of torch, and one for Python
+    from_python: int
+
+
+def references_to(tensor: torch.Tensor) -> References:
+    """Return the numbers of references to a tensor (torch 2.11-2.13); those of the caller are counted, too."""
+    owners = tensor._use_count()  # type: ignore[attr-defined]
+    return References(owners, sys.getrefcount(tensor) - (_OWNERS_IN_PYTHON if owners > 1 else 0))
+
+
+def _owners_in_python() -> int:
+    """Return by how much torch's own references to a tensor raise its count in Python: 0, or 1 in newer versions."""
+    tensor = torch.empty(0, requires_grad=True, device="cpu")
+    before = sys.getrefcount(tensor)
+    graph = tensor * 1.0
+    after = sys.getrefcount(tensor)
+    del graph
+    return after - before
+
+
+_OWNERS_IN_PYTHON = _owners_in_python()
+
+
+def num_storage_owners(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects refer to a storage (torch 2.11-2.13)."""
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return,attr-defined]
+
+
+def saves_by_hooks() -> bool:
+    """Return whether hooks replace what autograd saves, as in activation checkpointing (torch 2.11-2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 and 2.12 have only the old names.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
