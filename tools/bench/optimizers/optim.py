@@ -1,8 +1,8 @@
 """Optimizers against alternatives: steps of Muon and AdamW8bit, collectives and bytes, bytes of state, and loss curves.
 
-    python tools/bench/optim.py                           Muon and AdamW8bit on 2 and 4 gloo ranks, state bytes
-    python tools/bench/optim.py --json optim.json
-    python tools/bench/optim.py --curves 200 --picture loss.svg   also train with four optimizers and draw the losses
+    python tools/bench/optimizers/optim.py   Muon and AdamW8bit on 2 and 4 gloo ranks, state bytes
+    python tools/bench/optimizers/optim.py --json optim.json
+    python tools/bench/optimizers/optim.py --curves 200 --picture loss.svg   draw losses of four optimizers too
 
 Alternatives to Muon: torch.optim.Muon on FSDP2's DTensors, and gathering every update on every rank. The alternative to
 AdamW8bit: torchao's on FSDP2's DTensors, which compiles a function per shape of parameter. All alternate in the same
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from examples.corpus import Batches, read_corpus
 from examples.llama import Llama, LlamaShape
