@@ -599,7 +599,7 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 def any_number_of_compilations() -> AbstractContextManager[None]:
     """Return a context in which `torch.compile` may compile a function any number of times (torch 2.11-2.13)."""
-    return torch._dynamo.utils.disable_cache_limit()  # type: ignore[no-any-return, no-untyped-call]
+    return torch._dynamo.utils.disable_cache_limit()
 
 
 def why_not_compiled(device_type: str) -> str | None:
