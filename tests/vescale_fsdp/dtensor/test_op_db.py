@@ -20,13 +20,14 @@ import numpy
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.dtensor.operators import dispatch_table as operators
 from vescale_fsdp.dtensor.operators import elementwise
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, Rule, distribute_tensor, set_rules
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
@@ -84,6 +85,35 @@ def distributed(tree: Any, main: torch.Size | None, cut: RaggedShard, mesh: Devi
         return DTensor.from_local(full.clone(), mesh, [Replicate()], run_check=False)
 
     return pytree.tree_map(convert, tree)
+
+
+def in_shards(tree: Any, main: torch.Size | None, mesh: DeviceMesh) -> Any:
+    """The same with torch's own Shard(0) in place of ragged tensors."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.ndim == 0:
+            return value
+        full = value.detach().clone()
+        if value.shape == main:
+            return torch_distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+
+    return pytree.tree_map(convert, tree)
+
+
+def refusal(
+    op: Any, call: Callable[..., Any], tree: Any, main: torch.Size, mesh: DeviceMesh, error: Exception
+) -> str:
+    """A refusal's verdict: whether torch's Shard(0) computes the sample, and rightly."""
+    if isinstance(error, UnsupportedOpError) and error.expected == "an operator that reads the view":
+        return "refused: a write to a view"
+    try:
+        want = _call(call, _copies(tree))
+        got = _call(call, in_shards(tree, main, mesh))
+        is_right = same(got, want, op.name not in UNPREDICTABLE) == ""
+    except Exception:  # noqa: BLE001  torch refuses it too, in its own ways
+        return "refused"
+    return "refused, but Shard(0) computes it" if is_right else "refused"
 
 
 def same(got: Any, want: Any, compare_values: bool) -> str:
@@ -145,8 +175,8 @@ def run_sample(op: Any, sample: Any, number: int, mesh: DeviceMesh) -> Iterator[
     for form, call in forms(op):
         try:
             got = _call(call, distributed(tree, first.shape, cut, mesh))
-        except (NotImplementedError, PlacementError):  # the latter: two views of one tensor, cut differently
-            yield form, "refused"
+        except NotImplementedError as error:
+            yield form, refusal(op, call, tree, first.shape, mesh, error)
             continue
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
@@ -212,7 +242,7 @@ def walk(only: tuple[str, ...] | None, most: int) -> tuple[Counter[str], list[st
                     verdicts[verdict] += 1
                     if verdict == "right":
                         right.add(op.name)
-                    elif verdict != "refused" and not verdict.startswith("skipped"):
+                    elif verdict not in REFUSED and not verdict.startswith("skipped"):
                         wrong.append(f"{op.name} {form} sample {number}: {verdict}")
             except Exception as error:  # noqa: BLE001  any other error than a refusal is a finding
                 wrong.append(f"{op.name} sample {number}: {type(error).__name__} {str(error)[:200]}")
@@ -232,6 +262,8 @@ def walk_with_a_wrong_rule() -> list[str]:
     finally:
         set_rules(rule_of)
 
+
+REFUSED = ("refused", "refused: a write to a view")
 
 ESSENTIAL = {
     "abs",
