@@ -7,6 +7,7 @@ unless they have one element.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache, partial
 from operator import methodcaller
@@ -34,6 +35,7 @@ def refuse(
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
+    where += _optimizer_text()
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
         expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
@@ -42,6 +44,18 @@ def refuse(
         todo=todo
         or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
     )
+
+
+def _optimizer_text() -> str:
+    """Return the optimizer whose step is running, for an error message; "" if none is."""
+    # The stack says it exactly. A name that a hook had stored would stay after a step that failed.
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        optimizer = frame.f_locals.get("self")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return f", in a step of {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        frame = frame.f_back
+    return ""
 
 
 def name_of(func: torch._ops.OpOverload) -> str:

@@ -16,6 +16,7 @@ from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts, messages
 from vescale_fsdp.dtensor import meeting, set_implicit_gathers
+from vescale_fsdp.dtensor.operators import gathered_views
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import GatherWarning, LifecycleError, UnsupportedOpError
 
