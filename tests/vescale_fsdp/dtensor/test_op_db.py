@@ -1,5 +1,7 @@
 """torch's own operator database, walked: every sample on ragged tensors is right or refused, never wrong.
 
+Refused is only what torch's own ``Shard(0)`` does not compute either, and the three exceptions of `refusal`.
+
 Of an operator with hundreds of samples some are taken, spread evenly: four by `make test`, forty by the part
 "numerics"; ``OP_DB=all`` takes all (`make test-faults`).
 Each sample is run twice: on plain tensors, and with every tensor of the main shape made ragged and every other
@@ -26,6 +28,8 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.dtensor.operators import dispatch_table as operators
 from vescale_fsdp.dtensor.operators import elementwise
+from vescale_fsdp.dtensor.operators.arguments import SAME_SHAPE
+from vescale_fsdp.dtensor.operators.gathered_views import READING
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, Rule, distribute_tensor, set_rules
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.geometry import numel_of
@@ -101,12 +105,25 @@ def in_shards(tree: Any, main: torch.Size | None, mesh: DeviceMesh) -> Any:
     return pytree.tree_map(convert, tree)
 
 
+# Refusals of what Shard(0) computes, by what the error expected. torch deprecates `out=` tensors that it has to resize:
+# its DTensor then has two shapes.
+KNOWN = {READING: "refused: a write to a view", SAME_SHAPE: "refused: out= of another shape"}
+# In place, these change the shape of a tensor.
+RESHAPING = ("squeeze",)
+
+
 def refusal(
     op: Any, call: Callable[..., Any], tree: Any, main: torch.Size, mesh: DeviceMesh, error: Exception
 ) -> str:
     """A refusal's verdict: whether torch's Shard(0) computes the sample, and rightly."""
-    if isinstance(error, UnsupportedOpError) and error.expected == "an operator that reads the view":
-        return "refused: a write to a view"
+    if isinstance(error, UnsupportedOpError) and error.expected in KNOWN:
+        return KNOWN[str(error.expected)]
+    if (
+        isinstance(error, UnsupportedOpError)
+        and f"aten.{op.name}_." in str(error.got)
+        and op.name in RESHAPING
+    ):
+        return "refused"
     try:
         want = _call(call, _copies(tree))
         got = _call(call, in_shards(tree, main, mesh))
@@ -193,7 +210,8 @@ def run_sample(op: Any, sample: Any, number: int, mesh: DeviceMesh) -> Iterator[
         except Exception:  # noqa: BLE001  not ours to judge
             yield form, "skipped: fails on plain tensors"
             continue
-        yield form, same(got, want, op.name not in UNPREDICTABLE) or "right"
+        is_predictable = op.name not in UNPREDICTABLE and not sample.kwargs.get("dropout_p")
+        yield form, same(got, want, is_predictable) or "right"
 
 
 def _copies(tree: Any) -> Any:
@@ -263,7 +281,7 @@ def walk_with_a_wrong_rule() -> list[str]:
         set_rules(rule_of)
 
 
-REFUSED = ("refused", "refused: a write to a view")
+REFUSED = ("refused", *KNOWN.values())
 
 ESSENTIAL = {
     "abs",
@@ -305,8 +323,8 @@ ESSENTIAL = {
 @pytest.mark.parametrize(
     ("most", "least_right", "least_refused"),
     [
-        (CORE_SAMPLES, 1200, 500),
-        pytest.param(MOST_SAMPLES, 5000, 1500, marks=pytest.mark.part("numerics")),
+        (CORE_SAMPLES, 1200, 150),
+        pytest.param(MOST_SAMPLES, 5000, 500, marks=pytest.mark.part("numerics")),
     ],
 )
 def test_every_sample_is_right_or_refused(most: int, least_right: int, least_refused: int) -> None:
@@ -314,7 +332,8 @@ def test_every_sample_is_right_or_refused(most: int, least_right: int, least_ref
     for verdicts, wrong, right in run_ranks(2, walk, None, most, timeout_s=1000.0):
         assert wrong == []
         assert right >= ESSENTIAL
-        assert verdicts["right"] > least_right and verdicts["refused"] > least_refused, verdicts
+        num_refused = sum(verdicts[each] for each in REFUSED)
+        assert verdicts["right"] > least_right and num_refused > least_refused, verdicts
 
 
 def test_a_wrong_rule_is_found() -> None:

@@ -8,7 +8,7 @@ unless they have one element.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from operator import methodcaller
 from typing import Any
@@ -28,8 +28,16 @@ OUTSIDE_FORWARD = (
 )
 
 
+# What errors about ``out=`` tensors expected.
+SAME_SHAPE = "an out= tensor of the result's shape"
+
+
 def refuse(
-    func: torch._ops.OpOverload, tensor: RaggedDTensor | None, why: str, todo: str | None = None
+    func: torch._ops.OpOverload,
+    tensor: RaggedDTensor | None,
+    why: str,
+    todo: str | None = None,
+    expected: str = "an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
 ) -> UnsupportedOpError:
     """Return the error for an operator that cannot be computed on this tensor. The caller raises it."""
     where = "a ragged tensor"
@@ -38,7 +46,7 @@ def refuse(
     where += _optimizer_text()
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
-        expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
+        expected=expected,
         got=str(func),
         where=where,
         todo=todo
@@ -176,11 +184,24 @@ def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: 
     ]
     result, target = torch.broadcast_shapes(*read) if read else None, named[written[0]]
     if result is not None and result != target.shape:
-        raise refuse(func, like, f"its result of shape {tuple(result)} would resize {tuple(target.shape)}")
+        raise refuse_resize(func, like, result)
 
 
 class Unlike(Exception):
     """Arguments have other placements or shapes than the tensor that they are combined with (see `combining`)."""
+
+
+def refuse_resize(
+    func: torch._ops.OpOverload, like: RaggedDTensor, shape: Sequence[int]
+) -> UnsupportedOpError:
+    """Return the error for an ``out=`` tensor of another shape than the result. The caller raises it."""
+    return refuse(
+        func,
+        like,
+        f"its result of shape {tuple(shape)} would resize the tensor that it is written to",
+        todo="pass an out= tensor of the result's shape, or none",
+        expected=SAME_SHAPE,
+    )
 
 
 def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:

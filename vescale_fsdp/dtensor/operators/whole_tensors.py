@@ -28,6 +28,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     is_partial,
     name_of,
     refuse,
+    refuse_resize,
     refuse_written,
     replicated,
     written_names,
@@ -76,14 +77,10 @@ def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     else:
         whole = _whole(func, named, like)
         whole.update({name: whole[name].clone() for name in names})  # `func` writes to them
-    positional = [a.name for a in func._schema.arguments if not a.kwarg_only and a.name in whole]
-    result = func(
-        *(whole[name] for name in positional),
-        **{name: value for name, value in whole.items() if name not in positional},
-    )
+    result = func(**whole)  # by name, because callers may leave out arguments
     for name, target in zip(names, written, strict=True):
         if whole[name].shape != target.shape:
-            raise refuse(func, like, f"its result of shape {tuple(whole[name].shape)} would resize {name!r}")
+            raise refuse_resize(func, like, whole[name].shape)
         target.copy_(replicated(whole[name], like))
     if any(value.alias_info is None for value in func._schema.returns):  # it returns more than it writes
         return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
