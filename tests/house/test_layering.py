@@ -22,7 +22,7 @@ FOLDERS = {
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
-    ("errors", "lazy", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
+    ("errors", "lazy", "devices", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
     ("layout", "checkpoint.storage", "conversion.rules.shipped"),
     ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
     (
@@ -67,6 +67,7 @@ FIRST_ROW = {
     ("formats", "lazy"),
     ("pickled_paths", "lazy"),
     ("torch_private", "errors"),
+    ("collectives", "devices"),
     ("collectives", "errors"),
     ("collectives", "torch_private"),
 }

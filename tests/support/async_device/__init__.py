@@ -213,11 +213,11 @@ def run_on_device(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    from vescale_fsdp import collectives
+    from vescale_fsdp.devices import ACCELERATORS, Accelerator
 
     device = library()
     try:
-        with mock.patch.dict(collectives._BACKENDS, {"async_device": collectives._BACKENDS["nccl"]}):
+        with mock.patch.dict(ACCELERATORS, {TYPE: Accelerator(frozenset({"async_device"}))}):
             result = fn(*args)
         device.synchronize()
         return result

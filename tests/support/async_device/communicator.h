@@ -273,6 +273,13 @@ class Communicator final : public c10d::Backend {
     sent[rank_] = nothing;
     return exchange(*all_, "broadcast", received, sent, opts.asyncOp, opts.rootRank);
   }
+  WorkPtr scatter(Tensors& received, std::vector<Tensors>& sent, const c10d::ScatterOptions& opts) override {
+    const auto nothing = received[0].view(-1).narrow(0, 0, 0);
+    Tensors from(size_, nothing);
+    from[opts.rootRank] = received[0];
+    return exchange(*all_, "scatter", from, rank_ == opts.rootRank ? sent[0] : Tensors(size_, nothing), opts.asyncOp,
+                    opts.rootRank);
+  }
   WorkPtr alltoall(Tensors& received, Tensors& sent, const c10d::AllToAllOptions& opts) override {
     return exchange(*all_, "all_to_all", received, sent, opts.asyncOp);
   }

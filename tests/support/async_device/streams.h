@@ -68,7 +68,7 @@ struct Device {
   std::vector<std::string> hazards;
   std::map<std::string, int64_t> counts;  // launches by name, and "sync NAME" where the host waits
   std::atomic<uint64_t> num_steps{0};
-  double patience_s = 30;
+  double patience_s = 60;
 };
 
 inline Device& device() {
