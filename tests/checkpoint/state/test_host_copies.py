@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.stream_recorder import HOST, RecordedEvent, RecordedStream, StreamRecorder
+from tests.support.async_device.stream_recorder import HOST, RecordedEvent, RecordedStream, StreamRecorder
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.async_save import AsyncSaver, Stager
 from vescale_fsdp.checkpoint.formats.native import targets

@@ -37,6 +37,7 @@ IDLE = "the end of its object or process: a daemon, for which nothing waits"
 CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
+    "vescale_fsdp/transfer/transfer.py": {"stream.record_event().synchronize()": DEVICE},
     "checkpoint/manager.py": {
         "handle.exception()": SAVE,
         "handle.wait()": SAVE,

@@ -19,13 +19,16 @@ from tests.vescale_fsdp.device.programs import PROGRAMS
 from tools.gpu import parity
 from tools.gpu.switches import CASES
 
+pytestmark = needs_device()
+
 IS_LONG = os.environ.get("DEVICE") == "all"
 NUM_RANDOM = 500
 PARITY = {case.name: case for case in CASES}
 NAMES = (*PARITY, *PROGRAMS)
 
 
-def _world_size(name: str) -> int:
+def world_size(name: str) -> int:
+    """Number of ranks of a program."""
     return PROGRAMS[name].world_size if name in PROGRAMS else 2
 
 
@@ -65,15 +68,14 @@ def _long() -> list[tuple[str, Order]]:
     return every + [(draw.choice(NAMES), ("random", draw.randrange(100, 10**6))) for _ in range(NUM_RANDOM)]
 
 
-@needs_device
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "order"), _long() if IS_LONG else _sample(), ids=lambda value: str(value).replace("'", "")
 )
 def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
     """Its values are those of the CPU or of a plain model, and events order all accesses of memory."""
-    results = run_on_device(_world_size(name), run, name, order)
+    results = run_on_device(world_size(name), run, name, order)
 
-    assert results == [[]] * _world_size(name)
+    assert results == [[]] * world_size(name)
 
 
