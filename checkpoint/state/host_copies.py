@@ -78,7 +78,12 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     this is not yet tested on a GPU.
     """
     accelerator = available_accelerator()
-    if accelerator is not None and accelerator.pin is not None and num_bytes and allows_untried("exact_pinning"):
+    if (
+        accelerator is not None
+        and accelerator.pin is not None
+        and num_bytes
+        and allows_untried("exact_pinning")
+    ):
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         accelerator.pin(memory)
         return memory

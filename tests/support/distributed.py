@@ -278,7 +278,9 @@ class Pool:
         self._num_calls += 1
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            call = _Call(sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s, self._backend)
+            call = _Call(
+                sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s, self._backend
+            )
             worker.pipe.send(call)
             worker.pipe.send_bytes(payload)
         results, errors = self._collect(workers, timeout_s)

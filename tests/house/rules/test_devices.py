@@ -1,4 +1,4 @@
-"""Device types are named in one table: other files take streams, memory and collectives from torch's module of a type."""
+"""Device types are named in one table: other files take streams and memory from torch's module of a type."""
 
 from __future__ import annotations
 

@@ -65,7 +65,11 @@ ORDERS: tuple[Order, ...] = (
 
 def missing_compiler() -> str:
     """Why the device cannot be built here; empty if it can be."""
-    return "" if _built().exists() or shutil.which(_compiler()) else f"needs a C++ compiler; there is no {_compiler()}"
+    return (
+        ""
+        if _built().exists() or shutil.which(_compiler())
+        else f"needs a C++ compiler; there is no {_compiler()}"
+    )
 
 
 def needs_device() -> pytest.MarkDecorator:
@@ -144,22 +148,27 @@ def _device_module(module: Any) -> types.ModuleType:
     device = torch.device(TYPE, 0)
     ours = types.ModuleType(f"torch.{TYPE}")
 
+    class Event:
+        """Not a subclass: torch's streams take no other class than its own."""
+
+        def __init__(self, of_torch: torch.Event) -> None:
+            self.of_torch = of_torch
+
+        def synchronize(self) -> None:
+            if not waits.is_removed():
+                self.of_torch.synchronize()
+
     class Stream(torch.Stream):
         def wait_event(self, event: Any) -> None:
             if not waits.is_removed():
-                super().wait_event(event)
+                super().wait_event(event.of_torch if isinstance(event, Event) else event)
 
-        def wait_stream(self, stream: Any) -> None:
+        def wait_stream(self, stream: torch.Stream) -> None:
             if not waits.is_removed():
-                super().wait_stream(stream)
+                super().wait_event(torch.Stream.record_event(stream))
 
-        def record_event(self, event: Any = None) -> Any:
-            return super().record_event(Event(device) if event is None else event)
-
-    class Event(torch.Event):
-        def synchronize(self) -> None:
-            if not waits.is_removed():
-                super().synchronize()
+        def record_event(self, event: None = None) -> Any:
+            return Event(super().record_event())
 
     def current_stream(device_: Any = None) -> Stream:
         now = torch.accelerator.current_stream(device)
@@ -190,7 +199,7 @@ def _device_module(module: Any) -> types.ModuleType:
         set_device=lambda device: None,
         device=_OneDevice,
         synchronize=lambda device=None: module.synchronize(),
-        Event=Event,
+        Event=lambda **_: Event(torch.Event(device)),
         Stream=lambda device_=None, priority=0, **_: Stream(device=device, priority=priority),
         current_stream=current_stream,
         stream=stream,

@@ -31,15 +31,17 @@ def all_waits() -> list[Wait]:
             if file.startswith(("vescale_fsdp/checkpoint", "vescale_fsdp/conversion")):  # links
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr in _METHODS:
+                match node:
+                    case ast.Call(func=ast.Attribute(attr=method)) if method in _METHODS:
                         last = node.end_lineno or node.lineno
                         found.append(Wait(file, node.lineno, last, ast.unparse(node)))
     return sorted(found)
 
 
 _removed: Wait | None = None
-executed: set[tuple[str, int]] = set()  # file and line of each wait of the product that this process has called
+executed: set[tuple[str, int]] = (
+    set()
+)  # file and line of each wait of the product that this process has called
 
 
 def is_removed() -> bool:

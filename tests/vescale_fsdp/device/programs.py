@@ -7,7 +7,7 @@ each with a plain model as its reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -130,10 +130,7 @@ class Mixed(nn.Module):
 def blocks(count: int = 3) -> nn.Sequential:
     """Two-layer networks."""
     return nn.Sequential(
-        *(
-            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
-            for _ in range(count)
-        )
+        *(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH)) for _ in range(count))
     )
 
 
@@ -157,7 +154,9 @@ def loss_of(model: nn.Module, step: int, device: torch.device) -> torch.Tensor:
     return model(rows(step, device)).float().square().mean()
 
 
-def train(model: nn.Module, optimizer: Any, device: torch.device, steps: Sequence[int] = range(STEPS)) -> None:
+def train(
+    model: nn.Module, optimizer: Any, device: torch.device, steps: Sequence[int] = range(STEPS)
+) -> None:
     for step in steps:
         loss_of(model, step, device).backward()
         optimizer.step()
@@ -303,10 +302,8 @@ def _exceptions(device: torch.device) -> Values:
     for step in range(STEPS):
         for arm in (model[2][1].register_forward_hook, model[1][1].register_full_backward_hook):
             hook = arm(stop)
-            try:
+            with suppress(_Stop):
                 loss_of(model, 10 + step, device).backward()
-            except _Stop:
-                pass
             hook.remove()
             model.reset_iter_state()
             optimizer.zero_grad()
@@ -318,7 +315,11 @@ def _exceptions(device: torch.device) -> Values:
 
 
 def _optimized(
-    device: torch.device, make: Callable[[nn.Module], Any], granularity: Any = None, *, in_backward: bool = False
+    device: torch.device,
+    make: Callable[[nn.Module], Any],
+    granularity: Any = None,
+    *,
+    in_backward: bool = False,
 ) -> Values:
     model = shard(model := blocks(), list(model), device, granularity=granularity)
     optimizer = make(model)

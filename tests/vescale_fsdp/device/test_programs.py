@@ -12,7 +12,6 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.async_device import ORDERS, TYPE, Order, hazards, in_order, needs_device, run_on_device
 from tests.vescale_fsdp.device.programs import PROGRAMS
@@ -77,5 +76,3 @@ def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
     results = run_on_device(world_size(name), run, name, order)
 
     assert results == [[]] * world_size(name)
-
-

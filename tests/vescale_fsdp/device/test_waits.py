@@ -46,7 +46,6 @@ def _run_without(wait: Wait, name: str, order: tuple[str, int]) -> list[str]:
         return run(name, order)
 
 
-
 def _id(wait: Wait) -> str:
     return f"{wait.file}:{wait.first} {wait.text}"
 
