@@ -126,6 +126,7 @@ void set_order(const std::string& name, unsigned seed) {
 void reset() {
   Lock lock;
   for (auto& [boards, rank] : process().own_boards) boards[rank].has_left.store(1);
+  for (auto& [start, num_bytes] : process().mappings) munmap(start, num_bytes);
   process() = Process();
   auto& d = device();
   for (auto& queue : d.queues) {

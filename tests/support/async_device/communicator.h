@@ -112,7 +112,8 @@ struct Process {
   std::vector<Channel*> channels;  // never freed: tasks and threads may hold them
   Board* boards = nullptr;
   int rank = 0, size = 0;
-  std::vector<std::pair<Board*, int>> own_boards;  // in each communicator
+  std::vector<std::pair<Board*, int>> own_boards;   // in each communicator
+  std::vector<std::pair<void*, size_t>> mappings;  // start and bytes of each communicator's file
 };
 
 inline Process& process() {
@@ -215,6 +216,7 @@ class Communicator final : public c10d::Backend {
     auto& p = process();
     if (!p.boards) p.boards = boards_, p.rank = rank, p.size = size;
     p.own_boards.emplace_back(boards_, rank);
+    p.mappings.emplace_back(start, num_bytes);
     std::vector<int> all(size);
     std::iota(all.begin(), all.end(), 0);
     all_ = add_channel(boxes, all, rank, name_);
