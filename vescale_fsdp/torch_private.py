@@ -14,10 +14,11 @@ tests/house/test_layering.py checks. Three other places depend on private names,
 from __future__ import annotations
 
 import inspect
+import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -50,6 +51,7 @@ from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     _get_default_store,
     _new_process_group_helper,
+    _resolve_process_group,
     _set_pg_timeout,
     _world,
 )
@@ -315,6 +317,11 @@ def gloo_group(
     return group  # type: ignore[no-any-return]
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the group with a name, which compiled graphs contain in place of the group (torch 2.11-2.15)."""
+    return _resolve_process_group(name)  # type: ignore[no-any-return]
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return the store of a group (torch 2.11-2.15)."""
     return _world.pg_map[group][1]
@@ -346,6 +353,11 @@ def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that is the same for all live tensors of one storage (torch 2.11-2.13)."""
     return tensor.untyped_storage()._cdata  # not the address, which is 0 for every storage without memory
+
+
+def storage_ids(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return `storage_id` of thousands of tensors (torch 2.11-2.13), at the cost of one call."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:
@@ -455,6 +467,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the version counters of thousands of tensors (torch 2.11-2.13), at the cost of one call."""
+    return [tensor._version for tensor in tensors]
+
+
 def restore_version(tensor: torch.Tensor, version: int) -> None:
     """Reset a tensor's version counter (torch 2.11-2.13), after its memory was refilled with the same values."""
     # Without this, a backward would raise that a saved tensor was changed in place.
@@ -468,3 +485,114 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], 
     it must also call the hooks itself.
     """
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+
+
+def name_groups_from(first: int) -> None:
+    """Number the next process groups of this process from ``first`` on (torch 2.11-2.15).
+
+    Ranks of a group connect through store keys that contain the group's number. torch counts in each process, and also
+    counts groups that could not be created, so ranks that were in different groups before would not find each other.
+    """
+    _world.group_count = first
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the time-out of the default group's collectives (torch 2.11-2.15)."""
+    _set_pg_timeout(timeout, None)
+
+
+def rendezvous_handler(
+    backend: Any, name: str, timeout: Any, keep_alive_s: float, missed: int
+) -> _RendezvousHandler:
+    """Return a handler of torch's dynamic rendezvous that opens no ports (torch 2.11-2.15).
+
+    torch's own starts, in the process of rank 0, a store that listens on all addresses of the machine.
+
+    Args:
+        backend: a `RendezvousBackend`, which decides when a round is complete.
+        name: name of this process, without spaces.
+        timeout: a `RendezvousTimeout`.
+        keep_alive_s: seconds between two keep-alives.
+        missed: number of missed keep-alives after which a process is lost.
+    """
+    # Imported here, since only elastic jobs need it.
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    class Handler(DynamicRendezvousHandler):
+        def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+            return _NoServer()
+
+    # The store: torch publishes the address of its server there. `min_nodes`, `max_nodes`: the backend decides.
+    from_backend: Any = Handler.from_backend  # whose stub wants whole seconds
+    made = from_backend("elastic", _NoStore(), backend, 1, 1 << 31, name, timeout, keep_alive_s, missed)
+    return made  # type: ignore[no-any-return]
+
+
+class _RendezvousHandler(Protocol):
+    def next_rendezvous(self) -> Any: ...
+
+    def shutdown(self) -> bool: ...
+
+
+class _NoServer:
+    port = 1  # any: nobody connects
+
+
+class _NoStore(dist.Store):
+    """Takes the address of a server that nobody uses."""
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return b"0"
+
+
+def encode_rendezvous(fields: Mapping[str, Any]) -> bytes:
+    """Return the pickle of a state of torch's dynamic rendezvous, for its handler (torch 2.11-2.15).
+
+    Args:
+        fields: as from `decode_rendezvous`.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+    def node(text: str) -> _NodeDesc:
+        address, pid, local_id = text.split()
+        return _NodeDesc(address, int(pid), int(local_id))
+
+    def time_of(seconds: float) -> datetime:
+        return datetime.fromtimestamp(seconds, UTC)
+
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = fields["round"], fields["complete"], fields["closed"]
+    state.deadline = None if fields["deadline"] is None else time_of(fields["deadline"])
+    state.participants = {node(text): rank for text, rank in fields["participants"].items()}
+    state.wait_list = set(map(node, fields["waiting"]))
+    state.redundancy_list = set(map(node, fields["redundant"]))
+    state.last_heartbeats = {node(text): time_of(seconds) for text, seconds in fields["heartbeats"].items()}
+    return pickle.dumps(state)
+
+
+def decode_rendezvous(state: bytes) -> dict[str, Any]:
+    """Return a state of torch's dynamic rendezvous as values that JSON has (torch 2.11-2.15).
+
+    Times are seconds as given by `time.time`. Nodes are texts: name, process id, and number in the process.
+
+    Args:
+        state: what the handler of this process has pickled; never bytes of another process.
+    """
+    found = pickle.loads(state)
+
+    def text(node: Any) -> str:
+        return f"{node.addr} {node.pid} {node.local_id}"
+
+    return {
+        "round": found.round,
+        "complete": found.complete,
+        "closed": found.closed,
+        "deadline": None if found.deadline is None else found.deadline.timestamp(),
+        "participants": {text(node): rank for node, rank in found.participants.items()},
+        "waiting": sorted(map(text, found.wait_list)),
+        "redundant": sorted(map(text, found.redundancy_list)),
+        "heartbeats": {text(node): beat.timestamp() for node, beat in found.last_heartbeats.items()},
+    }

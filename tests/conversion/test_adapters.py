@@ -363,7 +363,7 @@ def test_export_with_the_config_of_another(tmp_path: Path) -> None:
     options = ConvertOptions(assets=str(tmp_path / "other"))
     with pytest.raises(ConversionError, match=r"rank 4, as base_model(.|\n)*rank 8"):
         convert(source, str(tmp_path / "out"), "adapter", options)
-    with pytest.raises(ConversionError, match=r"an adapter, not a model(.|\n)*merge-adapter"):
+    with pytest.raises(ConversionError, check=lambda error: "merge-adapter" in error.todo):
         convert(source, str(tmp_path / "out"), "hf")
 
 

@@ -69,6 +69,7 @@ FIRST_ROW = {
     ("torch_private", "errors"),
     ("collectives", "devices"),
     ("collectives", "errors"),
+    ("collectives", "torch_modes"),
     ("collectives", "torch_private"),
 }
 # Strangers whatever their level: who begins so knows nothing of what begins so.

@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,6 +168,16 @@ def _each(fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]
     return results
 
 
+def forkserver() -> ForkServerContext:
+    """Return what starts processes from one that has imported torch, and nothing of this package.
+
+    Python has one such server in a process, with the modules that were set first: so all tests use this.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    return context
+
+
 def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> None:
     """Call ``fn(*args)`` in a process of its own, which has imported torch and nothing of this package.
 
@@ -178,9 +189,7 @@ def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> No
     Raises:
         AssertionError: if the process does not end with status 0 in time; its traceback is on stderr.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
-    process = context.Process(target=fn, args=args, daemon=True)
+    process = forkserver().Process(target=fn, args=args, daemon=True)
     process.start()
     process.join(timeout_s)
     status = process.exitcode
@@ -263,7 +272,7 @@ class Pool:
     def __init__(self, backend: Callable[[], str] = _gloo) -> None:
         self._backend = backend
         _pools.append(self)
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = forkserver()
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -303,7 +312,6 @@ class Pool:
         if self._store is None or self._folder is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-            self._context.set_forkserver_preload(list(_PRELOAD))
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
             stack_file = Path(self._folder.name) / f"rank{len(self._workers)}"

@@ -3,6 +3,10 @@
     python tools/bench/transfer.py                          100 million parameters, bf16, gloo
     python tools/bench/transfer.py --layers 2 --rounds 3    smaller
 
+    dense           a Llama's tensors, to shards of rows and of columns
+    experts         fused experts [experts, in, out] to transposed [experts, out, in], shards of out
+    small tensors   1,000 tensors of 4 kB, cut by rows, to shards of columns
+
 Alternatives: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
 broadcasting it to the engine, which keeps its shard; saving to memory (``/dev/shm``) and loading from there. Medians
 over alternating rounds, of the slowest rank. Extra memory is the growth of the resident set's high-water mark.
@@ -43,12 +47,13 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
-from vescale_fsdp.transfer.links import Link, codes, scales
+from vescale_fsdp.transfer.links import Link, codes, permute, scales
 from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 from vescale_fsdp.transfer.transfer import Transfer
 
-HIDDEN, INTER, VOCAB = 1024, 2816, 16384
+HIDDEN, INTER, VOCAB, EXPERTS = 1024, 2816, 16384, 8
+NUM_SMALL = 1000
 RANKS, TRAINERS = 4, 2
 MIB = 1 << 20
 State = dict[str, Any]
@@ -110,58 +115,86 @@ def engine_state(
     return state, links
 
 
-class Bench:
-    """One rank of the benchmark."""
+class Sending:
+    """One rank's part of a transfer, and of raw sends of the same bytes.
 
-    def __init__(self, rank: int, layers: int, folder: str) -> None:
-        self.rank = rank
-        self.is_trainer = rank < TRAINERS
-        self.folder = folder
-        units = groups(layers)
-        self.trainers, self.engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
-        self.mesh = self.trainers if self.is_trainer else self.engines
-        # Rank 1 creates one too: torch 2.13 names later groups by the number of groups of a process, and ranks with
-        # different names would not find each other.
-        self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
-        self.units = units
-        links: dict[str, Link] = {}
-        self.state: State | None = None
-        self.tiled: State | None = None
-        self.into: State | None = None
-        self.into_coded: State | None = None
-        _, links = engine_state(units, self.trainers, coded=True) if self.is_trainer else ({}, {})
-        if self.is_trainer:
-            self.state = trainer_state(units, self.trainers, Element())
-            self.tiled = trainer_state(units, self.trainers, Tiles(128, 128))
-        else:
-            self.into, _ = engine_state(units, self.engines, coded=False)
-            self.into_coded, links = engine_state(units, self.engines, coded=True)
-        start_s = time.perf_counter()
-        self.plan = plan_transfer(*describe_states(self.state, self.into))
+    Args:
+        rank: this rank.
+        state, into: this rank's source and target; None on ranks that have none.
+    """
+
+    def __init__(
+        self, rank: int, state: State | None, into: State | None, links: dict[str, Link] | None = None
+    ) -> None:
+        self.rank, self.state, self.into = rank, state, into
+        self.plan = plan_transfer(*describe_states(state, into), links=links)
         self.transfer = Transfer(self.plan)
-        self.planning_s = time.perf_counter() - start_s
-        self.coded = Transfer(plan_transfer(*describe_states(self.tiled, self.into_coded), links=links))
         part = RankTransfers(self.plan, rank)
-        self.pairs = {peer: stream.nbytes for peer, stream in (part.sends or part.receives).items()}
-        self.raw = {peer: torch.ones(nbytes, dtype=torch.uint8) for peer, nbytes in self.pairs.items()}
+        pairs = {peer: stream.nbytes for peer, stream in (part.sends or part.receives).items()}
+        self.raw = {peer: torch.ones(nbytes, dtype=torch.uint8) for peer, nbytes in pairs.items()}
 
     def ours(self) -> None:
-        """A transfer in bf16."""
+        """The transfer."""
         self.transfer.run(self.state, self.into)
-
-    def fp8(self) -> None:
-        """A transfer of FP8 codes and scales."""
-        self.coded.run(self.tiled, self.into_coded)
 
     def sends(self) -> None:
         """The same bytes between the same ranks, from contiguous buffers."""
         for turn in range(2):
             other = (self.rank + turn) % 2
-            if self.is_trainer:
+            if self.rank < TRAINERS:
                 dist.send(self.raw[TRAINERS + other], TRAINERS + other)
             else:
                 source = (self.rank - turn) % 2
                 dist.recv(self.raw[source], source)
+
+
+def experts(layers: int, mesh: DeviceMesh, *, is_trainer: bool) -> tuple[State, dict[str, Link]]:
+    """Fused experts of the trainer, [experts, in, out], or the engine's transposed shards, and the links."""
+    shapes = {"gate_up": (EXPERTS, HIDDEN, INTER), "down": (EXPERTS, INTER // 2, HIDDEN)}
+    units = [
+        {f"{layer}.{name}": (shape, Shard(1)) for name, shape in shapes.items()} for layer in range(layers)
+    ]
+    names = [name for unit in units for name in unit]
+    links = {name: permute(name, (0, 2, 1)) for name in names}
+    if is_trainer:
+        return trainer_state(units, mesh, Element()), links
+    turned = [
+        {name: ((shape[0], shape[2], shape[1]), cut) for name, (shape, cut) in unit.items()} for unit in units
+    ]
+    return engine_state(turned, mesh, coded=False)[0], links
+
+
+class Bench:
+    """One rank of the benchmark."""
+
+    def __init__(self, rank: int, layers: int, folder: str) -> None:
+        self.rank = rank
+        self.is_trainer = is_trainer = rank < TRAINERS
+        self.folder = folder
+        units = groups(layers)
+        self.trainers, self.engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        self.mesh = mesh = self.trainers if is_trainer else self.engines
+        # Rank 1 creates one too: torch 2.13 names later groups by the number of groups of a process, and ranks with
+        # different names would not find each other.
+        self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
+        self.units = units
+        _, links = engine_state(units, mesh, coded=True)
+        self.state = trainer_state(units, mesh, Element()) if is_trainer else None
+        tiled = trainer_state(units, mesh, Tiles(128, 128)) if is_trainer else None
+        self.into = None if is_trainer else engine_state(units, mesh, coded=False)[0]
+        into_coded = None if is_trainer else engine_state(units, mesh, coded=True)[0]
+        start_s = time.perf_counter()
+        self.dense = Sending(rank, self.state, self.into)
+        self.planning_s = time.perf_counter() - start_s
+        self.coded = Sending(rank, tiled, into_coded, links)
+        fused, links = experts(max(layers // 2, 1), mesh, is_trainer=is_trainer)
+        self.experts = Sending(rank, *((fused, None) if is_trainer else (None, fused)), links)
+        small = [{f"{number}": ((64, 32), Shard(1)) for number in range(NUM_SMALL)}]
+        self.small = Sending(
+            rank,
+            trainer_state(small, mesh, Element()) if is_trainer else None,
+            None if is_trainer else engine_state(small, mesh, coded=False)[0],
+        )
 
     def gathers(self) -> None:
         """Gather every tensor on rank 0 and broadcast it to the engine's ranks."""
@@ -197,11 +230,15 @@ def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None
     torch.manual_seed(0)
     bench = Bench(rank, layers, folder)
     ways: dict[str, Callable[[], None]] = {
-        "ours": bench.ours,
-        "sends": bench.sends,
+        "ours": bench.dense.ours,
+        "sends": bench.dense.sends,
         "gathers": bench.gathers,
-        "fp8": bench.fp8,
+        "fp8": bench.coded.ours,
         "files": bench.files,
+        "experts": bench.experts.ours,
+        "experts, sends": bench.experts.sends,
+        "small": bench.small.ours,
+        "small, sends": bench.small.sends,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     extra = dict.fromkeys(ways, 0)
@@ -215,7 +252,8 @@ def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None
             extra[name] = max(extra[name], _high_water_bytes() - before)
             if turn:
                 seconds[name].append(took_s)
-    sent = [int(plan.demand.sent.sum()) for plan in (bench.plan, bench.coded.plan)]
+    measured = (bench.dense, bench.coded, bench.experts, bench.small)
+    sent = [sending.plan.total_bytes for sending in measured]
     torch.save((seconds, extra, sent, needed(bench), bench.planning_s), f"{folder}/rank{rank}")
     dist.destroy_process_group()
 
@@ -266,7 +304,7 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
         for name in ranks[0][0]
     }
     extra = {name: max(rank[1][name] for rank in ranks) for name in ranks[0][1]}
-    (sent, coded), need = ranks[0][2], sum(rank[3] for rank in ranks)
+    (sent, coded, turned, small), need = ranks[0][2], sum(rank[3] for rank in ranks)
     case = f"2 to TP 2, {sent / 1e6:.0f} MB"
     ms = {name: 1000 * value for name, value in seconds.items()}
     allowed = (budget_bytes + 32 * MIB) / MIB
@@ -276,6 +314,24 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
         Row(case, "time, bf16", "ms", ms["ours"], ms["sends"], "raw dist.send", "<= 1.3"),
         Row(case, "time, bf16", "ms", ms["ours"], ms["gathers"], "gather and broadcast", "<= 0.55"),
         Row(case, "time, bf16", "ms", ms["ours"], ms["files"], "save to memory and load"),
+        Row(
+            f"experts, {turned / 1e6:.0f} MB",
+            "time, transposed",
+            "ms",
+            ms["experts"],
+            ms["experts, sends"],
+            "raw dist.send",
+            "<= 1.6",
+        ),
+        Row(
+            f"{NUM_SMALL} small tensors, {small / 1e6:.1f} MB",
+            "time",
+            "ms",
+            ms["small"],
+            ms["small, sends"],
+            "raw dist.send",
+            "<= 3",
+        ),
         Row(case, "time, fp8", "ms", ms["fp8"], ms["sends"], "raw dist.send of bf16"),
         Row(case, "time, fp8", "ms", ms["fp8"], ms["files"], "save to memory and load, bf16"),
         Row(case, "extra memory, bf16", "MiB", extra["ours"] / MIB, None, None, f"<= {allowed:.0f}"),

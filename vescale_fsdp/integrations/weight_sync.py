@@ -30,7 +30,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.geometry import numel_of, round_up
-from vescale_fsdp.torch_private import local_of, version_of
+from vescale_fsdp.torch_private import local_of, versions_of
 from vescale_fsdp.transfer.description import (
     DescribedTensor,
     Ranks,
@@ -253,7 +253,7 @@ class WholeTensors:
         # DTensors and their local tensors have counters of their own, and a write may go through either. Inference
         # tensors have no counter.
         watched = (item for tensor in self._state.values() for item in (tensor, local_of(tensor)))
-        return [version_of(item) for item in watched if not item.is_inference()]
+        return versions_of(item for item in watched if not item.is_inference())
 
 
 def _only(source: StateDescription, names: Set[str]) -> StateDescription:

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
@@ -558,7 +558,10 @@ class ParamGroup:
             if sharded.grad is None:
                 assert isinstance(sharded, RaggedDTensor)
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
-            else:
+            elif sharded.grad.placements == param.spec.placements:  # type: ignore[attr-defined]
+                local_of(sharded.grad).add_(piece)
+            else:  # a user's own gradient, replicated or cut differently
+                sharded.grad = redistribute(sharded.grad, param.spec.placements)  # type: ignore[arg-type]
                 local_of(sharded.grad).add_(piece)
         for param in params:  # a second loop: a hook may read the gradients of other parameters
             for hook in post_accumulate_grad_hooks(param.sharded):

@@ -5,29 +5,38 @@
     scales     the codec computes them from the magnitudes
     codes      item by item, for any box that is sent
 
-A codec views a tensor as a matrix, whose rows are called *lines*, and gives each block of the matrix a scale. A *band*
-is one row of blocks. Any region of the tensor is a few boxes of the matrix. The rank that stores the first item of a
-block owns the block's scale.
+A codec divides each matrix of a tensor (its last two dims) into blocks, and gives each block a scale. Rows of a matrix
+are called *lines*, and a *band* is one row of blocks. No block spans two matrices, such as two experts of a fused
+tensor. The rank that stores the first item of a block owns the block's scale.
 
     lines of 6, blocks of 2 x 3, two ranks        a a a b b b      a whole on rank 0, with its scale
                                                   a a a b b b      c cut: first item and scale on rank 0
                                                   c c|c d d d      d whole on rank 1, with its scale
                                                   c c c d d d
 
-The codes and scales are, bit for bit, this rank's part of those that the codec computes from the whole tensor.
+Bands and lines are numbered through all matrices, as if every matrix had whole bands. With these numbers a line tells
+its band, and only real lines have items:
+
+    2 matrices of 3 lines, blocks of 2 lines      lines 0 1 | 2 .      bands 0 and 1
+                                                  lines 4 5 | 6 .      bands 2 and 3; lines 3 and 7 do not exist
+
+The codes and scales are, bit for bit, this rank's part of those that the codec computes from the whole tensor, one
+matrix after the other.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.checkpoint.manifest.region import Region, runs_of_box
-from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, numel_of
+from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides, numel_of
 
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
@@ -37,11 +46,103 @@ Shape = tuple[int, ...]
 _SLAB_NUMEL = 1 << 18  # items that are processed at once: intermediate results stay in a CPU cache
 
 
-class MatrixBox(NamedTuple):
-    """Rows [row, row + rows) and columns [col, col + cols) of the matrix as which a codec views a tensor.
+@dataclass(frozen=True)
+class MatrixGrid:
+    """The blocks of a tensor: the same grid for each of its matrices. A tensor of fewer than two dims is one matrix.
+
+    Args:
+        matrix: the codec's grid of one matrix.
+        stack_shape: the tensor's dims before the last two.
+    """
+
+    matrix: BlockGrid
+    stack_shape: Shape
+
+    @classmethod
+    def of(cls, codec: BlockCodec, shape: Shape) -> MatrixGrid:
+        """Return the grid of a tensor of this shape."""
+        return cls(codec.grid(shape[-2:]), shape[:-2])
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the tensor."""
+        return (*self.stack_shape, *self.matrix.shape)
+
+    @property
+    def rows(self) -> int:
+        """Lines of a block."""
+        return self.matrix.rows
+
+    @property
+    def cols(self) -> int:
+        """Items of a line that are in one block."""
+        return self.matrix.cols
+
+    @property
+    def lines(self) -> int:
+        """Lines of one matrix."""
+        return -(
+            -self.matrix.numel // self.matrix.line_numel
+        )  # rounded up, since a vector's last line may be short
+
+    @property
+    def bands(self) -> int:
+        """Bands of one matrix; the last one may be short."""
+        return -(-self.lines // self.rows)
+
+    @property
+    def numbered_lines(self) -> int:
+        """Numbers of lines from one matrix to the next: the lines of whole bands."""
+        return self.bands * self.rows
+
+    @property
+    def scales_shape(self) -> Shape:
+        """Shape of the tensor of scales: stack, bands, blocks per band; for a vector, one scale per line."""
+        return (*self.stack_shape, *self.matrix.scales_shape)
+
+    def cuts_no_block(self, block_numel: int) -> bool:
+        """Return whether cuts of the flat tensor at multiples of ``block_numel`` cut no block."""
+        band_numel = self.matrix.band_numel
+        if (
+            self.stack_shape and self.lines % self.rows
+        ):  # bands have two sizes, so only whole matrices are regular
+            band_numel = self.matrix.numel
+        return block_numel % band_numel == 0
+
+    def first_items(self, scales: Box) -> Box:
+        """Return a box of the tensor that contains the first item of each block of a box of scales."""
+        if not self.matrix.shape:  # a scalar has one item and one scale
+            return Box((), ())
+        block = (self.rows, self.cols) if len(self.matrix.shape) == 2 else (self.cols,)
+        steps = (*(1,) * len(self.stack_shape), *block)
+        offsets = tuple(offset * step for offset, step in zip(scales.offsets, steps, strict=True))
+        sizes = tuple((size - 1) * step + 1 for size, step in zip(scales.sizes, steps, strict=True))
+        return Box(offsets, sizes)
+
+
+class CodedPart(NamedTuple):
+    """A box of a quantized tensor that a rank stores.
 
     Attributes:
-        start: index of the box's first item in the rank's flat memory, which has the box's items row by row.
+        box: the box, in indices of the quantized tensor.
+        start: number of items in the rank's earlier parts: codes are numbered through all parts.
+        at, strides: index of the box's first item in the rank's flat memory, and the box's strides there.
+    """
+
+    box: Box
+    start: int
+    at: int
+    strides: Shape
+
+
+class MatrixBox(NamedTuple):
+    """Lines [row, row + rows) of one or several matrices, and columns [col, col + cols) of these lines.
+
+    Attributes:
+        row: number of the first line, counted through all matrices.
+        start: number of the box's first code among the rank's codes, which have the box's items line by line.
+        at: index of the box's first item in the rank's flat memory.
+        row_stride, col_stride: strides of lines and columns in this memory.
     """
 
     row: int
@@ -49,8 +150,11 @@ class MatrixBox(NamedTuple):
     col: int
     cols: int
     start: int
+    at: int
+    row_stride: int
+    col_stride: int
 
-    def blocks(self, grid: BlockGrid) -> tuple[range, range]:
+    def blocks(self, grid: MatrixGrid) -> tuple[range, range]:
         """Return the rows of blocks (bands) and the columns of blocks in which the box has items."""
         return (
             range(self.row // grid.rows, -(-(self.row + self.rows) // grid.rows)),
@@ -58,89 +162,87 @@ class MatrixBox(NamedTuple):
         )
 
 
-def matrix_boxes(region: Region, shape: Shape, grid: BlockGrid) -> Iterator[MatrixBox]:
-    """Yield the boxes of the codec's matrix that tile a region of a tensor, in the order of the region's memory.
+def matrix_boxes(parts: Iterable[CodedPart], grid: MatrixGrid) -> Iterator[MatrixBox]:
+    """Yield the boxes of lines and columns that tile a rank's parts of a tensor, in the order of the codes."""
+    for part in parts:
+        if len(grid.shape) < 2:
+            yield from _boxes_of_vector(part, grid)
+            continue
+        col, cols, col_stride = part.box.offsets[-1], part.box.sizes[-1], part.strides[-1]
+        steps = contiguous_strides((*grid.stack_shape, grid.numbered_lines))
+        first = sum(offset * step for offset, step in zip(part.box.offsets[:-1], steps, strict=True))
+        # Adjacent dims are one where they have regular numbers of lines and regular addresses: size, step, stride.
+        dims: list[tuple[int, int, int]] = []
+        for size, step, stride in zip(part.box.sizes[:-1], steps, part.strides[:-1], strict=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][1:] == (step * size, stride * size):
+                size *= dims.pop()[0]
+            dims.append((size, step, stride))
+        # The lines of a box have consecutive numbers.
+        rows, row_stride = (dims[-1][0], dims[-1][2]) if dims and dims[-1][1] == 1 else (1, cols)
+        outer = dims[:-1] if rows > 1 else dims
+        for number, index in enumerate(np.ndindex(*(size for size, _, _ in outer))):
+            row = first + sum(at * step for at, (_, step, _) in zip(index, outer, strict=True))
+            at = part.at + sum(at * stride for at, (_, _, stride) in zip(index, outer, strict=True))
+            yield MatrixBox(
+                row, rows, col, cols, part.start + number * rows * cols, at, row_stride, col_stride
+            )
 
-    Args:
-        shape: shape of the whole tensor.
-    """
-    line = grid.line_numel
-    if len(shape) < 2:  # a vector has no rows, so it is cut into lines of `line` items
-        first = region.box.offsets[0] if shape else 0
-        offset = 0
-        for box in boxes_of_range((-(-numel_of(shape) // line), line), *region.span.shift(first)):
-            (row, col), (rows, cols) = box.offsets, box.sizes
-            yield MatrixBox(row, rows, col, cols, offset)
-            offset += box.numel
-        return
-    for box, offset in region.pieces():
-        col, cols = box.offsets[-1], box.sizes[-1]
-        # One box per run of adjacent lines: all dims but the last are flattened into the matrix's rows.
-        for run in runs_of_box(shape[:-1], Box(box.offsets[:-1], box.sizes[:-1]), max_gap_numel=0):
-            yield MatrixBox(run.start, run.numel, col, cols, offset)
-            offset += run.numel * cols
+
+def _boxes_of_vector(part: CodedPart, grid: MatrixGrid) -> Iterator[MatrixBox]:
+    """Yield the boxes of a part of a tensor without rows, which is cut into lines."""
+    line = grid.matrix.line_numel
+    first, stride = (part.box.offsets[0], part.strides[0]) if part.box.offsets else (0, 1)
+    done = 0
+    for box in boxes_of_range((grid.lines, line), first, first + part.box.numel):
+        (row, col), (rows, cols) = box.offsets, box.sizes
+        start, at = part.start + done, part.at + done * stride
+        yield MatrixBox(row, rows, col, cols, start, at, line * stride, stride)
+        done += box.numel
 
 
-def scale_regions(region: Region, shape: Shape, grid: BlockGrid) -> list[Region]:
-    """Return the regions of the tensor of scales that a rank owns, if it stores ``region`` of a tensor of ``shape``."""
+def scale_regions(parts: Iterable[CodedPart], grid: MatrixGrid) -> list[Region]:
+    """Return the regions of the tensor of scales that a rank owns, if it stores ``parts`` of the quantized tensor."""
+    num_dims = len(grid.scales_shape)
     regions = []
-    for box in matrix_boxes(region, shape, grid):
+    for box in matrix_boxes(parts, grid):
         # Rounded up at both ends: the rank owns the scales of blocks whose first item is in the box.
         bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
         cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
-        if bands and cols:
-            num_dims = len(grid.scales_shape)  # 1 if bands have one block each, so one scale per band
-            corners = Box((bands.start, cols.start)[:num_dims], (len(bands), len(cols))[:num_dims])
-            regions.append(Region(corners, FlatRange(0, corners.numel)))
+        for stacked in (
+            boxes_of_range((*grid.stack_shape, grid.bands), bands.start, bands.stop) if cols else ()
+        ):
+            # A vector has one block per line, so its scales have no dim for columns.
+            offsets, sizes = (*stacked.offsets, cols.start), (*stacked.sizes, len(cols))
+            regions.append(Region.of_box(Box(offsets[:num_dims], sizes[:num_dims])))
     return regions
 
 
-def cut_blocks_of(region: Region, shape: Shape, grid: BlockGrid) -> set[int]:
-    """Return the row-major numbers of the blocks of which a region may contain only a part.
+def cut_blocks_of(parts: Iterable[CodedPart], grid: MatrixGrid) -> set[int]:
+    """Return the numbers (band by band) of the blocks of which a rank's parts may contain only some items.
 
-    Some of these blocks may be whole, since several boxes of one region can together cover a block.
-
-    Args:
-        shape: shape of the whole tensor.
+    Some of these blocks may be whole, since several boxes can together cover a block.
     """
 
-    def cut(blocks: range, start: int, size: int, step: int, full: int) -> set[int]:
-        """Return the first and the last block, each only if [start, start + size) has only a part of it.
-
-        Args:
-            blocks: numbers of the blocks in which [start, start + size) has items.
-            step: items of a block.
-            full: items of the whole dim. Its last block may be shorter than ``step``, and is then not cut.
-        """
-        edges = (
-            (blocks.start, start % step != 0),
-            (blocks.stop - 1, start + size < full and (start + size) % step != 0),
-        )
+    def cut(blocks: range, is_first_cut: bool, is_last_cut: bool) -> set[int]:
+        """Return the first and the last block, each only if it is cut."""
+        edges = ((blocks.start, is_first_cut), (blocks.stop - 1, is_last_cut))
         return {block for block, is_cut in edges if is_cut}
 
-    num_lines = -(-numel_of(shape) // grid.line_numel)
     numbers: set[int] = set()
-    for box in matrix_boxes(region, shape, grid):
+    for box in matrix_boxes(parts, grid):
         bands, cols = box.blocks(grid)
-        cut_bands = cut(bands, box.row, box.rows, grid.rows, num_lines)
-        cut_cols = cut(cols, box.col, box.cols, grid.cols, grid.line_numel)
-        numbers.update(band * grid.scales_per_band + col for band in cut_bands for col in cols)
-        numbers.update(band * grid.scales_per_band + col for band in bands for col in cut_cols)
+        bottom, right = box.row + box.rows, box.col + box.cols
+        # The last band of a matrix and the last block of a line may be short, and are then not cut.
+        ends_matrix = bottom % grid.numbered_lines == grid.lines % grid.numbered_lines
+        cut_bands = cut(bands, box.row % grid.rows != 0, bottom % grid.rows != 0 and not ends_matrix)
+        cut_cols = cut(
+            cols, box.col % grid.cols != 0, right % grid.cols != 0 and right < grid.matrix.line_numel
+        )
+        numbers.update(band * grid.matrix.scales_per_band + col for band in cut_bands for col in cols)
+        numbers.update(band * grid.matrix.scales_per_band + col for band in bands for col in cut_cols)
     return numbers
-
-
-def hull_of(box: Box, shape: Shape, grid: BlockGrid) -> FlatRange:
-    """Return a range of the tensor's flat items that contains the first item of each block of a box of scales.
-
-    The rank that stores the first item of a block owns its scale, so ranks outside of this range own no scale of the
-    box.
-    """
-    bands = box.offsets[0], box.offsets[0] + box.sizes[0] - 1
-    cols = (box.offsets[1], box.offsets[1] + box.sizes[1] - 1) if len(box.sizes) > 1 else (0, 0)
-    first, last = (
-        band * grid.rows * grid.line_numel + col * grid.cols for band, col in zip(bands, cols, strict=True)
-    )
-    return FlatRange(first, min(last + 1, numel_of(shape)))
 
 
 class _Slab(NamedTuple):
@@ -161,31 +263,44 @@ class CodedTensor:
     """One rank's part of a tensor that a codec quantizes. Measures the largest magnitudes when it is created.
 
     Args:
-        region: the part that the rank stores.
-        shape: shape of the whole tensor.
-        local: 1D, the items of the part.
+        grid: the blocks of the whole tensor.
+        parts: the parts that the rank stores.
+        local: 1D, the rank's flat memory that has the parts' items.
 
     Attributes:
         amax: 2D [bands, blocks per band], the largest magnitude of each block, for the bands that have items on this
             rank. Ranks agree on the blocks that they share before codes or scales are computed.
-        first_block: row-major number, in the whole tensor, of the first block of ``amax``.
+        first_block: number, in the whole tensor, of the first block of ``amax``.
     """
 
-    def __init__(self, codec: BlockCodec, region: Region, shape: Shape, local: torch.Tensor) -> None:
+    def __init__(
+        self, codec: BlockCodec, grid: MatrixGrid, parts: Iterable[CodedPart], local: torch.Tensor
+    ) -> None:
         self._codec = codec
-        self._grid = codec.grid(shape)
+        self._grid = grid
         self._local = local
-        self._boxes = list(matrix_boxes(region, shape, self._grid))
-        bands = [box.blocks(self._grid)[0] for box in self._boxes]
+        self._boxes = list(matrix_boxes(parts, grid))
+        bands = [box.blocks(grid)[0] for box in self._boxes]
         self._first_band = min((band.start for band in bands), default=0)  # default: this rank has no items
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
-        per_band = self._grid.scales_per_band
+        per_band = grid.matrix.scales_per_band
         self.first_block = self._first_band * per_band
         self.amax = torch.zeros(num_bands, per_band, dtype=torch.float32, device=local.device)
         for box in self._boxes:
             for slab in self._slabs(box):
                 self._measure(box, slab)
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _items(self, box: MatrixBox, slab: _Slab, col: int, cols: int) -> torch.Tensor:
+        """Return a view of a slab's items in columns [col, col + cols): 3D [bands, lines per band, cols]."""
+        height = slab.rows // slab.num_bands
+        start = box.at + (slab.row - box.row) * box.row_stride + (col - box.col) * box.col_stride
+        # `as_strided` counts from the start of the storage, not of the tensor.
+        return self._local.as_strided(
+            (slab.num_bands, height, cols),
+            (height * box.row_stride, box.row_stride, box.col_stride),
+            self._local.storage_offset() + start,
+        )
 
     def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
         """Split the rows of a box into slabs: as many whole bands as fit a CPU cache; each cut band is a slab."""
@@ -203,10 +318,8 @@ class CodedTensor:
 
     def _measure(self, box: MatrixBox, slab: _Slab) -> None:
         """Update ``amax`` with the magnitudes of a slab's items."""
-        start = box.start + (slab.row - box.row) * box.cols
-        items = self._local[start : start + slab.rows * box.cols]
         # The cast comes last, when few items are left.
-        by_col = items.view(slab.num_bands, -1, box.cols).abs().amax(1).float()
+        by_col = self._items(box, slab, box.col, box.cols).abs().amax(1).float()
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
@@ -227,41 +340,52 @@ class CodedTensor:
         """Return the scales of all ``regions`` of the tensor of scales, concatenated, 1D."""
         scales = self._factors_and_scales[1]
         parts = []
+        num_dims = len(self._grid.stack_shape) + 1  # dims of a box of scales that together number bands
+        steps = contiguous_strides((*self._grid.stack_shape, self._grid.bands))
         for region, _ in regions:
-            # 1D scales (one per band) have no second dim: use column 0, one column.
-            band, col = region.box.offsets[0] - self._first_band, (*region.box.offsets, 0)[1]
-            bands, cols = region.box.sizes[0], (*region.box.sizes, 1)[1]
-            parts.append(scales[band : band + bands, col : col + cols].reshape(-1))
+            # `scale_regions` makes boxes of consecutive bands.
+            band = sum(
+                offset * step for offset, step in zip(region.box.offsets[:num_dims], steps, strict=True)
+            )
+            bands, first = numel_of(region.box.sizes[:num_dims]), band - self._first_band
+            # A vector's scales have no dim for columns: column 0, one column.
+            col, cols = (*region.box.offsets, 0)[num_dims], (*region.box.sizes, 1)[num_dims]
+            parts.append(scales[first : first + bands, col : col + cols].reshape(-1))
         return torch.cat(parts) if parts else scales.new_empty(0)
 
     def encode(self, out: torch.Tensor, sizes: Shape, strides: Shape, start: int) -> None:
-        """Write the codes of a strided box of this rank's items into ``out``.
+        """Write the codes of a strided box of this rank's codes into ``out``.
 
         Args:
             out: uint8 of shape ``sizes``.
-            strides, start: strides of the box in this rank's flat memory, and the index of its first item there.
+            strides, start: strides of the box in the numbers of this rank's codes, and the number of its first code.
         """
-        if strides == (1,):  # contiguous items may span several matrix boxes
+        if strides == (1,):  # consecutive codes may span several matrix boxes
             self._encode_run(out, start, start + sizes[0])
             return
         if len(sizes) == 1:  # a strided vector is a matrix of one column
             out, sizes, strides = out.view(-1, 1), (*sizes, 1), (*strides, 1)
         box = self._box_at(start)
         row, col = divmod(start - box.start, box.cols)
-        if strides == (box.cols, 1) and row + sizes[0] <= box.rows and col + sizes[1] <= box.cols:
-            self._encode_box(out, box, row, col, (sizes[0], sizes[1]))
-        elif strides == (1, box.cols) and row + sizes[1] <= box.rows and col + sizes[0] <= box.cols:
-            self._encode_box(out.t(), box, row, col, (sizes[1], sizes[0]))
-        else:  # neither rows nor columns of one box, such as the same row of several experts: index by index
+        # The dim of ``sizes`` that runs over lines, if the other one runs over columns of the same lines.
+        line_dim = 0 if strides == (box.cols, 1) else 1 if strides == (1, box.cols) else None
+        if line_dim is None or col + sizes[1 - line_dim] > box.cols:
+            # Neither lines nor columns of one box, such as the same line of several experts: index by index.
             for index in range(sizes[0]):
                 self.encode(out[index], sizes[1:], strides[1:], start + index * strides[0])
+            return
+        by_line = out if line_dim == 0 else out.t()
+        rows, cols = min(sizes[line_dim], box.rows - row), sizes[1 - line_dim]
+        self._encode_box(by_line[:rows], box, row, col, (rows, cols))
+        if rows < len(by_line):  # the next lines are in the next box, such as those of the next expert
+            self.encode(by_line[rows:], (len(by_line) - rows, cols), (box.cols, 1), start + rows * box.cols)
 
-    def _box_at(self, index: int) -> MatrixBox:
-        """Return the matrix box that contains the item at ``index`` of the flat memory."""
-        return self._boxes[bisect_right(self._boxes, index, key=lambda box: box.start) - 1]
+    def _box_at(self, number: int) -> MatrixBox:
+        """Return the matrix box that contains the code with this number."""
+        return self._boxes[bisect_right(self._boxes, number, key=lambda box: box.start) - 1]
 
     def _encode_run(self, out: torch.Tensor, start: int, stop: int) -> None:
-        """Write the codes of items [start, stop) of the flat memory into ``out``, 1D."""
+        """Write the codes with numbers [start, stop) into ``out``, 1D."""
         at = start
         while at < stop:
             box = self._box_at(at)
@@ -279,20 +403,16 @@ class CodedTensor:
 
         Args:
             row, col: the first item of the part, relative to the box.
-            sizes: rows and columns of the part.
+            sizes: lines and columns of the part.
         """
         rows, cols = sizes
         factors = self._factors_and_scales[0]
-        first_col = box.col + col
+        first_row, first_col = box.row + row, box.col + col
         indices = torch.arange(first_col, first_col + cols, dtype=torch.int64, device=out.device)
         block_of = indices // self._grid.cols
-        for slab in self._slabs(MatrixBox(box.row + row, rows, first_col, cols, 0)):
-            here = slab.row - box.row - row
-            start = box.start + (row + here) * box.cols + col
-            by_band = (slab.num_bands, slab.rows // slab.num_bands, cols)
-            steps = (by_band[1] * box.cols, box.cols, 1)
-            # `as_strided` counts from the start of the storage, not of the tensor.
-            values = self._local.as_strided(by_band, steps, self._local.storage_offset() + start).float()
+        for slab in self._slabs(box._replace(row=first_row, rows=rows, col=first_col, cols=cols)):
+            values = self._items(box, slab, first_col, cols).float()
             by_col = factors[slab.bands].index_select(1, block_of)
             codes = self._codec.codes_of(values, by_col[:, None, :])
+            here = slab.row - first_row
             out[here : here + slab.rows].copy_(codes.view(slab.rows, cols))

@@ -128,7 +128,9 @@ class _OverlapCache:
         key = (source_key, target_key, leaf.box, leaf.corner, leaf.dims)
         if key in self._overlaps:
             return self._overlaps[key]
-        if source_key not in self._tables and source.is_scales:  # no closed formula for regions of scales
+        if (
+            source_key not in self._tables and not source.is_whole
+        ):  # no closed formula for scales and for parts
             cells = enumerate(source.all_coordinates())
             regions = [(cell, region) for cell, at in cells for region, _ in source.regions(at)]
             self._tables[source_key] = RegionTable.of(regions, len(source.shape))

@@ -166,7 +166,10 @@ def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
             todo="leave this value out of the state, and send it separately",
         )
     for key, item in items:
-        yield from named_tensors(item, child_name(name, key))
+        if isinstance(item, torch.Tensor):  # without a generator of its own: every run lists all tensors
+            yield child_name(name, key), item
+        else:
+            yield from named_tensors(item, child_name(name, key))
 
 
 def transfer_ranks(ranks: Ranks) -> Coordinator:

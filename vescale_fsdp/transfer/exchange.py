@@ -26,9 +26,7 @@ from vescale_fsdp.collectives import Work, receive_async, send_async, wait_for
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
-from vescale_fsdp.transfer.rank_transfers import Message, Share
-
-_CACHED_BYTES = 1 << 20  # 1 MiB stays in a CPU cache from one copy to the next
+from vescale_fsdp.transfer.rank_transfers import Batch, Message, Share
 
 
 class StagingPool:
@@ -116,7 +114,7 @@ class Exchange:
     errors: FirstError = field(default_factory=FirstError)
     _checksums: dict[tuple[int, bool], list[_Checksum]] = field(default_factory=dict)  # by peer and direction
 
-    def run(self, messages: Sequence[Message], kept: Sequence[Share]) -> None:
+    def run(self, messages: Sequence[Message], kept: Sequence[Sequence[Batch]]) -> None:
         """Send and receive all messages, and copy ``kept`` within this rank's memory.
 
         Raises:
@@ -155,7 +153,7 @@ class Exchange:
             buffer = self.pool.take()
             data = buffer[: message.nbytes]
             if message.is_sent:
-                self.errors.attempt(lambda: _each(self.origin.pack, message.shares, data))
+                self.errors.attempt(lambda: _each(self.origin.pack, message.batches, data))
         if message.is_sent:
             self._note_checksum(message, data)
         return _Started(message, self._begin(data, message.peer, message.is_sent), data, buffer)
@@ -191,30 +189,27 @@ class Exchange:
             wait_for(started.work)
         if not message.is_sent:
             if started.buffer is not None:
-                self.errors.attempt(lambda: _each(self.destination.unpack, message.shares, started.data))
+                self.errors.attempt(lambda: _each(self.destination.unpack, message.batches, started.data))
             self._note_checksum(message, started.data)
         if started.buffer is not None:
             self.pool.give_back(started.buffer)
 
-    def _copy_kept(self, kept: Sequence[Share]) -> None:
-        """Copy shares from the source to the target on this rank, through a buffer, in chunks that fit a CPU cache.
+    def _copy_kept(self, kept: Sequence[Sequence[Batch]]) -> None:
+        """Copy shares from the source to the target on this rank, chunk by chunk through a buffer.
 
         Raises:
             CorruptCheckpointError: with ``verify``, if the target's bytes differ from the source's.
         """
         buffer = self.pool.take()
-        for share in kept:
-            step = min(len(buffer), _CACHED_BYTES) // share.itemsize
-            for start in range(0, share.numel, step):
-                shares = tuple(share.between(start, min(start + step, share.numel)))
-                data = buffer[: sum(part.nbytes for part in shares)]
-                _each(self.origin.pack, shares, data)
-                checksum = _checksum_of(data) if self.verify else 0
-                _each(self.destination.unpack, shares, data)
-                if self.verify:
-                    _each(self.destination.read_back, shares, data)
-                    if _checksum_of(data) != checksum:
-                        raise self._differs(self.rank, shares)
+        for batches in kept:
+            data = buffer[: sum(batch.nbytes for batch in batches)]
+            _each(self.origin.pack, batches, data)
+            checksum = _checksum_of(data) if self.verify else 0
+            _each(self.destination.unpack, batches, data)
+            if self.verify:
+                _each(self.destination.read_back, batches, data)
+                if _checksum_of(data) != checksum:
+                    raise self._differs(self.rank, [share for batch in batches for share in batch.shares])
         self.pool.give_back(buffer)
 
     def _note_checksum(self, message: Message, data: torch.Tensor) -> None:
@@ -223,7 +218,7 @@ class Exchange:
             return
         if not message.is_sent and not message.is_in_place:
             # Read back what `unpack` has stored, so that the checksum covers that copy too.
-            self.errors.attempt(lambda: _each(self.destination.read_back, message.shares, data))
+            self.errors.attempt(lambda: _each(self.destination.read_back, message.batches, data))
         noted = self._checksums.setdefault((message.peer, message.is_sent), [])
         noted.append(_Checksum(message.number, _checksum_of(data), message.shares))
 
@@ -256,12 +251,12 @@ class Exchange:
         )
 
 
-def _each(work: Callable[[Share, torch.Tensor], None], shares: Iterable[Share], data: torch.Tensor) -> None:
-    """Call ``work`` with each share and the share's part of ``data``, the bytes of a message."""
+def _each(work: Callable[[Batch, torch.Tensor], None], batches: Iterable[Batch], data: torch.Tensor) -> None:
+    """Call ``work`` with each batch and the batch's part of ``data``, the bytes of a message."""
     start = 0
-    for share in shares:
-        work(share, data[start : start + share.nbytes])
-        start += share.nbytes
+    for batch in batches:
+        work(batch, data[start : start + batch.nbytes])
+        start += batch.nbytes
 
 
 def _checksum_of(data: torch.Tensor) -> int:

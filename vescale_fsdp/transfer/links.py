@@ -5,6 +5,7 @@
     stack("expert0.w", "expert1.w")           tensors along a new dim; `index` is the inverse
     permute("w")                              one tensor with its dims in another order
     codes("w", Fp8Blocks())                   the codes that a codec computes from a tensor; `scales` gives its scales
+    codes(index("experts.w", 3), Fp8Blocks())       of a part that `slice` and `index` select, as if it were the tensor
 
 Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, with the corner and the
 dims of the target where the box's items go. The maps are classes of `vescale_fsdp.views.index_maps`.
@@ -25,14 +26,14 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dtype
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.layout.geometry import Box, FlatRange, whole_box
-from vescale_fsdp.transfer.coding import hull_of, scale_regions
+from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
+from vescale_fsdp.transfer.coding import CodedPart, MatrixGrid, scale_regions
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 
 if TYPE_CHECKING:
     # For type checkers only: importing `vescale_fsdp.quantize` imports the runtime, which planning does not need.
-    from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
+    from vescale_fsdp.quantize.codec import BlockCodec
 
 __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
@@ -47,11 +48,27 @@ _MAX_SHOWN = 20  # problems that an error lists
 
 @dataclass(frozen=True)
 class Coded:
-    """The codes or the scales of a whole source tensor."""
+    """The codes or the scales of a source tensor, or of a part of it that `slice` and `index` select.
 
-    name: str
+    Raises:
+        PlacementError: if ``of`` has other maps.
+    """
+
+    of: Link
     codec: BlockCodec
     is_scales: bool
+
+    def __post_init__(self) -> None:
+        item = self.of
+        while isinstance(item, Mapped) and isinstance(item.map, Index | Slice):
+            item = item.inputs[0]
+        if not isinstance(item, str):
+            raise PlacementError(
+                "Codes and scales of this link cannot be computed.",
+                expected="the name of a source tensor, or `slice` and `index` of one",
+                got=item,
+                todo="quantize first, then join: concatenate(codes(a, codec), codes(b, codec)); likewise scales",
+            )
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,7 @@ class Mapped:
 
 
 Link = str | Coded | Mapped  # a name alone is the source tensor of that name
+CodedKey = tuple[Link, "BlockCodec"]  # identifies what is quantized: the codes and scales of one tensor
 
 
 def concatenate(*inputs: Link, dim: int = 0) -> Link:
@@ -113,24 +131,43 @@ def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
     return Mapped(Permute(tuple(dims)), (of,))
 
 
-def codes(name: str, codec: BlockCodec) -> Link:
+def codes(of: Link, codec: BlockCodec) -> Link:
     """Make a link to the codes of a quantized tensor. The ranks that store the tensor compute the codes.
+
+    Each matrix (the last two dims) of a tensor is quantized by itself, so no block spans two experts of a fused tensor.
+
+    Args:
+        of: the name of a source tensor, or `slice` and `index` of one. Blocks begin at the first item of the part.
+
+    Raises:
+        PlacementError: for other links, such as `concatenate`.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
         >>> links = {"w": codes("w", Fp8Blocks()), "w_scale_inv": scales("w", Fp8Blocks())}
+        >>> gate = slice(index("experts.gate_up", 3), 0, 512)  # expert 3 of [experts, out, in], the first 512 of out
+        >>> links |= {"experts.3.gate": codes(gate, Fp8Blocks()), "experts.3.gate_scale": scales(gate, Fp8Blocks())}
     """
-    return Coded(name, codec, is_scales=False)
+    return Coded(of, codec, is_scales=False)
 
 
-def scales(name: str, codec: BlockCodec) -> Link:
+def scales(of: Link, codec: BlockCodec) -> Link:
     """Make a link to the scales of a quantized tensor, one scale per block of the codec.
+
+    The last dims are ``codec.grid(shape[-2:]).scales_shape``, behind the tensor's other dims. For a fused tensor
+    [experts, out, in] they are [experts, bands, blocks per band].
+
+    Args:
+        of: as for `codes`.
+
+    Raises:
+        PlacementError: as for `codes`.
 
     Examples:
         >>> from vescale_fsdp.quantize import Fp8Blocks
         >>> links = {"w_scale_inv": scales("w", Fp8Blocks())}
     """
-    return Coded(name, codec, is_scales=True)
+    return Coded(of, codec, is_scales=True)
 
 
 class Leaf(NamedTuple):
@@ -296,16 +333,18 @@ class SourceTensor:
 
     Args:
         description: the description of the source.
-        link: the name of a tensor, or a link to its codes or scales.
+        link: the name of a tensor, or a link to the codes or scales of a tensor or of a part of it.
 
     Raises:
         KeyError: if the source has no tensor of this name.
+        PlacementError: if the part of the tensor does not exist.
 
     Attributes:
         number: index of the tensor in the description.
         name, stored_shape: name and shape of the tensor that ranks store.
         distribution, holders: how the tensor is cut, and which ranks store its parts.
-        codec, grid: the codec and its grid of blocks; None if leaves read the tensor itself.
+        codec, grid: the codec and its blocks; None if leaves read the tensor itself.
+        coded_key: identifies what is quantized, so that codes and scales of it are computed together.
         is_scales: whether leaves read the scales.
         shape, dtype: shape and dtype of the tensor, codes or scales that leaves read.
     """
@@ -313,43 +352,78 @@ class SourceTensor:
     def __init__(self, description: StateDescription, link: str | Coded) -> None:
         self._description = description
         self._regions: dict[Shape, list[tuple[Region, int]]] = {}
-        numbers = description.numbers_by_name
-        name = link if isinstance(link, str) else link.name
-        self.number = numbers[name if name in numbers else dotted_name(name)]  # slashes are accepted too
+        of = link.of if isinstance(link, Coded) else link
+
+        def shape_of(item: str | Coded) -> Shape:
+            assert isinstance(item, str)  # `Coded` admits no other
+            numbers = description.numbers_by_name
+            self.number = numbers[item if item in numbers else dotted_name(item)]  # slashes are accepted too
+            return description.entries[self.number].shape
+
+        self.shape, leaves = leaves_of(of, shape_of)
+        # The part that is read or quantized: a box of the tensor. None if it is empty.
+        self._selected = leaves[0] if leaves else None
         self.distribution = description.distributions[self.number]
         self.holders = description.holders_of(self.number)
         entry = description.entries[self.number]
-        self.name, self.stored_shape = entry.name, entry.shape
-        self.shape, self.dtype = entry.shape, entry.dtype
+        self.name, self.stored_shape, self.dtype = entry.name, entry.shape, entry.dtype
         self.codec: BlockCodec | None = None
-        self.grid: BlockGrid | None = None
+        self.grid: MatrixGrid | None = None
+        self.coded_key: CodedKey | None = None
         self.is_scales = False
         if isinstance(link, Coded):
-            self.codec, self.grid = link.codec, link.codec.grid(entry.shape)
+            self.codec, self.grid = link.codec, MatrixGrid.of(link.codec, self.shape)
+            self.coded_key = of, link.codec
             self.is_scales = link.is_scales
             self.dtype = dtype_name(link.codec.scale_dtype if self.is_scales else link.codec.code_dtype)
-            self.shape = self.grid.scales_shape if self.is_scales else entry.shape
+            self.shape = self.grid.scales_shape if self.is_scales else self.shape
 
     @property
     def regions_key(self) -> tuple[Any, ...]:
         """A hashable key: tensors with equal keys and equal distributions have equal `regions`."""
-        return self.stored_shape, self.grid if self.is_scales else None
+        selected = None if self._selected is None else self._selected._replace(source="")
+        return self.stored_shape, selected, self.grid if self.is_scales else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `regions` are those that ranks store: of the whole tensor, not of its scales."""
+        return not self.is_scales and self.stored_shape == self.shape
 
     def stored_region(self, coordinates: Shape) -> Region:
         """Return the region of the tensor that the ranks at ``coordinates`` store."""
         return self._description.region(self.number, coordinates)
 
+    def parts(self, coordinates: Shape) -> Iterator[CodedPart]:
+        """Yield the boxes of the selected part that the ranks at ``coordinates`` store."""
+        start = 0
+        for piece, at in self.stored_region(coordinates).pieces() if self._selected else ():
+            assert self._selected is not None
+            box = self._selected.to_target(piece)
+            if box is None:
+                continue
+            shared = piece.intersect(self._selected.box)
+            assert shared is not None  # for type checkers: `box` is the same items
+            strides = contiguous_strides(piece.sizes)
+            first = zip(shared.offsets, piece.offsets, strides, strict=True)
+            at += sum((offset - corner) * stride for offset, corner, stride in first)
+            yield CodedPart(box, start, at, tuple(strides[dim] for dim in self._selected.dims))
+            start += box.numel
+
     def regions(self, coordinates: Shape) -> list[tuple[Region, int]]:
         """Return the regions that leaves can read from ranks at ``coordinates``, each with its offset in flat memory.
 
-        Scales may have several regions; they are concatenated in memory.
+        Scales, and codes of a part of a tensor, may have several regions; they are concatenated.
         """
         known = self._regions.get(coordinates)
         if known is not None:
             return known
-        regions = [self.stored_region(coordinates)]
-        if self.grid is not None and self.is_scales:
-            regions = scale_regions(regions[0], self.stored_shape, self.grid)
+        if self.is_scales:
+            assert self.grid is not None
+            regions = scale_regions(self.parts(coordinates), self.grid)
+        elif self.is_whole:
+            regions = [self.stored_region(coordinates)]
+        else:
+            regions = [Region.of_box(part.box) for part in self.parts(coordinates)]
         starts = accumulate((region.numel for region in regions), initial=0)
         # Not strict: `starts` has one more item, the total.
         self._regions[coordinates] = list(zip(regions, starts, strict=False))
@@ -357,10 +431,17 @@ class SourceTensor:
 
     def touching(self, box: Box) -> Iterator[Shape]:
         """Yield the coordinates whose ranks may have items of ``box``; more than needed, but never fewer."""
-        region = Region(box, FlatRange(0, box.numel))
-        if self.grid is not None and self.is_scales:
-            region = Region(whole_box(self.stored_shape), hull_of(box, self.stored_shape, self.grid))
-        return self._description.touching(self.number, region)
+        if self.is_scales:
+            assert self.grid is not None
+            box = self.grid.first_items(box)  # the rank that stores the first item of a block owns its scale
+        stored = self._selected.to_source(box) if self._selected else None
+        if stored is not None:
+            yield from self._description.touching(self.number, Region.of_box(stored))
+
+    def touching_all(self) -> Iterator[Shape]:
+        """Yield the coordinates whose ranks may have items of the selected part, at least those that have some."""
+        if self._selected is not None:
+            yield from self._description.touching(self.number, Region.of_box(self._selected.box))
 
     def all_coordinates(self) -> Iterator[Shape]:
         """Return the coordinates of all parts of the tensor, in row-major order."""

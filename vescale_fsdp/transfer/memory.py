@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,17 +22,18 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.torch_private import local_of, storage_id, version_of
+from vescale_fsdp.torch_private import local_of, storage_id, storage_ids, versions_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
-from vescale_fsdp.transfer.links import SourceTensor
+from vescale_fsdp.transfer.links import CodedKey, SourceTensor
+from vescale_fsdp.transfer.packing import gather, scatter
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import Shape, Share
+from vescale_fsdp.transfer.rank_transfers import Batch, Share
 
-if TYPE_CHECKING:
-    from vescale_fsdp.quantize.codec import BlockCodec
-
-CodedKey = tuple[str, "BlockCodec"]  # identifies the codes and scales of one tensor
+# Dtypes that all copy kernels support. A view in another dtype costs as much as the copy of a small tensor.
+_COPIED_AS_IS = frozenset(
+    {torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32, torch.int64}
+)
 
 
 class PlannedPart(NamedTuple):
@@ -52,12 +53,13 @@ class PlannedPart(NamedTuple):
 
 
 def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -> list[PlannedPart]:
-    """Return a rank's parts of the tensors with these ``numbers``, ascending. Tensors without a part are omitted."""
+    """Return a rank's parts of the tensors with these ``numbers``, ascending. Parts without items are omitted."""
     parts = []
     for number in sorted(set(numbers)):
         position = description.holders_of(number).position(rank)
-        if position is not None:
-            entry, numel = description.entries[number], description.region(number, position[0]).numel
+        numel = 0 if position is None else description.region(number, position[0]).numel
+        if numel:
+            entry = description.entries[number]
             parts.append(PlannedPart(number, entry.name, dtype_named(entry.dtype), entry.shape, numel))
     return parts
 
@@ -78,9 +80,11 @@ def local_parts(
     for number, name, dtype, shape, numel in parts:
         got = "no such tensor"
         if name in tensors:
-            tensor, local = tensors[name], local_of(tensors[name])
-            if (tensor.dtype, tensor.shape, local.numel()) == (dtype, shape, numel):
-                locals_by_number[number] = local.detach()
+            tensor = tensors[name]
+            local = local_of(tensor)
+            if tensor.dtype is dtype and tensor.shape == shape and local.numel() == numel:
+                # A parameter is a leaf of autograd; others are used as they are, since there may be thousands.
+                locals_by_number[number] = local.detach() if local.requires_grad else local
                 continue
             got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}, {local.numel()} items here"
         raise CheckpointError(
@@ -93,38 +97,46 @@ def local_parts(
     return locals_by_number
 
 
+class _Flat(NamedTuple):
+    """A tensor whose items are in order in memory, for views of any boxes of it.
+
+    Attributes:
+        items: the tensor, in its own dtype.
+        carrier: the same memory in a dtype that every copy kernel supports, for copies of bits.
+        offset: index in the storage of the first item.
+    """
+
+    items: torch.Tensor
+    carrier: torch.Tensor
+    offset: int
+
+    @classmethod
+    def of(cls, local: torch.Tensor) -> _Flat:
+        """Return the items of a tensor: itself if the memory has them in order, else a copy."""
+        if not _is_plain_memory(local):
+            local = local.resolve_conj().resolve_neg().contiguous()
+        return cls(local, _as_carrier(local), local.storage_offset())
+
+    def view(self, casts: bool) -> tuple[torch.Tensor, int]:
+        """Return the tensor of which boxes are viewed (the items if a copy casts them, else the carrier), and `offset`.
+
+        Its caller makes the views, since a call for each of thousands of boxes costs as much as their copies.
+        """
+        return (self.items if casts else self.carrier), self.offset
+
+    def run(self, start: int, numel: int) -> torch.Tensor:
+        """Return the bytes of ``numel`` items, 1D."""
+        return self.items.as_strided((numel,), (1,), self.offset + start).view(torch.uint8)
+
+
 def _is_plain_memory(local: torch.Tensor) -> bool:
     """Return whether memory has the items in row-major order, without torch's lazy conjugation or negation."""
     return local.is_contiguous() and not (local.is_conj() or local.is_neg())
 
 
-def _flat(local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's items as 1D: a view if the memory has them in order, else a copy."""
-    if not _is_plain_memory(local):
-        local = local.resolve_conj().resolve_neg().contiguous()
-    return local.as_strided((local.numel(),), (1,))
-
-
 def _as_carrier(local: torch.Tensor) -> torch.Tensor:
     """View a tensor in a dtype of the same width that every copy kernel supports; some dtypes have no kernels."""
-    return local.view(carrier_of(local.dtype))
-
-
-def _views(
-    data: torch.Tensor, wire_dtype: str | None, flat: torch.Tensor, sizes: Shape, strides: Shape, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two views of a share, both of shape ``sizes``: its items in a message, and its items in a flat memory.
-
-    Args:
-        data: the share's bytes of the message, 1D uint8.
-        wire_dtype: dtype of the items in the message, for a copy that casts; None for a copy of bits.
-        flat: 1D, the memory.
-        strides, start: strides of the share in ``flat``, and index of its first item there.
-    """
-    if wire_dtype is None:
-        flat = _as_carrier(flat)
-    wire = data.view(flat.dtype if wire_dtype is None else dtype_named(wire_dtype))
-    return wire.view(sizes), flat.as_strided(sizes, strides, flat.storage_offset() + start)
+    return local if local.dtype in _COPIED_AS_IS else local.view(carrier_of(local.dtype))
 
 
 _watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its run of a transfer
@@ -165,14 +177,17 @@ class SourceWatch:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors = list(tensors)
-        watched = [item for tensor in tensors for item in (tensor, local_of(tensor))]
-        self.storages = {storage_id(local_of(tensor)) for tensor in tensors}
+        locals_ = [local_of(tensor) for tensor in tensors]
+        pairs = zip(tensors, locals_, strict=True)
+        watched = [*locals_, *(tensor for tensor, local in pairs if tensor is not local)]
+        self.storages = storage_ids(locals_)
         self.is_stepped = False
         with _watches_lock:  # two threads could run a function with `lru_cache` at the same time
             _watch_optimizers()
             _watches.add(self)
         # Inference tensors have no version counter.
-        self._versions = [(item, version_of(item)) for item in watched if not item.is_inference()]
+        self._watched = [item for item in watched if not item.is_inference()]
+        self._versions = versions_of(self._watched)
 
     def check(self) -> None:
         """Check that no tensor was written to since the watch was created.
@@ -180,12 +195,13 @@ class SourceWatch:
         Raises:
             CheckpointError: if a version counter changed or an optimizer began a step; names the number of tensors.
         """
-        changed = sum(version_of(tensor) != version for tensor, version in self._versions)
-        if changed or self.is_stepped:
+        versions = versions_of(self._watched)
+        if versions != self._versions or self.is_stepped:
+            changed = sum(now != before for now, before in zip(versions, self._versions, strict=True))
             raise CheckpointError(
                 "The source was written to while it was sent.",
                 expected="no optimizer step before the transfer has ended",
-                got=f"{changed} of {len(self._versions)} tensors changed"
+                got=f"{changed} of {len(versions)} tensors changed"
                 + (", and an optimizer began a step" if self.is_stepped else ""),
                 todo="call the handle's wait() before the step, or start the transfer with snapshot=True",
             )
@@ -195,8 +211,8 @@ def _coded_sources(plan: TransferPlan) -> dict[CodedKey, SourceTensor]:
     """Return the source tensors that a plan quantizes, one per tensor and codec, in the order of the plan's leaves."""
     sources: dict[CodedKey, SourceTensor] = {}
     for leaf in plan.leaves:
-        if leaf.source.codec is not None:
-            sources.setdefault((leaf.source.name, leaf.source.codec), leaf.source)
+        if leaf.source.coded_key is not None:
+            sources.setdefault(leaf.source.coded_key, leaf.source)
     return sources
 
 
@@ -215,12 +231,12 @@ class CutBlocks:
             grid, cuts = source.grid, source.distribution.cuts
             assert grid is not None
             # The usual layout of this library, for which no region needs to be computed.
-            if len(cuts) == 1 and isinstance(cuts[0], LayoutCut):
+            if len(cuts) == 1 and isinstance(cuts[0], LayoutCut) and grid.shape == source.stored_shape:
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
-                if slot.block_numel % grid.band_numel == 0:
-                    continue  # layout blocks are whole bands, so no rank boundary cuts a band
-            regions = map(source.stored_region, source.all_coordinates())
-            cut = {block for region in regions for block in cut_blocks_of(region, source.stored_shape, grid)}
+                if grid.cuts_no_block(slot.block_numel):
+                    continue  # no rank boundary cuts a block of the layout
+            parts = map(source.parts, source.touching_all())
+            cut = {block for part in parts for block in cut_blocks_of(part, grid)}
             self.blocks[key] = sorted(cut)  # the all-reduce needs the same order on all ranks
         self.total = sum(map(len, self.blocks.values()))
 
@@ -276,41 +292,46 @@ class Origin:
     def __init__(self, plan: TransferPlan, rank: int, locals_by_number: Mapping[int, torch.Tensor]) -> None:
         self._plan = plan
         self._rank = rank
-        self._flats = {number: _flat(local) for number, local in locals_by_number.items()}
-        self._scales: dict[CodedKey, torch.Tensor] = {}
+        self._flats = {number: _Flat.of(local) for number, local in locals_by_number.items()}
+        self._scales: dict[CodedKey, _Flat] = {}
         self.coded: dict[CodedKey, CodedTensor] = {}
-        for (name, codec), source in _coded_sources(plan).items():
+        for key, source in _coded_sources(plan).items():
             position = source.holders.position(rank)
-            if position is not None:
-                region, flat = source.stored_region(position[0]), self._flats[source.number]
-                self.coded[name, codec] = CodedTensor(codec, region, source.stored_shape, flat)
+            if position is not None and source.number in self._flats:
+                assert source.codec is not None and source.grid is not None
+                parts, items = source.parts(position[0]), self._flats[source.number].items
+                self.coded[key] = CodedTensor(source.codec, source.grid, parts, items)
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
         """Return a view of the bytes of ``numel`` contiguous source items, from the first item of ``share`` on."""
-        flat = self._flats[self._plan.leaves[share.leaf].source.number]
-        return flat[share.source : share.source + numel].view(torch.uint8)
+        return self._flats[self._plan.leaves[share.leaf].source.number].run(share.source, numel)
 
-    def pack(self, share: Share, out: torch.Tensor) -> None:
-        """Write a share's bytes as they are sent, cast or quantized if planned, into ``out`` (1D uint8)."""
-        placed = self._plan.leaves[share.leaf]
-        codec = placed.source.codec
-        if codec is not None and not placed.source.is_scales:
-            coded = self.coded[placed.source.name, codec]
-            coded.encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
+    def pack(self, batch: Batch, out: torch.Tensor) -> None:
+        """Write a batch's bytes as they are sent, cast or quantized if planned, into ``out`` (1D uint8)."""
+        leaves, placed = self._plan.leaves, self._plan.leaves[batch.leaf]
+        key = placed.source.coded_key
+        if key is not None and not placed.source.is_scales:
+            for share in batch.shares:  # one
+                self.coded[key].encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
             return
-        flat = self._flats[placed.source.number] if codec is None else self._scales_of(placed.source, codec)
         # Only the side with the wider dtype casts, so that the narrower one is sent; here, the sender.
-        wire_dtype = placed.wire_dtype if placed.narrowed else None
-        wire, box = _views(out, wire_dtype, flat, share.sizes, share.source_strides, share.source)
-        wire.copy_(box)
+        casts = placed.narrowed
+        boxes = []
+        for leaf, _, sizes, source, strides, _, _ in batch.shares:
+            tensor = leaves[leaf].source
+            flat = self._flats[tensor.number] if key is None else self._scales_of(tensor)
+            items, offset = flat.view(casts)
+            boxes.append(items.as_strided(sizes, strides, offset + source))
+        gather(boxes, out.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype))
 
-    def _scales_of(self, source: SourceTensor, codec: BlockCodec) -> torch.Tensor:
+    def _scales_of(self, source: SourceTensor) -> _Flat:
         """Return the scales that this rank owns of a tensor, 1D."""
-        key = source.name, codec
+        key = source.coded_key
+        assert key is not None
         if key not in self._scales:  # computed once per run
             position = source.holders.position(self._rank)
             assert position is not None
-            self._scales[key] = self.coded[key].scales(source.regions(position[0]))
+            self._scales[key] = _Flat.of(self.coded[key].scales(source.regions(position[0])))
         return self._scales[key]
 
 
@@ -338,45 +359,46 @@ class Destination:
         self._plan = plan
         self._locals = locals_by_number
         self.is_mixed = False
-        self._flats: dict[int, torch.Tensor] = {}
+        self._flats: dict[int, _Flat] = {}
+        self._copied: list[tuple[torch.Tensor, _Flat]] = []  # tensors that have a second copy
         for number, local in locals_by_number.items():
-            if _is_plain_memory(local) and not keep_old:
-                self._flats[number] = _flat(local)
+            if not keep_old and _is_plain_memory(local):
+                self._flats[number] = _Flat(local, _as_carrier(local), local.storage_offset())
                 continue
             # Fill a second copy: with `keep_old`, or because the target's items are not in order in memory.
             if number not in copies:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
-            self._flats[number] = copies[number]
+            self._flats[number] = _Flat.of(copies[number])
+            self._copied.append((local, self._flats[number]))
 
     def run(self, share: Share, numel: int) -> torch.Tensor:
         """Return a view of the bytes of ``numel`` contiguous items to fill, from the first item of ``share`` on."""
-        flat = self._flats[self._plan.leaves[share.leaf].target]
-        return flat[share.target : share.target + numel].view(torch.uint8)
+        return self._flats[self._plan.leaves[share.leaf].target].run(share.target, numel)
 
-    def unpack(self, share: Share, data: torch.Tensor) -> None:
-        """Copy a share's items from the bytes of a message into the target or its second copy, cast if planned."""
-        wire, box = self._wire_and_box(share, data)
-        box.copy_(wire)
+    def unpack(self, batch: Batch, data: torch.Tensor) -> None:
+        """Copy a batch's items from the bytes of a message into the target or its second copy, cast if planned."""
+        scatter(*self._wire_and_boxes(batch, data))
 
-    def read_back(self, share: Share, out: torch.Tensor) -> None:
-        """Write a share's stored items into ``out``, as the bytes that were received: the inverse of `unpack`."""
-        wire, box = self._wire_and_box(share, out)
-        wire.copy_(box)
+    def read_back(self, batch: Batch, out: torch.Tensor) -> None:
+        """Write a batch's stored items into ``out``, as the bytes that were received: the inverse of `unpack`."""
+        wire, boxes = self._wire_and_boxes(batch, out)
+        gather(boxes, wire)
 
-    def _wire_and_box(self, share: Share, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two views of a share: its items in ``data``, and its items in the target or its second copy."""
-        placed = self._plan.leaves[share.leaf]
-        flat, wire_dtype = self._flats[placed.target], placed.wire_dtype if placed.widened else None
-        return _views(data, wire_dtype, flat, share.sizes, share.target_strides, share.target)
+    def _wire_and_boxes(self, batch: Batch, data: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the items of a batch in ``data``, 1D, and its boxes in the target or its second copy."""
+        leaves, placed = self._plan.leaves, self._plan.leaves[batch.leaf]
+        casts = placed.widened
+        boxes = []
+        for leaf, _, sizes, _, _, target, strides in batch.shares:
+            items, offset = self._flats[leaves[leaf].target].view(casts)
+            boxes.append(items.as_strided(sizes, strides, offset + target))
+        return data.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype), boxes
 
     def commit(self) -> None:
         """Copy second copies, if there are any, into the target, and reset `is_mixed`."""
         self.is_mixed = True  # an interruption between two copies leaves a mixture
-        for number, local in self._locals.items():
-            flat = self._flats[number]
-            # With equal addresses the tensor was filled in place.
-            if flat.data_ptr() != local.data_ptr() and local.numel():
-                _as_carrier(local).copy_(_as_carrier(flat).view(local.shape))
+        for local, flat in self._copied:
+            _as_carrier(local).copy_(flat.carrier.view(local.shape))
         self.is_mixed = False
 
     def poison(self) -> None:
@@ -386,4 +408,4 @@ class Destination:
                 local.fill_(True)  # the byte 0xFF is not a valid bool
             elif local.numel():
                 ones = torch.full((local.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=local.device)
-                _as_carrier(local).copy_(ones.view(carrier_of(local.dtype)))
+                local.view(carrier_of(local.dtype)).copy_(ones.view(carrier_of(local.dtype)))

@@ -46,7 +46,7 @@ IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
 # Size of the widest item, complex128: streams are cut at multiples of this size, so that no item is cut.
 ALIGN_BYTES = 16
 
-_VERSION = 1  # version of the JSON form
+_VERSION = 2  # version of the JSON form
 _MAX_BALANCE_ROUNDS = 200  # bounds the time of planning; loads that still change by then are nearly equal
 _BALANCE_TOLERANCE_BYTES = 64  # loads that differ by less count as equal
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.region import Region
@@ -26,6 +26,7 @@ from vescale_fsdp.transfer.links import Leaf
 from vescale_fsdp.transfer.plan import Ranks, TransferPlan
 
 _ALONE_BYTES = 256 << 10  # 256 KiB: copying more than this costs more than another message
+_CACHED_BYTES = 1 << 20  # 1 MiB stays in a CPU cache from one copy to the next
 
 Shape = tuple[int, ...]
 
@@ -154,8 +155,13 @@ class ShareStream:
 
     def __init__(self, shares: Iterable[Share]) -> None:
         # Wide items first, so that every item is aligned in its message. Of items of one width, small shares last, so
-        # that one message packs many of them.
-        self.shares = sorted(shares, key=lambda share: (-share.itemsize, not share.is_sent_alone))
+        # that one message packs many of them; of these, equal sizes together, so that one call copies many of them.
+        def order(share: Share) -> tuple[int, bool, Shape]:
+            return (
+                (-share.itemsize, False, ()) if share.is_sent_alone else (-share.itemsize, True, share.sizes)
+            )
+
+        self.shares = sorted(shares, key=order)
         self._stops = list(accumulate(share.nbytes for share in self.shares))
 
     @property
@@ -191,6 +197,37 @@ class ShareStream:
         ]
 
 
+class Batch(NamedTuple):
+    """Adjacent shares of a message that one call copies: all of one shape or all 1D, and of the same dtypes.
+
+    Attributes:
+        leaf: index in `TransferPlan.leaves` of the first share's leaf; its dtypes and codec are those of all shares.
+        nbytes: total bytes of the shares.
+    """
+
+    shares: tuple[Share, ...]
+    leaf: int
+    nbytes: int
+
+
+def batches_of(plan: TransferPlan, shares: Iterable[Share]) -> tuple[Batch, ...]:
+    """Divide the shares of a message into batches, in their order."""
+
+    def kind(share: Share) -> tuple[object, ...]:
+        placed = plan.leaves[share.leaf]
+        source, target = placed.source, plan.target.entries[placed.target]
+        # A codec computes the codes of each share alone. So does a share of its own, which may be transposed.
+        is_alone = (source.codec is not None and not source.is_scales) or share.is_sent_alone
+        sizes = None if len(share.sizes) == 1 else share.sizes
+        return (share if is_alone else sizes, source.is_scales, source.dtype, placed.wire_dtype, target.dtype)
+
+    batches = []
+    for _, group in groupby(shares, kind):
+        batch = tuple(group)
+        batches.append(Batch(batch, batch[0].leaf, sum(share.nbytes for share in batch)))
+    return tuple(batches)
+
+
 class Message(NamedTuple):
     """One message between this rank and another rank.
 
@@ -199,6 +236,7 @@ class Message(NamedTuple):
         is_sent: whether this rank is the sender.
         number: index of the message among all messages from this sender to this receiver.
         shares: the shares whose bytes the message contains, in order.
+        batches: the same shares, as they are copied to or from a buffer.
         nbytes: total bytes of the shares.
         is_in_place: whether this rank stores the bytes exactly as they are sent, so that it needs no buffer.
     """
@@ -207,6 +245,7 @@ class Message(NamedTuple):
     is_sent: bool
     number: int
     shares: tuple[Share, ...]
+    batches: tuple[Batch, ...]
     nbytes: int
     is_in_place: bool
 
@@ -241,6 +280,11 @@ class RankTransfers:
         )
         return [share for ranks, shares in wanted if self.rank in ranks for share in shares]
 
+    def kept_batches(self) -> list[tuple[Batch, ...]]:
+        """Return the shares that this rank copies within its own memory, in chunks that fit a CPU cache."""
+        chunks = ShareStream(self.kept).messages(min(_CACHED_BYTES, self.plan.message_bytes))
+        return [batches_of(self.plan, shares) for shares in chunks]
+
     def messages(self) -> list[Message]:
         """Return this rank's messages, in the order in which this rank starts them: by turn, number and sender.
 
@@ -259,7 +303,8 @@ class RankTransfers:
                 for number, shares in enumerate(stream.messages(plan.message_bytes)):
                     nbytes = sum(share.nbytes for share in shares)
                     is_in_place = _is_in_place(plan, shares, is_sent)
-                    message = Message(peer, is_sent, number, shares, nbytes, is_in_place)
+                    batches = () if is_in_place else batches_of(plan, shares)
+                    message = Message(peer, is_sent, number, shares, batches, nbytes, is_in_place)
                     ordered.append(((turn, number, sources[sender]), message))
         ordered.sort(key=lambda item: item[0])  # keys are unique: turn and sender determine the receiver
         return [message for _, message in ordered]

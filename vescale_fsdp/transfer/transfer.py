@@ -45,7 +45,7 @@ from vescale_fsdp.devices import current_device
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError, TransferError
 from vescale_fsdp.runtime.comm.streams import Stream, streams_of
 from vescale_fsdp.torch_modes import plainly
-from vescale_fsdp.torch_private import storage_id
+from vescale_fsdp.torch_private import storage_ids
 from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
 from vescale_fsdp.transfer.exchange import Exchange, StagingPool
 from vescale_fsdp.transfer.memory import (
@@ -152,12 +152,13 @@ class Transfer:
         self._alike = {"plan": plan.digest, "keep_old": keep_old, "verify": verify}
         with own.together("planning a transfer", _UNTOUCHED, self._alike):
             transfers = RankTransfers(plan, own.rank)
-            self._messages, self._kept = transfers.messages(), transfers.kept
+            self._messages, self._kept = transfers.messages(), transfers.kept_batches()
             packed = [message.nbytes for message in self._messages if not message.is_in_place]
             # At least one message if this rank copies within its own memory, since these copies use a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
             self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
+            self._read_names = {part.name for part in self._read_parts}
             self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()  # part of the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
@@ -281,8 +282,8 @@ class Transfer:
         Returns an error instead of raising it: `_run` raises it in the first collective, in which other ranks wait.
         """
         try:
-            names = {part.name for part in self._read_parts}
             # Without tensors that this rank does not read: writes to them do no harm.
+            names = self._read_names
             tensors = {name: tensor for name, tensor in _named(state).items() if name in names}
             if snapshot:
                 return {name: tensor.detach().clone() for name, tensor in tensors.items()}, None
@@ -373,15 +374,15 @@ class Transfer:
         plan, rank = self.plan, self._coordinator.rank
         sources = local_parts(read, self._read_parts, rank)
         targets = local_parts(_named(into), self._filled_parts, rank)
-        # Filling the target in place would overwrite source items that are not read yet. Empty parts have no items.
-        storages = [
-            {storage_id(local) for local in part.values() if local.numel()} for part in (sources, targets)
-        ]
-        if storages[0] & storages[1] and not self._keep_old:
+        # Filling the target in place would overwrite source items that are not read yet.
+        shared = set()
+        if sources and targets and not self._keep_old:
+            shared = storage_ids(sources.values()) & storage_ids(targets.values())
+        if shared:
             raise CheckpointError(
                 "Source and target share memory.",
                 expected="different memory of the two states",
-                got=f"{len(storages[0] & storages[1])} shared storages",
+                got=f"{len(shared)} shared storages",
                 where=f"rank {rank}",
                 todo="pass keep_old=True, which fills the target after everything is read",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe, get_context
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.distributed import forkserver
 from vescale_fsdp.checkpoint import BestOf, CheckpointManager, EverySteps, RamTier, latest, load
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.errors import CheckpointError
@@ -104,7 +105,7 @@ def _hold(root: Path, pipe: Connection) -> None:
 def _other_job(root: Path) -> Iterator[None]:
     """Another process that has saved to the root, and goes on."""
     ours, theirs = Pipe()
-    job = get_context("forkserver").Process(target=_hold, args=(root, theirs), daemon=True)
+    job = forkserver().Process(target=_hold, args=(root, theirs), daemon=True)
     job.start()
     assert ours.poll(60), "the other job has not saved"
     ours.recv()

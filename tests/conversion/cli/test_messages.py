@@ -53,7 +53,7 @@ def test_pointers_of_git_lfs(tmp_path: Path, files: list[str]) -> None:
         (tmp_path / file).write_bytes(POINTER)
     for source in {tmp_path, tmp_path / files[-1]}:
         with pytest.raises(
-            ConversionError, match=rf"pointers of git-lfs(.|\n)*{files[-1]}(.|\n)*git lfs pull"
+            ConversionError, check=lambda error: files[-1] in error.got and "git lfs pull" in error.todo
         ):
             open_source(str(source))
 
@@ -158,7 +158,7 @@ def test_steps_that_a_rollback_abandoned(tmp_path: Path, caplog: pytest.LogCaptu
         assert _run(*command).exit_code == 0
     assert json.loads(_run("inspect", root, "--json").stdout)["url"] == newest
     assert "step-00000011" in (tmp_path / "page.html").read_text()
-    with pytest.raises(ConversionError, match="--step 11, which is the newest"):
+    with pytest.raises(ConversionError, check=lambda error: "--step 11" in error.todo):
         open_source(str(root))
     with pytest.raises(NoCheckpointError):
         load(root, {"model": state["model"]})

@@ -97,8 +97,10 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
         if step == 2 and rank == num_ranks - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    membership = StoreMembership(store, num_first=num_ranks, timeout_s=20)
-    job = ElasticJob(membership, build, lambda ranks: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S)
+    membership = StoreMembership(store, num_first=num_ranks, timeout_s=20, max_missed=20)
+    job = ElasticJob(
+        membership, build, lambda ranks, nodes: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S
+    )
     job.run(train_step, 6)
     assert job.training is not None
     local = [param.to_local().double().sum().item().hex() for param in job.training.model.parameters()]
@@ -110,7 +112,7 @@ def loses_a_node(folder: Path, rank: int, num_ranks: int, store: dist.Store, spo
     node = 2 * rank // num_ranks
     (folder / f"memory-{node}").mkdir(exist_ok=True)
 
-    def checkpoints(num_ranks: int) -> CheckpointManager:
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
         ram = RamTier("job", replicas=1, folder=folder / f"memory-{node}")
         return CheckpointManager(
             folder / "steps", save_policy=EverySteps(50), retention=2, asynchronous=True, ram=ram
@@ -122,7 +124,7 @@ def loses_a_node(folder: Path, rank: int, num_ranks: int, store: dist.Store, spo
         if step == 2 and node:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    membership = StoreMembership(store, num_first=num_ranks, timeout_s=60)
+    membership = StoreMembership(store, num_first=num_ranks, timeout_s=60, max_missed=20)
     job = ElasticJob(membership, _training, checkpoints, timeout_s=10 * TIMEOUT_S)
     job.run(train_step, 5)
     return [(len(epoch.members), epoch.step, epoch.tier) for epoch in job.epochs]

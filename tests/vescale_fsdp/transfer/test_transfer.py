@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import torch
@@ -12,14 +12,14 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.dtensor.test_properties import search_together
 from tests.vescale_fsdp.transfer.live_states import Placed, all_meshes, placed, state_of
-from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
 from vescale_fsdp.torch_private import StridedShard, local_of
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.links import Link, codes, concatenate, index, permute, scales, slice, stack
 from vescale_fsdp.transfer.plan import plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
-SHAPES = [(), (7,), (4, 6), (5, 3), (6, 5), (2, 3, 4), (0, 3), (8, 8)]
+SHAPES = [(), (7,), (4, 6), (5, 3), (6, 5), (2, 3, 4), (2, 2, 5, 3), (0, 3), (8, 8)]
 CODECS = (Fp8Blocks(3, 4), Fp8Blocks(4, 2), Mxfp8(1, 4), Int8Rows())
 
 
@@ -35,9 +35,8 @@ class Case(NamedTuple):
     verify: bool
 
 
-def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Link, torch.Tensor]]:
+def made_of(a: torch.Tensor, b: torch.Tensor, codec: BlockCodec) -> dict[str, tuple[Link, torch.Tensor]]:
     """Links to two source tensors of one shape, each with the expected tensor."""
-    quantized = codec.quantize(a.float()) if a.dim() == 2 else None
     found: dict[str, tuple[Link, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
     found["wide"] = ("half", a.bfloat16().float())
     if a.dim():
@@ -46,18 +45,41 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Lin
     if a.dim() and a.shape[0] > 1:
         found["part"] = (slice(concatenate("a", "b"), 1, a.shape[0]), torch.cat([a, b])[1 : 1 + a.shape[0]])
         found["picked"] = (index(stack("a", "b"), 1), b)
-    if a.dim() == 2:
+    turn = (*range(a.dim() - 2), a.dim() - 1, a.dim() - 2)
+    if a.dim() > 1:
         found["turned"] = (
-            permute(concatenate("a", permute(permute("b")))),
-            torch.cat([a, b]).t().contiguous(),
+            permute(concatenate("a", permute(permute("b", turn), turn)), turn),
+            torch.cat([a, b]).mT.contiguous(),
         )
-    if quantized is not None and a.numel():
-        found["codes"] = (codes("a", codec), quantized.codes)
-        found["scales"] = (scales("a", codec), quantized.scales)
-        both = torch.stack([quantized.codes, codec.quantize(b.float()).codes])
-        found["experts"] = (stack(codes("a", codec), codes("b", codec)), both)
-        found["turned codes"] = (permute(codes("a", codec)), quantized.codes.t().contiguous())
+    if a.dim() and a.numel():
+        parts = {"": ("a", a), "row": (index("a", a.shape[0] - 1), a[-1])}
+        if a.dim() > 1:
+            inner = slice("a", 1, a.shape[1] - 1, dim=1)
+            parts |= {
+                "inner": (inner, a[:, 1:]),
+                "inner rows": (slice(inner, 1, a.shape[0] - 1), a[1:, 1:]),
+                "column": (index("a", 1, dim=a.dim() - 1), a[..., 1]),
+            }
+        for name, (of, part) in parts.items():
+            if part.dim() and part.numel():
+                found[f"{name} codes".strip()] = (codes(of, codec), quantized(part, codec).codes)
+                found[f"{name} scales".strip()] = (scales(of, codec), quantized(part, codec).scales)
+        found["experts"] = (
+            stack(codes("a", codec), codes("b", codec)),
+            torch.stack([quantized(a, codec).codes, quantized(b, codec).codes]),
+        )
+    if a.dim() > 1 and a.numel():
+        found["turned codes"] = (permute(codes("a", codec), turn), quantized(a, codec).codes.mT.contiguous())
     return found
+
+
+def quantized(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
+    """Codes and scales of each matrix by itself."""
+    if tensor.dim() < 3:
+        return codec.quantize(tensor.float().contiguous())
+    each = [quantized(part, codec) for part in tensor]
+    stacked = (torch.stack([getattr(one, name) for one in each]) for name in ("codes", "scales"))
+    return Quantized(codec, *stacked)
 
 
 @st.composite
@@ -67,7 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
     codec = draw(st.integers(0, len(CODECS) - 1))
     known = made_of(torch.zeros(shape), torch.zeros(shape), CODECS[codec])
     names = draw(
-        st.lists(st.sampled_from(sorted(known)), min_size=min(4, len(known)), max_size=7, unique=True)
+        st.lists(st.sampled_from(sorted(known)), min_size=min(5, len(known)), max_size=8, unique=True)
     )
     source = {name: draw(placed(shape)) for name in ("a", "b", "half")}
     target = {name: draw(placed(tuple(known[name][1].shape))) for name in names}

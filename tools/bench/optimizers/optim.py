@@ -1,8 +1,8 @@
 """Optimizers against alternatives: Muon's step, collectives and bytes, bytes of state, and loss curves.
 
-    python tools/bench/optim.py                           Muon on 2 and 4 gloo ranks, state bytes, collectives
-    python tools/bench/optim.py --json optim.json
-    python tools/bench/optim.py --curves 200 --picture loss.svg   also train with four optimizers and draw the losses
+    python tools/bench/optimizers/optim.py   Muon on 2 and 4 gloo ranks, state bytes, collectives
+    python tools/bench/optimizers/optim.py --json optim.json
+    python tools/bench/optimizers/optim.py --curves 200 --picture loss.svg   draw losses of four optimizers too
 
 Alternatives to Muon: torch.optim.Muon on FSDP2's DTensors, and gathering every update on every rank. All alternate in
 the same processes, step by step. Figures are medians over the steps, of the slowest rank. Bytes are counted per rank
@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from examples.corpus import Batches, read_corpus
 from examples.llama import Llama, LlamaShape
