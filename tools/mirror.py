@@ -39,7 +39,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.parts.simulated_accelerator import MemoryUse
-from vescale_fsdp import collectives, fully_shard
+from vescale_fsdp import fully_shard
+from vescale_fsdp.devices import ACCELERATORS, Accelerator
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -228,8 +229,8 @@ def mirrored(world_size: int) -> Iterator[MirroredGroup]:
     group = dist.group.WORLD
     assert group is not None
     try:
-        coalescing = {"mirror": collectives._BACKENDS["nccl"]}
-        with _gaps_of_zeros(), _streams(), mock.patch.dict(collectives._BACKENDS, coalescing):
+        mirrors = dict.fromkeys(("cpu", "cuda"), Accelerator(frozenset({"mirror"})))
+        with _gaps_of_zeros(), _streams(), mock.patch.dict(ACCELERATORS, mirrors):
             yield group  # type: ignore[misc]
     finally:
         dist.destroy_process_group()

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
-from tests.support.stream_recorder import recording
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.nested_tensors import tensors_of
