@@ -354,7 +354,7 @@ def _update(
     """
     grad = grad.float()
     before = [
-        parts[0] if len(parts) == 1 else _decoded(*parts, map_)
+        parts[0] if len(parts) == 1 else _decoded(parts[0], parts[1], map_)
         for parts, map_ in zip(moments, maps, strict=True)
     ]
     exp_avg = before[0].lerp(grad, rates.weight1)

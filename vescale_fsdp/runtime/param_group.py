@@ -592,7 +592,7 @@ class ParamGroup:
             elif sharded.grad.placements == param.spec.placements:  # type: ignore[attr-defined]
                 local_of(sharded.grad).add_(piece)
             else:  # a user's own gradient, replicated or cut differently
-                sharded.grad = redistribute(sharded.grad, param.spec.placements)  # type: ignore[arg-type]
+                sharded.grad = redistribute(sharded.grad, param.spec.placements)  # type: ignore[call-overload]
                 local_of(sharded.grad).add_(piece)
         for param in params:  # a second loop: a hook may read the gradients of other parameters
             for hook in post_accumulate_grad_hooks(param.sharded):

@@ -167,7 +167,7 @@ def _device_module(module: Any) -> types.ModuleType:
             if not waits.is_removed():
                 super().wait_event(torch.Stream.record_event(stream))
 
-        def record_event(self, event: None = None) -> Any:
+        def record_event(self, event: Any = None) -> Any:
             return Event(super().record_event())
 
     def current_stream(device_: Any = None) -> Stream:

@@ -133,11 +133,10 @@ def copies(num_ranks: int) -> int:
     mesh, compared = cpu_mesh(), 0
     other_mesh = cpu_mesh(1, num_ranks)
     x, y = plain(SHAPE, 1), plain(SHAPE, 2)
+    others: list[Any] = [*cuts(num_ranks).values(), "stock", "mesh"]
     for name, fn in COMBINED.items():
         want = fn(x.clone(), y.clone())
-        for first, second in itertools.product(
-            cuts(num_ranks).values(), [*cuts(num_ranks).values(), "stock", "mesh"]
-        ):
+        for first, second in itertools.product(cuts(num_ranks).values(), others):
             t, p = distribute_tensor(x, mesh, [first]), distribute_tensor(y, mesh, [first])
             if second == "stock":
                 p = redistribute(p, [Shard(0)])
