@@ -365,7 +365,7 @@ def test_what_one_rank_cannot_tell_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")
-def test_every_dtype(tmp_path: Path) -> None:
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Every dtype torch can fill memory with comes back bit for bit, 0-d and empty included."""
     state = {}
     for value in vars(torch).values():

@@ -213,7 +213,7 @@ def test_too_few_are_told() -> None:
         pair[0].wait()
 
 
-def test_presence() -> None:
+def test_an_ended_process_is_not_present() -> None:
     """A process that has ended is not present, nor is another process at its port; the host is that of the store."""
     here = Presence("127.0.0.1")
     assert is_present(here.name)

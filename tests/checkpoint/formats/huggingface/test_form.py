@@ -129,7 +129,7 @@ def _misuse(folder: Path) -> None:
     refused(state, plain, "already holds", "notes.txt", "move", overwrite=True)
 
 
-def test_misuse(tmp_path: Path) -> None:
+def test_misuse_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
     """What cannot be is refused on all ranks, by name, before anything is written; a folder is replaced on demand."""
     settings(tmp_path)
     run_ranks(2, _misuse, tmp_path)
