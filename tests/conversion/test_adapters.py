@@ -76,7 +76,9 @@ def _merge(tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_rank_stabilized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora(tmp_path: Path, dtype: torch.dtype, is_rank_stabilized: bool) -> None:
+def test_a_lora_adapter_is_merged_by_its_ranks_and_alphas(
+    tmp_path: Path, dtype: torch.dtype, is_rank_stabilized: bool
+) -> None:
     """Ranks and alphas by pattern; whole weights that were trained beside; all else as it was."""
     base = _base(tmp_path / "base", dtype)
     shapes = _pair("l.0.q", 2, 20, 24) | _pair("l.1.up", 4, 40, 24) | {"emb.weight": (31, 24)}
@@ -325,7 +327,7 @@ def _wrapped(*names: str) -> nn.Module:
     return model
 
 
-def test_export(tmp_path: Path) -> None:
+def test_an_adapter_is_exported_with_its_config(tmp_path: Path) -> None:
     """The adapter of a training state alone, its config beside it; of several the one that is named."""
     assets = tmp_path / "assets"
     expected = _adapter(assets, _pair("q", 4, 24, 24))

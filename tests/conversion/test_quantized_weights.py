@@ -141,7 +141,7 @@ def test_a_part_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["dcp", "torch", "native"])
-def test_other_targets(tmp_path: Path, target: str) -> None:
+def test_dtype_dequantizes_for_every_target(tmp_path: Path, target: str) -> None:
     """The same for whatever --dtype is given to."""
     report = _run(tmp_path, "fp8 blocks", "bf16", target=target)
     assert report.casts.keys() == SCHEMES["fp8 blocks"][2].keys()

@@ -151,7 +151,7 @@ def test_whole_states_go_everywhere(tmp_path: Path, name: str, target: str) -> N
 
 
 @pytest.mark.parametrize("source", ["dcp", "native"])
-def test_other_sources(tmp_path: Path, source: str) -> None:
+def test_models_are_found_in_what_torch_and_the_library_wrote(tmp_path: Path, source: str) -> None:
     """What torch and the library wrote themselves."""
     state = STATES["named"]
     opened = open_source(_save(source, state, tmp_path / "src"))

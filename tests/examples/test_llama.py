@@ -46,7 +46,7 @@ def test_logits_are_transformers(dtype: torch.dtype, tolerance: float, tmp_path:
     assert logits.std() > 0.1
 
 
-def test_default_size() -> None:
+def test_the_demo_model_has_one_to_three_million_parameters() -> None:
     """The demo's model has between 1 and 3 million parameters, built without memory on meta."""
     with torch.device("meta"):
         numel = sum(p.numel() for p in Llama(LlamaShape()).parameters())
@@ -54,7 +54,7 @@ def test_default_size() -> None:
     assert 1e6 < numel < 3e6
 
 
-def test_start_weights() -> None:
+def test_start_weights_have_the_deviations_of_llama() -> None:
     """Norms start at one, matrices at their deviation: 0.02, less where they end in a residual."""
     model = Llama(SHAPE)
     start_weights(model)

@@ -57,7 +57,7 @@ def test_missing_data_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 50, 700, -3])
-def test_damaged_metadata(folder: Path, keep: int) -> None:
+def test_metadata_cut_anywhere_is_one_clear_error(folder: Path, keep: int) -> None:
     """Metadata cut anywhere is one clear error, never a traceback from inside pickle."""
     raw = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(raw[:keep])
@@ -212,7 +212,7 @@ def test_another_name_or_number_in_a_torch_file(tmp_path: Path) -> None:
     assert set(open_source(tmp_path / "unchecked.pt").tensors) == {"weight"}
 
 
-def test_safetensors_damage(tmp_path: Path) -> None:
+def test_damages_of_a_safetensors_file_are_told_apart(tmp_path: Path) -> None:
     """Truncation, a wrong header length and a header that lies about offsets are told apart from good
     files."""
     path = tmp_path / "model.safetensors"

@@ -240,7 +240,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_pair(saved: Path, ranks: int) -> None:
+def test_every_source_loads_into_every_way_of_sharding(saved: Path, ranks: int) -> None:
     """10 sources, 8 targets: ragged by element and by rows, Shard(0) and Shard(1), plain, on the meta device."""
     for problems in run_ranks(ranks, _load_all, saved):
         assert problems == []
@@ -261,7 +261,7 @@ def _load_from_a_bucket(endpoint: str) -> list[str]:
     return problems
 
 
-def test_a_bucket(saved: Path) -> None:
+def test_sources_load_from_an_object_store_by_ranges(saved: Path) -> None:
     """The same from an object store, by ranges."""
     weather = Weather()
     with s3_server(weather) as endpoint:

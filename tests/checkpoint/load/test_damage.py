@@ -120,7 +120,7 @@ def test_verify_while_reading(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 8, 100_000, 480_000, 1_000_000])
-def test_truncation(saved: Path, cut: int) -> None:
+def test_a_truncated_file_is_refused_by_its_size(saved: Path, cut: int) -> None:
     """A file that lost its end is refused by its size, naming what was lost."""
     file = _data_file(saved)
     file.write_bytes(file.read_bytes()[:-cut])
@@ -128,7 +128,7 @@ def test_truncation(saved: Path, cut: int) -> None:
     _assert_refused(saved, file.name, "model.t3" if 16 < cut < 480_000 else "", error=CorruptCheckpointError)
 
 
-def test_missing_file(saved: Path) -> None:
+def test_a_missing_file_is_named_with_its_tensors(saved: Path) -> None:
     """A missing file is named with the tensors it held."""
     file = _data_file(saved)
     file.unlink()
@@ -136,7 +136,7 @@ def test_missing_file(saved: Path) -> None:
     _assert_refused(saved, file.name, "model.t0", error=CorruptCheckpointError)
 
 
-def test_swapped_file(saved: Path, tmp_path: Path) -> None:
+def test_a_file_of_another_save_is_recognized(saved: Path, tmp_path: Path) -> None:
     """A file of the same size from another save of the same state is recognized."""
     save(tmp_path / "other", _state(seed=2))
     file = _data_file(saved)
@@ -262,7 +262,9 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         _set("axes", value=[[{"size": 0, "stride": 0}]]),
     ],
 )
-def test_hostile_manifests(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_impossible_manifests_are_refused_before_they_are_used(
+    saved: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     """Sealed manifests with impossible sizes, paths or references are refused before they are acted on."""
     _edit(saved, change)
 

@@ -186,25 +186,23 @@ def test_fsdp2_with_tensor_parallelism(tmp_path: Path) -> None:
     run_ranks(3, _tp_round, tmp_path / "c", 3, 1, False)
 
 
-def _flattened(path: Path) -> tuple[list[float], str]:
+def _flattened(path: Path) -> list[float]:
     columns = distribute_tensor(full("c", (4, 6)), cpu_mesh(), [Shard(1)])
     # What columns.flatten() gives from torch 2.13 on: every rank holds three elements of each row.
     mesh, local = columns.device_mesh, columns.to_local().flatten()
     flat = DTensor.from_local(local, mesh, [StridedShard(0, split_factor=4)], run_check=False)
-    messages = []
     for act in (save, load):
-        with pytest.raises(CheckpointError, match="not ranges of its dims") as caught:
+        with pytest.raises(CheckpointError) as caught:
             act(path / "c", {"flat": flat})
-        messages.append(str(caught.value))
+        assert caught.value.where == "flat" and "sf=4" in str(caught.value.got)
         save(path / "c", {"flat": columns.full_tensor().flatten()}, overwrite=True)
-    return flat.to_local().tolist(), messages[0]
+    return flat.to_local().tolist()
 
 
 def test_a_strided_shard_of_no_order(tmp_path: Path) -> None:
     """A flattened tensor whose parts are spread over all of it is refused, not stored in the wrong places."""
-    for rank, (values, message) in enumerate(run_ranks(2, _flattened, tmp_path)):
+    for rank, values in enumerate(run_ranks(2, _flattened, tmp_path)):
         assert values == full("c", (4, 6))[:, 3 * rank : 3 * rank + 3].flatten().tolist()
-        assert "where: flat" in message and "sf=4" in message
 
 
 def _stages(path: Path, saving: bool) -> dict[str, torch.Tensor]:
@@ -367,7 +365,7 @@ def test_what_one_rank_cannot_tell_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")
-def test_every_dtype(tmp_path: Path) -> None:
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Every dtype torch can fill memory with comes back bit for bit, 0-d and empty included."""
     state = {}
     for value in vars(torch).values():

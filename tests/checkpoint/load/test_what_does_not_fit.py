@@ -81,7 +81,7 @@ def test_names_and_shapes(tmp_path: Path) -> None:
     assert "'x.*'" in _refused(Small(), odd, include=["a.*", "x.*"])
 
 
-def test_types(tmp_path: Path) -> None:
+def test_weights_are_cast_when_that_is_asked_for(tmp_path: Path) -> None:
     """bfloat16 weights fill float32 parameters when that is asked for, and the other way."""
     half = _folder(tmp_path / "half", _weights(torch.bfloat16))
     assert "dtype='state'" in _refused(Small(), half)
@@ -95,7 +95,7 @@ def test_types(tmp_path: Path) -> None:
     assert "state" not in _refused(Small(), half, dtype="int8").split("\n")[0]
 
 
-def test_ties(tmp_path: Path) -> None:
+def test_tied_names_that_differ_are_refused(tmp_path: Path) -> None:
     """One tensor for two names, two equal ones, and two that differ: the last is refused."""
     weights = _weights()
     once = _folder(tmp_path / "once", {"b.weight": weights["b.weight"]})
@@ -123,7 +123,9 @@ def _lose(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("harm", "words"), [(_cut, "model.safetensors"), (_lose, "b.safetensors")])
-def test_files(tmp_path: Path, harm: Callable[[Path], None], words: str) -> None:
+def test_damaged_files_are_found_by_headers_alone(
+    tmp_path: Path, harm: Callable[[Path], None], words: str
+) -> None:
     """A truncated file and a missing one are found by headers alone."""
     source = _folder(tmp_path / "hf", _weights())
     harm(source)

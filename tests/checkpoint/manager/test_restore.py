@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import re
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -64,11 +65,11 @@ def test_ranks_that_see_different_steps(tmp_path: Path) -> None:
         unseen, wanted, outcome, text = one
         assert other[:3] == one[:3]
         if wanted == 9:
-            assert outcome is CheckpointError and "no such step" in text
+            assert outcome is CheckpointError and "[2, 4, 6]" in text
         elif (wanted or 6) in unseen:
             raised += 1
-            assert outcome is CheckpointError and "Ranks see different steps" in text
-            assert other[3] == text and "ranks 0 see steps" in text
+            assert outcome is CheckpointError and "patience_s" in text
+            assert other[3] == text and "ranks 0" in text and "ranks 1" in text
         else:
             assert outcome == (wanted or 6)
     assert raised == 16
@@ -87,7 +88,7 @@ def test_a_stale_listing_is_listed_again(tmp_path: Path) -> None:
     save_steps(tmp_path, (2, 4, 6))
     (first, said), *others = run_ranks(3, _late_view, tmp_path, 3)
 
-    assert first == (6, "()") and "ranks 1 see steps 2" in said[0]
+    assert first == (6, "()") and re.search(r"ranks 1 .*\b2\b", said[0])
     assert others == [((6, "()"), [])] * 2
     assert run_ranks(3, _late_view, tmp_path, 0) == [((6, "()"), [])] * 3
 
@@ -103,7 +104,7 @@ def test_no_steps_and_different_wishes(tmp_path: Path) -> None:
     save_steps(tmp_path, (2, 4))
     for outcome, (kind, text) in run_ranks(2, _nothing, tmp_path):
         assert outcome == (None, "")
-        assert kind is CheckpointError and "the argument `step`" in text and "2 on ranks [1]" in text
+        assert kind is CheckpointError and "`step`" in text and "[1]" in text
 
 
 def _older_unseen(root: Path) -> tuple[Any, str]:
@@ -117,8 +118,8 @@ def test_falling_back_needs_all_ranks_too(tmp_path: Path) -> None:
     save_steps(tmp_path, (2, 4, 6))
     _damage(tmp_path, 6)
     for kind, text in run_ranks(2, _older_unseen, tmp_path):
-        assert (
-            kind is PartialLoadError and "ranks 1 see steps 2" in text
+        assert kind is PartialLoadError and re.search(
+            r"ranks 1 .*\b2\b", text
         )  # step 6 has overwritten some by then
 
 
@@ -146,7 +147,7 @@ def test_memory_that_is_lost_comes_from_disk_or_is_said(tmp_path: Path) -> None:
         assert (step, skipped, said) == (3, "()", [])
     for rank, (step, skipped, said) in enumerate(run_ranks(2, _memory_lost, tmp_path / "lost", False)):
         assert step == 2 and "no file of saved rank 1, which rank 1 reads" in skipped
-        assert [text[:26] for text in said] == (["step 3 (ram) was skipped: "] if rank == 0 else [])
+        assert [text[:12] for text in said] == (["step 3 (ram)"] if rank == 0 else [])
 
 
 _READS = {"list_folder", "exists", "read_small", "open_file", "read_at", "view"}
@@ -240,7 +241,7 @@ def test_damage_in_memory_is_said(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", ram=RamTier("run", folder=tmp_path))
     manager.save(3, state_of(3))
     (tmp_path / "vescale-run" / "step-00000003" / "manifest.json").write_text("{")
-    with pytest.warns(UserWarning, match=r"step 3 \(ram\) is damaged"):
+    with pytest.warns(UserWarning, match=r"step 3 \(ram\)"):
         assert outcome_of(manager)[0] == 3
     shutil.rmtree(tmp_path / "run" / "step-00000003")
     with pytest.warns(UserWarning, match="damaged"):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.distributed import forkserver, run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of, value_of
+from tests.support.processes import join, receive
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.load import Verify
 from vescale_fsdp.checkpoint.steps.step_folders import remove_step
@@ -118,13 +119,12 @@ def test_restoring_beside_a_job_that_saves(world: int, times: int, tmp_path: Pat
     process = context.Process(target=_save_until_told, args=(str(tmp_path), theirs))
     process.start()
     try:
-        assert ours.poll(60) and ours.recv() == 1
+        assert receive(ours, "the first step") == 1
         found = run_ranks(world, _restore_often, tmp_path, times)
     finally:
         ours.send("stop")
-        assert ours.poll(60)
-        last = ours.recv()
-        process.join()
+        last = receive(ours, "the last step")
+        join(process)
     assert all(steps == sorted(steps) and steps == found[0] for steps in found)
     assert len(found[0]) >= times and len(set(found[0])) > 10 and found[0][-1] <= last
 
@@ -138,7 +138,7 @@ def test_steps_that_vanish_for_good(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True)
 
     kind, text = outcome_of(CheckpointManager(WatchedRoot(tmp_path, remove)))
-    assert kind is PartialLoadError and "removed while they were read" in text and "overwritten: w, v" in text
+    assert kind is PartialLoadError and str(tmp_path) in text and ": w, v" in text
 
 
 def test_a_step_that_vanishes_every_time(tmp_path: Path) -> None:
@@ -152,4 +152,4 @@ def test_a_step_that_vanishes_every_time(tmp_path: Path) -> None:
             job(operation)
 
     kind, text = outcome_of(CheckpointManager(WatchedRoot(tmp_path, replace)), patience_s=0)
-    assert kind is CheckpointError and "Steps vanish while they are read, 3 so far" in text and job.step == 4
+    assert kind is CheckpointError and "patience_s" in text and job.step == 4

@@ -160,7 +160,7 @@ def _mutations(path: Path, form: Format, seeds: range) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_edits", [80, pytest.param(250, marks=pytest.mark.part("faults"))])
 @pytest.mark.parametrize("form", ["native", "zarr"])
-def test_edited_manifests(form: Format, num_edits: int, tmp_path: Path) -> None:
+def test_no_edit_of_a_manifest_ends_in_a_foreign_error(form: Format, num_edits: int, tmp_path: Path) -> None:
     """No edit ends in an error of another class, nor in one after the state was overwritten that does not say so."""
     ((refused, loaded),) = run_ranks(1, _mutations, tmp_path / "c", form, range(num_edits))
     assert refused > 0.4 * num_edits and loaded > 0.02 * num_edits

@@ -190,7 +190,7 @@ def test_a_reader_that_fails(tmp_path: Path) -> None:
         assert rank["before"][0] == CorruptCheckpointError.__name__ and "00002-of-00004" in rank["before"][1]
 
 
-def test_the_plan() -> None:
+def test_the_plan_gives_each_wish_one_reader_and_even_work() -> None:
     """What several want has one reader, work is even, and no rank receives more than eight turns a wave."""
     everyone = [[StripeRun(0, 0, 100), StripeRun(7, 3, 4)] for _ in range(30)]
     everyone[5] = [StripeRun(0, 10, 20), StripeRun(3, 0, 5)]

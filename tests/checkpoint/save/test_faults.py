@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tests.support.checkpoint_states import assert_equal, erase, mixed_state, plain
 from tests.support.distributed import RankError, forkserver, run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage, disk_full, read_only
+from tests.support.processes import join, receive
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
@@ -142,7 +143,7 @@ def _fails_on_one_rank(path: Path, cases: list[tuple[str, int]]) -> list[tuple[s
         if dist.get_rank() == bad_rank:
             if kind == "raises":
                 state["bad"] = _Explodes()
-            elif kind == "no text":
+            elif kind == "mute":
                 state["bad"] = 10**5000
             else:
                 storage = FaultyStorage(storage, fail_at=1)
@@ -166,8 +167,8 @@ class _Explodes:
         raise AssertionError("never called")
 
 
-_SAID = {"raises": "half a state", "no text": "A number is too long", "disk full": "No space left"}
-_MET = {"raises": "KeyError", "no text": "CheckpointError", "disk full": "OSError"}
+_SAID = {"raises": "half a state", "mute": "A number is too long", "disk full": "No space left"}
+_MET = {"raises": "KeyError", "mute": "CheckpointError", "disk full": "OSError"}
 
 
 def test_one_rank_fails_and_all_hear_of_it(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_errors_of_an_async_save_surface(tmp_path: Path) -> None:
     texts = run_ranks(2, _async_fails, tmp_path / "c")
 
     assert texts[0].startswith("CheckpointError") and "rank 1: OSError" in texts[0]
-    assert texts[1].startswith("OSError") and all("No space left" in text for text in texts)
+    assert texts[1].startswith("OSError") and all("[Errno 28]" in text for text in texts)
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
@@ -214,7 +215,7 @@ def _disagree(path: Path, kind: str) -> str:
     try:
         save(path, state, format="zarr" if kind == "form" and dist.get_rank() == 1 else "native")
     except CheckpointError as error:
-        return str(error)
+        return str(error.where)
     return "no error"
 
 
@@ -224,8 +225,8 @@ def _disagree(path: Path, kind: str) -> str:
 )
 def test_ranks_that_disagree_are_told_where(kind: str, names: str, tmp_path: Path) -> None:
     """Ranks with different layouts, values or arguments get an error that names the first difference."""
-    for text in run_ranks(2, _disagree, tmp_path / "c", kind):
-        assert "Ranks disagree" in text and f"where: {names}" in text
+    for where in run_ranks(2, _disagree, tmp_path / "c", kind):
+        assert where.startswith(names)
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("data-*"))
 
 
@@ -279,15 +280,14 @@ def test_a_save_killed_at_any_moment_costs_no_committed_step(num_kills: int, tmp
         process = context.Process(target=_save_for_ever, args=(str(tmp_path / "run"), theirs, first))
         process.start()
         theirs.close()
-        started = ours.recv()
+        started = receive(ours, "the first step")
         target = started + moments.randint(1, 3)
         while started < target:
-            assert ours.poll(60), f"the job saves no more after step {started}"
-            started = ours.recv()
+            started = receive(ours, f"a step after {started}")
         time.sleep(moments.uniform(0, 0.02))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        join(process)
         while ours.poll():
             try:
                 started = ours.recv()
@@ -326,7 +326,7 @@ def _kill_self() -> Exception:
 
 def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
     """When one rank is killed in a save, the others get an error, and the step is not committed."""
-    with pytest.raises(RankError, match="exit code -9", check=lambda error: error.rank == 1):
+    with pytest.raises(RankError, match=r"-9\b", check=lambda error: error.rank == 1):
         run_ranks(2, _die_while_saving, tmp_path, timeout_s=40)
 
     assert (tmp_path / "rank0").read_text()
@@ -428,10 +428,8 @@ def test_what_an_error_of_fsync_says_is_so(
             assert error.errno == errno.EIO
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             new = _is_new(path)
-            assert (
-                "holds the new checkpoint, complete, but the disk did not confirm it" in str(error)
-            ) == new
-            assert not (new and "nothing was committed" in text)
+            assert ("complete" in str(error)) == new
+            assert not (new and "committed" in text)
             seen.append(new)
             left[0] = -1
             save(path, _state(2.0), overwrite=True)
@@ -455,7 +453,7 @@ def test_a_file_system_without_flock(
     path = tmp_path / "c"
     lock = path / LOCK_FILE_NAME
     save(path, _state(1.0))
-    assert "no flock" in caplog.text and not lock.exists()
+    assert "flock" in caplog.text and not lock.exists()
 
     with LocalStorage(path).lock():
         owner = json.loads(lock.read_text())

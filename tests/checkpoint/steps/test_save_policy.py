@@ -160,7 +160,7 @@ def _decided(
     return found
 
 
-def test_each_policy() -> None:
+def test_each_policy_saves_at_its_steps() -> None:
     """Steps by number; minutes since the last save; before a deadline once; metrics beside those of older steps."""
     no: list[float | None] = [None] * 6
     minutes = [60.0 * minute for minute in range(7)]
@@ -283,7 +283,7 @@ def _on_ranks(root: Path) -> dict[str, Any]:
     return found
 
 
-def test_ranks_agree(tmp_path: Path) -> None:
+def test_what_one_rank_hears_all_act_on_at_the_same_step(tmp_path: Path) -> None:
     """What one rank hears or measures, all act on at the same step; who comes with another step is refused by name."""
     first, second = run_ranks(2, _on_ranks, tmp_path)
 

@@ -126,7 +126,7 @@ def test_listings_that_come_late(late: str) -> None:
     assert verify(f"{late}/steps/step-00000008").ok
 
 
-def test_other_protocols(late: str) -> None:
+def test_gs_and_az_are_written_read_and_converted(late: str) -> None:
     """gs:// and az:// through and through: checkpoints, and the converter there and back."""
     save(f"{late}/native", {"model": {"w": torch.arange(10.0)}})
     _Late.listed.update(dict.fromkeys(_Late.store, _Late.lag))

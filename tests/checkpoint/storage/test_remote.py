@@ -432,7 +432,7 @@ def test_what_lasts_is_not_tried_again(call: str, monkeypatch: pytest.MonkeyPatc
         assert len(storage.filesystem.calls) == 1
 
 
-def test_dropped_connections(calm: tuple[str, Weather]) -> None:
+def test_requests_of_dropped_connections_are_sent_again(calm: tuple[str, Weather]) -> None:
     """Requests whose connection the server closes are sent again, whatever they are."""
     endpoint, weather = calm
     state = _state(0.0)

@@ -109,7 +109,7 @@ def _unfinished_download(path: Path) -> None:
         (_unfinished_download, r"download did not finish(.|\n)*again"),
     ],
 )
-def test_unfinished_saves(tmp_path: Path, make: object, told: str) -> None:
+def test_an_unfinished_save_is_named_with_the_way_on(tmp_path: Path, make: object, told: str) -> None:
     """Named as unfinished, of what, and what to do; alone and as a step of a run."""
     make(tmp_path / "one")  # type: ignore[operator]
     with pytest.raises(ConversionError, match=told):
@@ -233,7 +233,7 @@ def test_what_differs_from_the_run_that_is_resumed(tmp_path: Path, monkeypatch: 
     assert "files of SRC" in told and "--dtype" not in told
 
 
-def test_no_assets(tmp_path: Path) -> None:
+def test_without_assets_settings_stay_behind_unchecked(tmp_path: Path) -> None:
     """A repository's own settings stay behind; that nobody can check the result then is said. Not beside --assets."""
     folder = hf_folder(tmp_path / "hf", {"w": torch.ones(4)})
     result = _run("to-hf", folder, tmp_path / "out", "--no-assets")

@@ -174,7 +174,7 @@ def test_no_tolerance_reaches_infinity_or_nan(tmp_path: Path) -> None:
     assert len(found) == 1 and found[0].text.startswith("5 of 7 values differ")
 
 
-def test_exit_codes(tmp_path: Path) -> None:
+def test_verify_and_diff_exit_with_0_or_1(tmp_path: Path) -> None:
     """verify and diff: 0 if all is well, 1 if not, results on stdout."""
     a = str(_dcp(tmp_path / "a", {"w": torch.ones(3)}))
     b = str(_dcp(tmp_path / "b", {"w": torch.zeros(3)}))

@@ -62,7 +62,7 @@ def test_every_stage_to_the_bit(tmp_path: Path, stage: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_universal(tmp_path: Path, stage: int) -> None:
+def test_a_universal_folder_is_read_at_every_stage(tmp_path: Path, stage: int) -> None:
     """One folder per parameter, which after ZeRO-3 are flat and have their steps elsewhere."""
     state = some_state()
     folder = write_universal(tmp_path / "run", state, stage=stage)
@@ -309,7 +309,7 @@ def test_a_flipped_bit_stops_a_conversion(tmp_path: Path) -> None:
         convert(open_source(str(folder)), str(tmp_path / "out"), "dcp")
 
 
-def test_without_zero(tmp_path: Path) -> None:
+def test_an_engine_without_zero_is_read_as_torchs_state(tmp_path: Path) -> None:
     """The engine without ZeRO saves torch's own states."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -58,7 +58,7 @@ def _fsdp2(folder: str) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}, moments
 
 
-def test_verl(tmp_path: Path) -> None:
+def test_weights_moments_and_settings_of_verl_come_out(tmp_path: Path) -> None:
     """Weights, moments, the scheduler and settings come out; random states, which differ, are left out and listed. Of
     FSDP1's optimizers, of flat parameters that nothing describes, the model is read without, and that is said."""
     actor = tmp_path / "global_step_10/actor"
@@ -93,7 +93,7 @@ def test_verl(tmp_path: Path) -> None:
         open_source(str(actor))
 
 
-def test_openrlhf(tmp_path: Path) -> None:
+def test_an_actor_of_openrlhf_is_read_with_its_counters(tmp_path: Path) -> None:
     """DeepSpeed's, in the actor's folder with its counters."""
     state = some_state()
     state.client = {"episode": 1, "global_step": 20, "data_loader_state_dict": {"epoch": 0, "consumed": 320}}

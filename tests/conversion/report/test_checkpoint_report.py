@@ -61,7 +61,7 @@ def test_values_by_dtype(dtype: str, expected: list[float] | None) -> None:
     assert (None if found is None else found.tolist()) == expected
 
 
-def test_differences(tmp_path: Path) -> None:
+def test_every_kind_of_difference_is_told_apart_across_formats(tmp_path: Path) -> None:
     """Equal, other values, another shape, only here, only there: each is told apart, across formats too."""
     save(
         tmp_path / "a",
@@ -136,7 +136,7 @@ def test_names_cannot_leave_their_place(tmp_path: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_command(tmp_path: Path) -> None:
+def test_the_command_writes_the_page_or_the_error(tmp_path: Path) -> None:
     """The command writes the page and says so; damage ends it with the error."""
     save(tmp_path / "a", {"w": torch.arange(1000.0)})
     out = tmp_path / "report.html"

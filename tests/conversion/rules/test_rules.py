@@ -16,7 +16,7 @@ from vescale_fsdp.conversion.rules.rule_file import Pattern, load_rules, shipped
 from vescale_fsdp.errors import ConversionError
 
 
-def test_expressions() -> None:
+def test_expressions_compute_config_values_and_nothing_else() -> None:
     """Arithmetic over config values; alternatives; and nothing else."""
     config = {"hidden": 96, "heads": 4, "flag": True, "name": "x"}
     lets = {"kv": "num_kv ?? heads", "hd": "head_dim ?? hidden / heads", "loop": "loop"}
@@ -40,7 +40,7 @@ def test_expressions() -> None:
             evaluate(text, lets, config)
 
 
-def test_patterns() -> None:
+def test_captures_of_a_pattern_are_whole_numbers() -> None:
     """Captures are whole numbers without leading zeros; a name twice must be the same number."""
     pattern = Pattern("layers.{l}.experts.{e}.w")
     assert pattern.match("layers.3.experts.12.w") == {"l": 3, "e": 12}

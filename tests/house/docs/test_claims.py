@@ -195,7 +195,7 @@ def test_padding_of_the_example() -> None:
     assert {name: cells.replace(" %", "%").split(" | ") for name, cells in said} == printed
 
 
-def test_citation() -> None:
+def test_the_citation_has_what_its_format_asks_for() -> None:
     """CITATION.cff has what its format asks for, and this version."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     (paper,) = cited["references"]

@@ -307,7 +307,7 @@ def users_code() -> list[str]:
     return list(codes)
 
 
-def test_views() -> None:
+def test_a_view_is_the_same_flat_range() -> None:
     """A view of any shape is the same flat range in other dims; rows are a range of their own."""
     run_ranks(3, shapes_of_views)
     assert run_ranks(3, views_of_rows) == [12 * (1 + 1 + 1 + 1 + 1 + 1 + 3 + 3 + 6 + 1 + 1)] * 3

@@ -154,7 +154,7 @@ def test_partial_to_few_owners_is_a_reduction_each(target: Placement, owners: in
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_other_reductions(op: str) -> None:
+def test_maxima_and_minima_are_reduced(op: str) -> None:
     """Maxima and minima come out right as well."""
     run_ranks(3, summed, CUTS, op)
 
@@ -260,7 +260,7 @@ def overlapping() -> bool:
     return all(torch.equal(a.full_tensor(), full) for a, full in zip(arrived, fulls, strict=True))
 
 
-def test_moves_overlap() -> None:
+def test_four_moves_are_under_way_at_once() -> None:
     """Four moves can be under way at the same time."""
     assert run_ranks(3, overlapping) == [True] * 3
 
@@ -308,7 +308,7 @@ def local_round_trip() -> None:
     assert caught.value.got == f"shape ({piece.numel() - 1},), strides (1,)"
 
 
-def test_local_pieces() -> None:
+def test_local_pieces_go_in_and_out_with_gradients() -> None:
     """Pieces go in and out, with gradients; a piece of another size is refused."""
     run_ranks(3, local_round_trip)
 

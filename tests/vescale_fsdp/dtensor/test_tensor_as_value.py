@@ -207,7 +207,7 @@ def test_torch_save_is_refused_with_the_way_out() -> None:
             assert "checkpoint.save" in text and "full_tensor()" in text and "(6, 4)" in text
 
 
-def test_strided_runs() -> None:
+def test_runs_of_a_strided_cut_are_those_of_its_picture() -> None:
     """The runs of a strided cut are those of its picture: 0 and 3; 1, 2 and 4, 5."""
     placement = StridedRaggedShard((0,), (1, 2), 2)
 

@@ -122,7 +122,7 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
     ],
     ids=["first step", "meeting", "end of a transfer", "first group", "stalled"],
 )
-def test_some_calls(tmp_path: Path, program: Program, death: Death) -> None:
+def test_a_job_survives_a_rank_lost_at_some_calls(tmp_path: Path, program: Program, death: Death) -> None:
     """One rank is killed at a call, or stalled."""
     _CHECKS[program](tmp_path, death)
     assert (tmp_path / "death").exists()
@@ -146,7 +146,7 @@ def _thinned(spots: list[str]) -> list[str]:
 
 @pytest.mark.skipif(not _ALL, reason="FAULTS=all: every call of three programs, killed and stalled")
 @pytest.mark.parametrize("program", list(_CHECKS), ids=lambda program: program.__name__)
-def test_every_call(tmp_path: Path, program: Program) -> None:
+def test_a_job_survives_a_rank_lost_at_every_call(tmp_path: Path, program: Program) -> None:
     """One rank is killed at each call, and stalled at some."""
     spots = spots_of(program, tmp_path / "undisturbed", 3, 1)
     deaths = [Death(1, spot) for spot in _thinned(spots)]

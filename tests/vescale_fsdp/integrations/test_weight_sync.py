@@ -144,7 +144,7 @@ def two_ranks() -> list[int]:
     return sizes
 
 
-def test_whole_tensors() -> None:
+def test_whole_tensors_come_a_bucket_at_a_time() -> None:
     """The tensors themselves, no more than a bucket at a time, or all ranks raise."""
     sizes = run_ranks(2, two_ranks, timeout_s=120)[0]
 

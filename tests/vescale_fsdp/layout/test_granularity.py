@@ -131,7 +131,7 @@ def _by_size(fqn: str, param: SimpleNamespace) -> Granularity:
         (lambda fqn, param: f"rows:{param.shape[0]}", Rows(8)),
     ],
 )
-def test_rules(rule: GranularityRule, expected: Granularity) -> None:
+def test_values_mappings_and_functions_are_rules(rule: GranularityRule, expected: Granularity) -> None:
     """None, a value, a mapping (first match wins, Element if none does) and a function are rules."""
     assert resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8))) == expected
 
@@ -178,7 +178,7 @@ def test_wrong_texts_in_rules(rule: GranularityRule) -> None:
         ("whole:matrix", Whole(per="matrix")),
     ],
 )
-def test_texts(text: str, expected: Granularity) -> None:
+def test_every_kind_of_granularity_has_a_text(text: str, expected: Granularity) -> None:
     """Every kind has a text; case and outer blanks do not matter."""
     assert parse_granularity(text) == expected
 
@@ -220,7 +220,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names() -> None:
     assert f"{'mlp.upproj.weight'!r}: {'mlp.up_proj.weight'}" in str(error.value.where)
 
 
-def test_parse_patterns() -> None:
+def test_parsed_patterns_keep_their_order() -> None:
     """Patterns keep their order and come before what is for all, wherever that was written."""
     found = parse_granularities(["rows:2", "a.*=whole", "*.b=flat:4"])
     assert list(found.items()) == [("a.*", Whole()), ("*.b", Flat(4)), ("*", Rows(2))]

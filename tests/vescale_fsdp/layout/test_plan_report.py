@@ -264,7 +264,7 @@ def test_a_granularity_function_sees_name_and_shape() -> None:
     assert seen == {"w": ((4, 2), 2, "float32")}
 
 
-def test_natural_order() -> None:
+def test_numbers_in_names_are_ordered_by_value() -> None:
     """Numbers in names count by value."""
     assert sorted(["a.10.w", "a.9.w", "a.b"], key=natural_key) == ["a.9.w", "a.10.w", "a.b"]
 

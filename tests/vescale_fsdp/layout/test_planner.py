@@ -63,7 +63,7 @@ PAPER_TABLE = {
 
 
 @pytest.mark.parametrize("rows", PAPER_TABLE)
-def test_paper_table(rows: int) -> None:
+def test_padding_is_that_of_the_papers_table(rows: int) -> None:
     """The padding of a gpt-oss-120B layer is the paper's, with scattering off."""
     for num_shards, (unrelated, related) in PAPER_TABLE[rows].items():
         found = plan_group(layer("gpt-oss-120B", Rows(rows)), num_shards, scatter="never")
@@ -345,7 +345,7 @@ def test_equal_layers_are_planned_once() -> None:
 # -- corners and bad input --------------------------------------------------------------------------------
 
 
-def test_corners() -> None:
+def test_empty_and_tiny_groups_have_layouts() -> None:
     """Nothing at all, only empty tensors, a tensor smaller than the world, and a block above its tensor."""
     assert plan_group([], 4).shard_numel == 0
     assert plan_group([TensorSpec("e", (0, 3), "float32", 3)], 4).shard_numel == 0

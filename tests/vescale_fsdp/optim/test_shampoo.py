@@ -158,7 +158,7 @@ def test_areas_hold_each_block_once(shape: tuple[int, ...]) -> None:
         assert (factors == 1).all()
 
 
-def test_inverse_roots() -> None:
+def test_inverse_roots_raise_small_eigenvalues_to_the_floor() -> None:
     """Eigenvalues below the absolute floor are raised to it; NaN gives NaN, to its own matrix alone."""
     factors = torch.stack(
         [torch.diag(torch.tensor(each)) for each in ([16.0, 81.0], [1.0, 1.0], [0.0, 15.0], [0.0, 0.0])]

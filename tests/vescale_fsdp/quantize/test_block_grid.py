@@ -62,7 +62,7 @@ def test_a_piece_has_the_blocks_of_the_whole(
     assert torch.equal(grid.tiled(full[start:stop]), tiles)
 
 
-def test_the_drawing() -> None:
+def test_the_grid_has_the_numbers_of_its_drawing() -> None:
     """The numbers of the module's drawing."""
     flat, tiles = grid_of((10,), Flat(4)), grid_of((3, 5), Tiles(2, 3))
 

@@ -122,7 +122,7 @@ def test_tensors_have_the_bits_of_their_codec(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("codecs", [{"u": FP8, "a": FP8}, {"u": FP8, "v": FP8}, {"a": ROWS, "u": FP8}])
-def test_scattered_tensors(codecs: dict[str, BlockCodec]) -> None:
+def test_pieces_of_scattered_tensors_are_a_shard_apart(codecs: dict[str, BlockCodec]) -> None:
     """Their pieces are one shard apart; with and without a codec, and of odd lines."""
     check_bits(SCATTERED, {fqn: type(codec)(1, codec.cols) for fqn, codec in codecs.items()})
 

@@ -85,7 +85,7 @@ def test_computing_is_with_the_full_tensors_codes(name: str, world: int) -> None
             assert all(torch.equal(got_grads[fqn], grads[fqn]) for fqn in grads)
 
 
-def test_hybrid_meshes() -> None:
+def test_hybrid_meshes_compute_with_the_whole_tensors_codes() -> None:
     """2 replicas x 2 shards compute with the full tensor's codes too."""
     output, grads = rounded_run("fp8", None)
     for got_output, got_grads in run_ranks(4, hybrid_run, "fp8"):
@@ -93,7 +93,7 @@ def test_hybrid_meshes() -> None:
         assert all(torch.equal(got_grads[fqn], grads[fqn]) for fqn in grads)
 
 
-def test_bf16_computing() -> None:
+def test_master_weights_are_encoded_under_bf16_computing() -> None:
     """With param_dtype=bfloat16 master weights are encoded, not their bf16 copies."""
     output, grads = rounded_run("fp8", torch.bfloat16)
     for results in run_ranks(2, sharded_run, "fp8", torch.bfloat16):

@@ -164,6 +164,6 @@ def strided() -> bool:
     return torch.equal(local_of(again), full[first : first + 2])
 
 
-def test_strided_shards() -> None:
+def test_strided_shards_are_sources_and_targets() -> None:
     """Strided shards, as FSDP2 with tensor parallelism makes them, as a source and as a target."""
     assert all(run_ranks(4, strided))

@@ -110,6 +110,6 @@ def _misuse(folder: Path) -> None:
     assert list(dcp.FileSystemReader(folder / "out").read_metadata().state_dict_metadata) == ["b"]
 
 
-def test_misuse(tmp_path: Path) -> None:
+def test_misuse_is_refused_and_a_folder_replaced_on_demand(tmp_path: Path) -> None:
     """Values of single ranks are refused by name; a folder is replaced on demand, no other."""
     run_ranks(2, _misuse, tmp_path)

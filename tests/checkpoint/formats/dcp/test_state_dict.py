@@ -88,7 +88,7 @@ def ours_does_it() -> None:
     set_model_state_dict(model, part, options=StateDictOptions(full_state_dict=True, strict=False))
     assert model.head.weight.is_meta
     assert torch.equal(model.blocks[0].up.weight.full_tensor(), source.blocks[0].up.weight)
-    with pytest.raises(RuntimeError, match=r"meta device[\s\S]*head.weight"):
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
         model(models.batch(0, 0))
     set_model_state_dict(model, source.state_dict(), options=FULL)
     torch.testing.assert_close(model(x), source(x))

@@ -214,7 +214,7 @@ def test_equal_bytes_alone_are_no_tie(tmp_path: Path, config: str) -> None:
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == 2
 
 
-def test_prefixes(tmp_path: Path) -> None:
+def test_the_model_is_found_under_every_prefix(tmp_path: Path) -> None:
     """The model is found at the root, in one container, in two, and where the user says."""
     weights = {"model.layers.0.w": torch.ones(2)}
     optimizer = {"state": {"layers.0.w": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1}]}

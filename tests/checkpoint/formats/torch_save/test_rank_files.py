@@ -85,7 +85,8 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"Partial(.|\n)*model\.sum"):
         open_source(str(tmp_path / "a"))
     (tmp_path / "b").mkdir()
-    run_ranks(3, _save_fsdp2, str(tmp_path / "b"))
+    full, _ = run_ranks(3, _save_fsdp2, str(tmp_path / "b"))[0]
     (tmp_path / "b" / "pytorch_model_fsdp_rank2.bin").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"all ranks are there|do not tile"):
+    with pytest.raises(CorruptCheckpointError) as caught:
         open_source(str(tmp_path / "b"))
+    assert any(name in str(caught.value.where) for name in full)

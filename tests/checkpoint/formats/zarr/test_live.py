@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_shap
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import ArgumentError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
@@ -126,7 +127,7 @@ def test_zeros_are_written_too(tmp_path: Path) -> None:
 
     assert len(chunks) == 3
     chunks[1].unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"tensor zeros"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: str(chunks[1]) in str(error)):
         load(tmp_path / "c", {"zeros": torch.ones(3000, 1000)})
     assert not verify(tmp_path / "c").ok
 
@@ -207,7 +208,7 @@ def _assert_found(path: Path, saved: Path) -> None:
     }
     if saved.name == "zarr.json":
         return
-    with pytest.raises(CorruptCheckpointError, match=r"chunk of tensor|another checkpoint's file"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.where.startswith(str(path))):
         load(path, state, strict=False, verify="before")
     assert all(bool((tensor == 7).all()) for tensor in state.values())
 
@@ -288,13 +289,15 @@ def _fails(path: Path) -> str:
 def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
     """Ranks that exchange parts of chunks do not hang when one of them cannot write."""
     for text in run_ranks(3, _fails, tmp_path / "c"):
-        assert "No space left" in text
+        assert f"[Errno {errno.ENOSPC}]" in text
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:
     """The error names the formats there are."""
-    with pytest.raises(ValueError, match="'native', 'zarr', or a form"):
+    with pytest.raises(
+        ArgumentError, check=lambda error: error.got == "'hdf5'" and "'zarr'" in error.expected
+    ):
         save(tmp_path, {}, format="hdf5")  # type: ignore[arg-type]
 
 
