@@ -289,6 +289,7 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
     port = store.port
     step_without_store = -1  # the step in which the store was lost
     living: dict[int, BaseProcess] = {}
+    epochs_before: list[int] = []  # the newest epoch when each process was started
     missing = dict.fromkeys(range(NUM_SLOTS), -1)  # slot -> number of the cell in which its process died
 
     def start(slot: int) -> None:
@@ -297,6 +298,7 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
         )
         living[slot].start()
         del missing[slot]
+        epochs_before.append(_newest_epoch(folder))
 
     deadline_s = time.monotonic() + limit_s
     try:
@@ -318,7 +320,9 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
                         int(mark.name.split("-")[1]) for mark in folder.glob(f"cell-*-{slot}")
                     )
             if step_without_store < 0 and not missing and (folder / "cell-1-1").exists():
-                if _num_going_on(folder) == NUM_SLOTS:
+                is_replaced = len(epochs_before) == NUM_SLOTS + len(list(folder.glob("cell-*")))
+                is_new = _newest_epoch(folder) > epochs_before[-1]
+                if is_replaced and is_new and _num_going_on(folder) == NUM_SLOTS:
                     store, step_without_store = None, _last_begun(folder)
             elif store is None and _last_begun(folder) > step_without_store:
                 store = bound_store("127.0.0.1", port, timedelta(seconds=60))
@@ -344,6 +348,11 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
 
 def _stack_file(folder: Path, pid: int) -> Path:
     return folder / f"stacks-{pid}"
+
+
+def _newest_epoch(folder: Path) -> int:
+    """The number of the newest epoch in which a step was begun."""
+    return max((line["epoch"] for line in lines_of(folder) if "begun" in line), default=-1)
 
 
 def _last_begun(folder: Path) -> int:
