@@ -2,13 +2,17 @@
 # make test-part PART=faults   the rows and jobs that make test leaves out, in parts of at most eight minutes, by name or
 #                              number; tests/conftest.py lists them
 # make test-order SEED=3   the tests of make test in another order
-# make test-all   make test, every part, and the four below (a night)
+# make test-parts   every part, one after the other
+# make test-all   make test, every part, test-fuzz, test-device, test-lab, test-faults and test-stacks (a night)
 # make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
 #                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
-# make test-faults   every fault of saves and restores, twenty killed ranks, ranks killed and stalled at every call, two
-#                    nodes (as root), every sample of torch's operator database (make test runs some), and blocks
-#                    compiled by Inductor (two hours or more)
+# make test-lab   the tests that need network namespaces as nodes: as root, with iproute2 (ten minutes; make test runs some)
+# make test-faults   every fault of saves and restores, twenty killed ranks, ranks killed and stalled at every call,
+#                    every sample of torch's operator database (make test runs some), and blocks compiled by Inductor
+#                    (two hours or more)
 # make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 26)
+# make test-device SEED=0   programs on a device with asynchronous streams: every one in 12 orders of its work, 500 random
+#                           orders, and without each wait (make test runs a sample; needs a C++ compiler; half an hour)
 # make test-stacks   the examples on training stacks, which it installs into a separate environment
 # make gpu    checks and benchmarks on a machine with GPUs, half an hour: gpu_report/gpu.md and gpu.json
 # make demo   a demonstration on real text: train, kill, restart on more ranks, export
@@ -46,7 +50,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-part test-order test-all test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-lab test-device test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -64,6 +68,9 @@ PART ?= 1
 test-part: venv
 	$(IN_VENV) -m pytest $(TOGETHER) --part $(PART)
 
+test-parts:
+	for part in 1 2 3 4 5; do $(MAKE) test-part PART=$$part || exit 1; done
+
 SEED ?= 1
 test-order: venv
 	$(IN_VENV) -m pytest $(TOGETHER) --part core --random-order-seed $(SEED) --random-order-bucket module
@@ -71,8 +78,10 @@ test-order: venv
 # One after the other: each uses both cores.
 test-all:
 	$(MAKE) test
-	for part in 1 2 3 4 5; do $(MAKE) test-part PART=$$part || exit 1; done
+	$(MAKE) test-parts
 	$(MAKE) test-fuzz
+	$(MAKE) test-device
+	$(MAKE) test-lab
 	$(MAKE) test-faults
 	$(MAKE) test-stacks
 
@@ -88,10 +97,17 @@ START ?= 0
 test-fuzz: venv
 	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/fuzz/test_fuzz.py
 
+test-device: venv
+	DEVICE=all SEED=$(SEED) $(IN_VENV) -m pytest --numprocesses 2 tests/vescale_fsdp/device
+
+# One after the other, because their ranks use all cores.
+test-lab: venv
+	$(IN_VENV) -m pytest -m lab --durations 25
+
 test-faults: venv
 	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/save/test_fault_matrix.py \
 	    tests/vescale_fsdp/elastic/test_kills.py tests/vescale_fsdp/elastic/test_formation.py \
-	    tests/vescale_fsdp/elastic/test_two_nodes.py tests/vescale_fsdp/dtensor/test_op_db.py tests/vescale_fsdp/runtime/test_compile.py
+	    tests/vescale_fsdp/dtensor/test_op_db.py tests/vescale_fsdp/runtime/test_compile.py
 
 # The versions of fsspec and its relatives are fixed: datasets, whose version torchtitan limits, requires an older fsspec
 # than the latest s3fs, and pip does not find a matching pair. Automodel is installed without its dependencies: it pins

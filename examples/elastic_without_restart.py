@@ -60,7 +60,7 @@ def rank(options: argparse.Namespace) -> None:
         trainers[:] = [Trainer(mesh, batches, num_steps=options.steps)]
         return TrainingState(trainers[0].model, trainers[0].optimizer)
 
-    def checkpoints(num_ranks: int) -> CheckpointManager:
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
         ram = RamTier("job", replicas=1, folder=options.memory)
         return CheckpointManager(
             options.out / "steps", save_policy=EverySteps(50), retention=2, asynchronous=True, ram=ram

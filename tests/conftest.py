@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.support.distributed import close_pool
 from tests.support.faults.nan_memory import NAN_MEMORY, nan_memory_if_asked
 from tests.support.faults.rounding_noise import ROUNDING_NOISE, noise_if_asked
+from tools.lab import missing
 from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
@@ -29,6 +30,7 @@ torch.set_num_threads(1)
 # one of these at the end.
 LONG = (
     "checkpoint/save/test_fault_matrix.py",
+    "vescale_fsdp/device/test_programs.py",
     "vescale_fsdp/optim/test_rounding.py",
     "vescale_fsdp/optim/test_launches_of_steps.py",
     "vescale_fsdp/optim/test_state_dict.py",
@@ -95,7 +97,7 @@ def _other_machines() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the part. Put long files first. Skip tests marked ``gpu`` where there is none, and say so."""
+    """Choose the part. Put long files first. Skip tests marked ``gpu`` or ``lab`` where there is none."""
     chosen = config.getoption("--part")
     if chosen.isdecimal():
         chosen = list(PARTS)[int(chosen) - 1]
@@ -103,6 +105,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
     items.sort(key=place_of)
+    reason = missing() if any(item.get_closest_marker("lab") for item in items) else None
+    # CI has what the lab needs (.ci/run), so there these tests fail without it.
+    if reason is not None and not os.environ.get("CI"):
+        for item in items:
+            if item.get_closest_marker("lab"):
+                item.add_marker(pytest.mark.skip(reason=reason))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -62,7 +62,7 @@ def heading(text: str) -> None:
 def train(out: Path, ranks: int, steps: range, *arguments: str, title: str) -> None:
     """One training job from start to end."""
     job = Job(
-        "examples.train", ranks, ["--out", str(out), "--steps", str(steps.stop), *arguments], out / "log"
+        "examples.train", ranks, ["--out", str(out), "--steps", str(steps.stop), *arguments], out / "logs"
     )
     job.follow(out, title, steps)
     job.wait()
@@ -73,7 +73,7 @@ def train_with_a_kill(out: Path, steps: int, save_at: int, lost: int, report: Re
     heading(f"1. Train on 2 ranks, save at step {save_at}, kill all ranks {lost} steps later")
     killed, restarted = out / "killed", out / "restarted"
     arguments = ["--out", str(killed), "--steps", str(steps), "--save-at", str(save_at)]
-    job = Job("examples.train", 2, arguments, killed / "log")
+    job = Job("examples.train", 2, arguments, killed / "logs")
     last = job.follow(killed, "2 ranks", range(steps), until=lambda step: step >= save_at + lost)
     if job.process.poll() is not None:
         job.wait()  # the job ended by itself: raise its error
@@ -165,7 +165,7 @@ def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report
     """Stock FSDP2 reads the same checkpoint without this package."""
     heading("7. Stock FSDP2 loads the same checkpoint")
     found = out / "fsdp2_digests.json"
-    Job("examples.load_with_fsdp2", 2, [str(checkpoint), str(found)], out / "fsdp2_log").wait()
+    Job("examples.load_with_fsdp2", 2, [str(checkpoint), str(found)], out / "fsdp2_logs").wait()
     same = json.loads(found.read_text()) == summary["digests"]
     report.check(same, f"all {len(summary['digests'])} weights are bit by bit the same")
     report.row("weights loaded by FSDP2", "equal, bit by bit")

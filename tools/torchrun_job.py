@@ -9,30 +9,38 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 POLL_S = 0.05
+_END_S = 10.0  # how long a process may take to write its stacks and end
+_SHOWN_LINES = 40  # of each log, in errors
 
 
 class JobFailed(RuntimeError):
-    """A job did not end as expected; the message contains the end of its log."""
+    """A job did not end as expected; the message contains the end of each log, with stacks after a time-out."""
 
 
 class Job:
-    """One torchrun launch of a module, with its output in a log file.
+    """One torchrun launch of a module. Its output is in a folder: ``torchrun.log``, and a file per rank and stream.
+
+    Results are not read from output: a module writes them to a file, which an argument names.
 
     Args:
         module: name of the module to run, such as ``examples.train``.
         ranks: processes to start on this machine.
         arguments: command line of the module.
-        log: file for everything the ranks print.
+        logs: folder for output.
         folder: the working directory, from which modules are also imported.
         timeout_s: seconds after which the job is killed and fails.
+        options: further ones of torchrun.
+        environment: variables to set.
     """
 
     def __init__(
@@ -40,24 +48,47 @@ class Job:
         module: str,
         ranks: int,
         arguments: list[str],
-        log: Path,
+        logs: Path,
         *,
         folder: Path = ROOT,
         timeout_s: float = 240,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
         self.deadline = time.monotonic() + timeout_s
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks of all threads
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's host name may not resolve
+        variables.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's host name may not resolve
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # 0: any free port
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+        # Ranks that share a file write into each other's lines.
+        apart = ["--log-dir", str(logs), "--redirects", "3"]
+        variables |= environment or {}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *apart, *options]
         self.command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
-        with log.open("w") as sink:
+        with (logs / "torchrun.log").open("w") as sink:
             self.process = subprocess.Popen(
-                self.command, cwd=folder, env=environment, stdout=sink, stderr=subprocess.STDOUT
+                self.command, cwd=folder, env=variables, stdout=sink, stderr=subprocess.STDOUT
             )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave no process running."""
+        abort_with_children(self.process)
+
+    def output(self, most_lines: int | None = None) -> str:
+        """What torchrun and the ranks have written so far, file by file; of each the last lines, if limited."""
+        parts = []
+        for file in sorted(self._logs.rglob("*.log"), key=lambda file: (len(file.parts), file)):
+            lines = file.read_text(errors="replace").splitlines()
+            if lines:
+                shown = lines if most_lines is None else lines[-most_lines:]
+                parts.append("\n".join([f"--- {file.relative_to(self._logs)} ---", *shown]))
+        return "\n".join(parts)
 
     def wait(self) -> None:
         """Wait for the job.
@@ -66,7 +97,7 @@ class Job:
             JobFailed: if the job fails or takes too long.
         """
         if self._wait_for_exit() != 0:
-            raise JobFailed(f"{' '.join(self.command)} failed:\n{self._end_of_log()}")
+            raise JobFailed(f"{' '.join(self.command)} failed:\n{self.output(_SHOWN_LINES)}")
 
     def follow(
         self, run: Path, title: str, steps: range, until: Callable[[int], bool] = lambda _: False
@@ -100,12 +131,31 @@ class Job:
         try:
             return self.process.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.process.terminate()  # torchrun ends its ranks
-            self.process.wait(60)
-            raise JobFailed(f"{' '.join(self.command)} took too long:\n{self._end_of_log()}") from None
+            abort_with_children(self.process)
+            raise JobFailed(f"{' '.join(self.command)} took too long:\n{self.output(_SHOWN_LINES)}") from None
 
-    def _end_of_log(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+def abort_with_children(process: subprocess.Popen[Any]) -> None:
+    """End a process and all its descendants. Those that run under PYTHONFAULTHANDLER write their stacks to stderr.
+
+    Descendants end first: torchrun, for example, would kill them before they have written.
+    """
+    if process.poll() is not None:
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.send_signal(signal.SIGABRT)
+    _, living = psutil.wait_procs(children, _END_S)
+    for child in living:  # stopped ones, or ones with a handler of their own
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.send_signal(signal.SIGABRT)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_END_S)
 
 
 def losses_of(run: Path) -> dict[int, float]:

@@ -1,27 +1,36 @@
 """The collectives of this package, built on functions that torch 2.11-2.15, gloo and NCCL all support.
 
 Most functions start a collective and return the work to wait for; the buffers must live until the wait has ended.
-`_BACKENDS` has a class per backend, because gloo needs other calls than NCCL. Times in comments were measured with two
-ranks on one idle machine, torch 2.13 and 30 MB, by ``python tools/bench/collectives.py``.
+There is a class per kind of backend, because gloo needs other calls than NCCL. Between nodes (`set_nodes`) as little as
+possible crosses the network: `two_levels` decides which reductions first sum within nodes. Times in comments were
+measured with two ranks on one idle machine, torch 2.13 and 30 MB, by ``python tools/bench/collectives.py``.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from vescale_fsdp.devices import ACCELERATORS, current_device
+from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import (
     all_gather_single,
     coalesced,
     gloo_group,
+    group_of,
     reduce_scatter_single,
     storage_id,
     timeout_of,
@@ -79,6 +88,81 @@ _ALIGN_NUMEL = 64
 _MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async`
 _BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
 _SLICE_TAG = 0x51CE  # tag of slices that `_sum_slices` exchanges
+# Tags of collectives in two levels. Each kind has its own, because messages of one pair of ranks and one tag are
+# received in the order in which they are sent, and two threads send.
+_ACROSS_TAG, _OWN_TAG, _FORWARDED_TAG = 0xAC05, 0x0435, 0xF0A3
+
+
+class Nodes(NamedTuple):
+    """The nodes of a group: rank r of the group is rank ``r % per_node`` of node ``r // per_node``."""
+
+    num: int
+    per_node: int
+
+
+def ranks_per_node() -> int:
+    """Return the number of ranks per node that the launcher has set (LOCAL_WORLD_SIZE, by torchrun); 0 if it has not.
+
+    Ranks with the same ``global rank // LOCAL_WORLD_SIZE`` are on one node.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else 0
+
+
+def set_nodes(group: dist.ProcessGroup, per_node: int) -> None:
+    """Set the nodes of a group, for its gathers and reductions. All its ranks call it between the same collectives.
+
+    Args:
+        group: the ranks that take part.
+        per_node: `ranks_per_node`, after the ranks have compared it; 0: not known, and collectives have one level.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    _nodes.pop(group, None)
+    if per_node:
+        size = len(ranks) // len({rank // per_node for rank in ranks})  # of each node
+        parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        homes = [{rank // per_node for rank in part} for part in parts]
+        if all(len(home) == 1 for home in homes) and len(set.union(*homes)) == len(parts):
+            _nodes[group] = Nodes(len(parts), size)
+
+
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, Nodes] = weakref.WeakKeyDictionary()
+
+
+def two_levels(group: dist.ProcessGroup, *, sent_bytes: int, summed_bytes: int) -> Nodes | None:
+    """Decide whether a reduction sums within nodes first, and then across them, or at once over all ranks.
+
+    Two levels are chosen where fewer bytes then cross the network: a node's sum instead of the slices of its ranks. The
+    sum has the dtype of the result. So bf16 slices that are summed in fp32 are sent unsummed by nodes of two ranks, and
+    summed by larger ones. (Gathers send a slice to each node once in any case: `_gather_by_node`, or NCCL itself.)
+
+    Args:
+        group: the ranks that take part.
+        sent_bytes: bytes per element of what ranks send.
+        summed_bytes: bytes per element of a sum.
+
+    Returns:
+        The nodes of the group; None for one level. It is None also if `set_nodes` was not called, or the group has
+        one node, one rank per node, nodes of different sizes, or ranks that are not in the order of nodes.
+    """
+    nodes = _nodes.get(group)
+    if nodes is None or 1 in nodes or summed_bytes >= nodes.per_node * sent_bytes:
+        return None
+    return nodes
+
+
+def crosses_network(group: dist.ProcessGroup) -> bool:
+    """Return whether a group is known to have ranks on several nodes (`set_nodes`)."""
+    nodes = _nodes.get(group)
+    return nodes is not None and nodes.num > 1
+
+
+def reduces_beside(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether `reduce_scatter_into` on the CPU goes on while the caller computes: between nodes it does.
+
+    There the network is slower than the cores. On one node it uses the cores that would compute.
+    """
+    return device_type == "cpu" and crosses_network(group) and _backend_of(group, "cpu") is _GLOO
 
 
 class Work(Protocol):
@@ -143,6 +227,7 @@ class _Native:
     """A backend whose collectives read and write the caller's buffers directly: NCCL, and unknown backends."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+        # In one level: the backend's own algorithms send each slice to a node once.
         return all_gather_single(_movable(full), _movable(shard), group=group, async_op=runs_beside(full))
 
     def all_gather_each(
@@ -155,8 +240,13 @@ class _Native:
     ) -> Work | None:
         if full.dtype is shard.dtype:
             return reduce_scatter_single(shard, full, op=op, group=group, async_op=runs_beside(full))
-        _sum_in_pieces(shard, full, group)  # the backend cannot sum in a wider dtype than the buffer's
-        if op == dist.ReduceOp.AVG:  # `_sum_in_pieces` only sums
+        # The backend cannot sum in a wider dtype than the buffer's.
+        nodes = two_levels(group, sent_bytes=full.element_size(), summed_bytes=shard.element_size())
+        if nodes is None:
+            _sum_in_pieces(shard, full, group)
+        else:
+            _sum_nodes_in_pieces(shard, full, group, nodes)
+        if op == dist.ReduceOp.AVG:  # both only sum
             shard.div_(group.size())
         return None  # later work on the current stream sees the result
 
@@ -185,14 +275,26 @@ class _Gloo(_Native):
         slices = full.split(shard.numel()) if shard.numel() else ()  # empty shards: there is nothing to send
         if slices and not _share_storage(full, shard):
             slices[group.rank()].copy_(shard)  # the only copy: slices of other ranks are received in place
+        # Between nodes slices are sent directly: in gloo's broadcast some of them wait to be sent on. But its point-to-
+        # point messages do not support GPU memory.
+        if crosses_network(group) and slices and full.device.type == "cpu":
+            return _gather_by_node([_movable(part) for part in slices], group, _nodes[group])
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     ) -> Work | None:
         if self.sums_in_wider(full.device.type):
-            _sum_slices(shard, full, group, group.size() if op == dist.ReduceOp.AVG else 1)
-            return None  # `_sum_slices` has waited for its messages
+            divisor = group.size() if op == dist.ReduceOp.AVG else 1
+            nodes = two_levels(group, sent_bytes=full.element_size(), summed_bytes=shard.element_size())
+            if nodes is None:
+                reduction = partial(_sum_slices, shard, full, group, divisor)
+            else:
+                reduction = partial(_sum_slices_by_node, shard, full, group, nodes, divisor)
+            if reduces_beside(group, "cpu"):
+                return _thread_of(group, "reductions").start_call(reduction)
+            reduction()
+            return None  # it has waited for its messages
         # An all-reduce of the whole buffer, because gloo's point-to-point messages do not support GPU memory.
         first = group.rank() * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
@@ -202,18 +304,27 @@ class _Gloo(_Native):
         return device_type == "cpu"  # by `_sum_slices`; gloo's all-reduce sums in the buffer's dtype
 
 
-_OTHER = _Native()
-_BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
+_GLOO, _NATIVE, _COALESCING = _Gloo(), _Native(), _Coalescing()
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
-    """Return the group's backend for tensors of a device type; `_Native` if `_BACKENDS` does not list it."""
-    return _BACKENDS.get(_backends_of(group).get(device_type, ""), _OTHER)
+    """Return the group's backend for tensors of a device type."""
+    name = _backends_of(group).get(device_type, "")
+    if name == "gloo":
+        return _GLOO
+    accelerator = ACCELERATORS.get(device_type)
+    return _COALESCING if accelerator is not None and name in accelerator.coalescing else _NATIVE
 
 
-def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+def device_for_messages(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Return the device if the group has a backend for it, else the current device of a type that it has one for."""
+    backends = _backends_of(group)
+    return device if device.type in backends else current_device(next(iter(backends)))
+
+
+def _backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return device type -> name of the backend."""
-    # torch returns a text such as "cpu:gloo,cuda:nccl". [::2] drops the colon of each pair.
+    # torch returns a text with a pair per device type, such as "cpu:gloo,xpu:xccl". [::2] drops the colon of each pair.
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
@@ -237,11 +348,169 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
         for distance in range(1, size):  # in each round, a rank sends to one rank and receives from another
             to, source = (rank + distance) % size, (rank - distance) % size
             works += [
-                dist.irecv(_movable(parts[source]), group=group, group_src=source, tag=_SLICE_TAG),
-                dist.isend(_movable(slices[to, piece]), group=group, group_dst=to, tag=_SLICE_TAG),
+                _receive(parts[source], group, source, _SLICE_TAG),
+                _send(slices[to, piece], group, to, _SLICE_TAG),
             ]
         wait_for(*works)
         _sum_into(shard[piece], parts, divisor)
+
+
+def _sum_slices_by_node(
+    shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, nodes: Nodes, divisor: int
+) -> None:
+    """Sum this rank's slices of all ranks' buffers in two levels: over the ranks of each node, then over the nodes.
+
+    Local rank l of a node sums the slices of the node's ranks for the ranks l of all nodes, in the dtype of ``shard``,
+    and sends each of these ranks its sum. Both sums are in the order of the ranks. So a node sends one slice per rank
+    and other node. A piece is summed within the node while the sums of the piece before cross the network.
+    """
+    node, local = divmod(group.rank(), nodes.per_node)
+    num, per_node, numel = nodes.num, nodes.per_node, shard.numel()
+    slices = full.view(num, per_node, numel)  # by the node and the local rank of who gets the sum
+    # Bytes per element of a piece: slices from the ranks of this node; sums of this node and of others, for two pieces.
+    piece_bytes = (per_node - 1) * num * full.element_size() + 2 * (2 * num - 1) * shard.element_size()
+    piece_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // piece_bytes)
+    width = min(piece_numel, numel)
+    received = full.new_empty(per_node - 1, num, width)
+    rooms = [
+        (shard.new_empty(num, width), shard.new_empty(num - 1, width))
+        for _ in range(2 if numel > piece_numel else 1)
+    ]
+    crossing: tuple[torch.Tensor, list[torch.Tensor], list[dist.Work | None]] | None = None
+    for number, start in enumerate(range(0, numel, piece_numel)):
+        piece = slice(start, min(start + piece_numel, numel))
+        room = received[:, :, : piece.stop - piece.start]
+        works: list[dist.Work | None] = []
+        for distance in range(1, per_node):
+            to, source = (local + distance) % per_node, (local - distance) % per_node
+            for each in range(num):
+                part = room[source - (source > local), each]
+                works += [
+                    _receive(part, group, node * per_node + source, _SLICE_TAG),
+                    _send(slices[each, to, piece], group, node * per_node + to, _SLICE_TAG),
+                ]
+        wait_for(*works)
+        sums, arriving = (each[:, : piece.stop - piece.start] for each in rooms[number % len(rooms)])
+        for each in range(num):
+            others = room[:, each].unbind()
+            _sum_into(sums[each], [*others[:local], slices[each, local, piece], *others[local:]], 1)
+        if crossing is not None:
+            _finish_sum(*crossing, divisor)
+        works = []
+        for distance in range(1, num):
+            to, source = (node + distance) % num, (node - distance) % num
+            works += [
+                _receive(arriving[source - (source > node)], group, source * per_node + local, _SLICE_TAG),
+                _send(sums[to], group, to * per_node + local, _SLICE_TAG),
+            ]
+        others = arriving.unbind()
+        crossing = shard[piece], [*others[:node], sums[node], *others[node:]], works
+    if crossing is not None:
+        _finish_sum(*crossing, divisor)
+
+
+def _finish_sum(
+    total: torch.Tensor, parts: Sequence[torch.Tensor], works: Sequence[dist.Work | None], divisor: int
+) -> None:
+    wait_for(*works)
+    _sum_into(total, parts, divisor)
+
+
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work | None:
+    return dist.isend(_movable(tensor), group=group, group_dst=to, tag=tag)
+
+
+def _receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work | None:
+    return dist.irecv(_movable(tensor), group=group, group_src=source, tag=tag)
+
+
+def _gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, nodes: Nodes) -> Work:
+    """Gather over nodes: a rank receives the slices of the same local rank of other nodes, and shares them in its node.
+
+        rank l of node n    to rank l of other nodes      its slice, at once
+                            to other ranks of node n      its slice, at once; slices of other nodes, when they arrive
+
+    A thread forwards the latter, so that other ranks need not wait for this rank's caller. With one rank per node there
+    is nothing to forward.
+
+    Args:
+        slices: all ranks' slices, 1-D; this rank's is read, the others are written.
+    """
+    rank, per_node = group.rank(), nodes.per_node
+    node, local = divmod(rank, per_node)
+    peers = [node * per_node + (local + distance) % per_node for distance in range(1, per_node)]
+    works: list[Work | None] = []
+    arriving = []
+    for distance in range(1, nodes.num):
+        to, source = ((node + step) % nodes.num * per_node + local for step in (distance, -distance))
+        arriving.append((slices[source], _receive(slices[source], group, source, _ACROSS_TAG)))
+        works.append(_send(slices[rank], group, to, _ACROSS_TAG))
+    for peer in peers:
+        works.append(_send(slices[rank], group, peer, _OWN_TAG))
+        works.append(_receive(slices[peer], group, peer, _OWN_TAG))
+        for distance in range(1, nodes.num):  # in the order in which the peer forwards them
+            source = (node - distance) % nodes.num * per_node + peer % per_node
+            works.append(_receive(slices[source], group, peer, _FORWARDED_TAG))
+
+    if not peers:
+        return _AllOf([*(work for _, work in arriving), *works])
+
+    def forward() -> None:
+        for part, work in arriving:
+            wait_for(work)
+            works.extend(_send(part, group, peer, _FORWARDED_TAG) for peer in peers)
+        wait_for(*works)
+
+    return _thread_of(group, "gathers").start_call(forward)
+
+
+class _InThread:
+    """A call in another thread; `wait` raises its error."""
+
+    def __init__(self) -> None:
+        self.done: Future[None] = Future()
+
+    def wait(self) -> None:
+        self.done.result()
+
+
+class _CallThread:
+    """A thread that runs calls one after the other.
+
+    There is one per group and kind of collective, because only these are started in the same order on all ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.calls: SimpleQueue[tuple[Callable[[], None], _InThread] | None] = SimpleQueue()
+        # A daemon: a process that ends need not wait for messages that other ranks may never send.
+        threading.Thread(target=self._run, name=f"vescale_fsdp {name}", daemon=True).start()
+
+    def start_call(self, call: Callable[[], None]) -> _InThread:
+        work = _InThread()
+        self.calls.put((call, work))
+        return work
+
+    def _run(self) -> None:
+        while (queued := self.calls.get()) is not None:
+            call, work = queued
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  raised by `wait`
+                work.done.set_exception(error)
+            else:
+                work.done.set_result(None)
+            del queued, call, work  # the thread must not keep buffers alive while it waits
+
+
+def _thread_of(group: dist.ProcessGroup, kind: str) -> _CallThread:
+    threads = _threads.setdefault(group, {})
+    if kind not in threads:
+        threads[kind] = _CallThread(kind)
+        weakref.finalize(group, threads[kind].calls.put, None)  # the thread ends with the group
+    return threads[kind]
+
+
+_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _CallThread]] = weakref.WeakKeyDictionary()
 
 
 def _sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor], divisor: int) -> None:
@@ -276,11 +545,67 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     for start in range(0, numel, piece_numel):
         stop = min(start + piece_numel, numel)
         room, sent = received[:, : stop - start], slices[:, start:stop]
-        wait_for(
-            dist.all_to_all(list(room.unbind()), list(sent.unbind()), group=group, async_op=runs_beside(full))
-        )
+        if (
+            room.numel() == full.numel()
+        ):  # one piece: a call whose cost for the host does not grow with the ranks
+            work = dist.all_to_all_single(received.view(-1), full, group=group, async_op=runs_beside(full))
+        else:
+            work = dist.all_to_all(
+                list(room.unbind()), list(sent.unbind()), group=group, async_op=runs_beside(full)
+            )
+        wait_for(work)
         into = shard[start:stop]
         torch.sum(room, dim=0, dtype=into.dtype, out=into)
+
+
+def _sum_nodes_in_pieces(
+    shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, nodes: Nodes
+) -> None:
+    """Sum as `_sum_in_pieces`, in two levels: an exchange within the node, then a reduce-scatter of the nodes' sums.
+
+    The order of sums over the nodes is the backend's. A piece takes four calls, for any number of ranks. For that its
+    slices are copied together, which costs a pass in the memory of the device: less than calls for single slices of
+    hundreds of ranks.
+    """
+    within, across = _groups_by_node(group, nodes)
+    num, per_node, numel = nodes.num, nodes.per_node, shard.numel()
+    received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
+    piece_numel = received_bytes // (group.size() * full.element_size())
+    piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
+    slices = full.view(num, per_node, numel)
+    buffers = full.new_empty(2, group.size() * min(piece_numel, numel))
+    node_sums = shard.new_empty(num * min(piece_numel, numel))
+    for start in range(0, numel, piece_numel):
+        stop = min(start + piece_numel, numel)
+        sent, received = buffers[:, : group.size() * (stop - start)]
+        sent.view(per_node, num, -1).copy_(slices[:, :, start:stop].transpose(0, 1))
+        wait_for(
+            dist.all_to_all_single(
+                _movable(received), _movable(sent), group=within, async_op=runs_beside(full)
+            )
+        )
+        sums = node_sums[: num * (stop - start)]
+        torch.sum(received.view(per_node, -1), dim=0, dtype=sums.dtype, out=sums)
+        wait_for(
+            reduce_scatter_single(
+                shard[start:stop], sums, op=dist.ReduceOp.SUM, group=across, async_op=runs_beside(full)
+            )
+        )
+
+
+def _groups_by_node(group: dist.ProcessGroup, nodes: Nodes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the ranks of this rank's node, and the same local rank of all nodes. The first call is a collective."""
+    if group not in _node_groups:
+        ranks = dist.get_process_group_ranks(group)
+        node, local = divmod(group.rank(), nodes.per_node)
+        members = ranks[node * nodes.per_node : (node + 1) * nodes.per_node], ranks[local :: nodes.per_node]
+        _node_groups[group] = new_group(group, members[0]), new_group(group, members[1])
+    return _node_groups[group]
+
+
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
@@ -374,6 +699,9 @@ def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
     """Start to reduce a tensor over the ranks, in place; on an accelerator, concurrently with the current stream."""
+    if is_traced(tensor):
+        tensor.copy_(_traced_all_reduce()(tensor, op.name, group.group_name))
+        return None
     return dist.all_reduce(tensor, op, group=group, async_op=True)
 
 
@@ -437,11 +765,64 @@ def break_group(group: dist.ProcessGroup) -> None:
             work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
     if backends - {"gloo"}:
         group.abort()
+    for part in _node_groups.get(group, ()):
+        break_group(part)
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Blocks until all ranks take part."""
+    if is_traced(tensor):
+        return _traced_gather()(tensor, group.group_name)
     flat = tensor.detach().contiguous().view(-1)  # collectives take 1-D contiguous buffers
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     wait_for(all_gather_into(full, flat, group))
     return full.view(-1, *tensor.shape)
+
+
+# -- under torch.compile --------------------------------------------------------------------------------
+
+# torch's collectives write to buffers in place, which the graphs of torch.compile lose (torch 2.13): the buffers are
+# read as if nothing had been received. Graphs contain these operators instead, which return new tensors. They are made
+# when the first one is recorded, because that takes milliseconds.
+
+_Traced = Callable[..., torch.Tensor]
+
+
+@cache
+def _traced_gather() -> _Traced:
+    def compute(tensor: torch.Tensor, group: str) -> torch.Tensor:
+        return gathered(tensor, group_of(group))
+
+    def shape(tensor: torch.Tensor, group: str) -> torch.Tensor:
+        return tensor.new_empty([group_of(group).size(), *tensor.shape])
+
+    return traced_operator("gathered", compute, shape)
+
+
+@cache
+def _traced_all_reduce() -> _Traced:
+    def compute(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        total = tensor.clone()
+        wait_for(all_reduce_in_place(total, getattr(dist.ReduceOp, op), group_of(group)))
+        return total
+
+    def shape(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+    return traced_operator("all_reduced", compute, shape)
+
+
+def traced_operator(name: str, compute: _Traced, shape: _Traced) -> _Traced:
+    """Return an operator that torch.compile records and does not look into.
+
+    Args:
+        name: its name in the namespace ``vescale_fsdp``.
+        compute: runs it. Returns a new tensor, and changes no argument.
+        shape: returns an empty tensor of the result's shape and dtype. Has annotations, as ``compute``.
+    """
+    types = {"torch": torch}  # annotations are text, in the scope of another function
+    for function in (compute, shape):
+        function.__annotations__ = {key: eval(text, types) for key, text in function.__annotations__.items()}
+    operator = torch.library.custom_op(f"vescale_fsdp::{name}", compute, mutates_args=())
+    operator.register_fake(shape)
+    return operator

@@ -17,7 +17,8 @@ The class tree (each class also inherits from the builtin exception that a calle
     |   +-- TransferError                  a state that was not moved between running ranks
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as requested
 
-Warnings with a class of their own, for filters: `PaddingWarning`, `BoundNamesWarning`, `UntriedVersionWarning`.
+Warnings with a class of their own, for filters: `PaddingWarning`, `GatherWarning`, `BoundNamesWarning`,
+`UntriedVersionWarning`.
 
 After one sentence, a message has up to four parts: what was expected, what was got instead, where, and what to do about
 it. The error classes take the parts as arguments, store them as attributes, and build the text. For warnings, `explain`
@@ -181,6 +182,16 @@ class PaddingWarning(UserWarning):
     Examples:
         >>> import warnings
         >>> warnings.simplefilter("error", PaddingWarning)  # too much padding raises
+        >>> warnings.resetwarnings()
+    """
+
+
+class GatherWarning(UserWarning):
+    """An operator gathered a whole sharded tensor on every rank. Given once per operator.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", GatherWarning)  # an implicit gather raises
         >>> warnings.resetwarnings()
     """
 

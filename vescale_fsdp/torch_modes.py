@@ -1,4 +1,5 @@
-"""Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling); memory pools.
+"""Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling); memory pools;
+functions that are compiled where there is a compiler.
 
 Most of these names are private to torch. Only this file and `torch_private` use private names. A tag such as
 "torch 2.11-2.13" gives the versions in which the private name was checked.
@@ -7,7 +8,8 @@ Most of these names are private to torch. Only this file and `torch_private` use
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,8 +19,14 @@ import torch.distributed as dist
 # torch 2.11-2.15: memory that other ranks can access; it has no public name yet.
 import torch.distributed._symmetric_memory as symmetric
 
+# torch 2.11-2.15: what torch.compile records in place of a device mesh.
+from torch._library.fake_class_registry import FakeScriptObject
+
 # torch 2.11-2.13: tensors without values, which FakeTensorMode creates to trace a model or to estimate its memory.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+# torch 2.11-2.15: the tensors that torch.compile records operators with.
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 Given = ParamSpec("Given")
 T = TypeVar("T")
@@ -29,6 +37,16 @@ NULL_CONTEXT = nullcontext()  # re-entrant, so one object can be entered everywh
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a FakeTensor, which has a shape and a dtype but no values (torch 2.11-2.13)."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Return whether operators on a tensor are recorded, or have no values (torch 2.11-2.15)."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def real_object(recorded: T) -> T:
+    """Return the object that torch.compile has replaced while it records a graph, or the object itself."""
+    return recorded.real_obj if isinstance(recorded, FakeScriptObject) else recorded  # type: ignore[no-any-return]
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
@@ -100,14 +118,82 @@ def profiled(label: str, name: str) -> AbstractContextManager[Any]:
     return NULL_CONTEXT
 
 
+# A kernel for the CPU is compiled only for tensors of at least this many elements. For fewer, the compilation, which
+# takes seconds, would cost more than it saves in a long training.
+_COMPILED_NUMEL = 1 << 22
+# Elements per chunk where nothing is compiled. On the CPU, temporary tensors then stay in a core's cache.
+_CHUNK_NUMEL = {"cpu": 1 << 18}
+_LARGE_CHUNK_NUMEL = 1 << 24  # on an accelerator, to launch few kernels
+
+
+class CompiledByRows:
+    """A function of tensors that treats every row alike. It runs as one compiled kernel (Triton, or C++ on the CPU).
+
+    It runs as written on a limited number of rows at a time, so that temporary tensors stay small, if there is no
+    compiler, for small tensors on the CPU, for fake tensors, and inside any other dispatch mode, which must see the
+    operators. Both ways give the same bits.
+
+    Args:
+        function: called as ``function(*rows, *others)`` without gradients; writes its results into its arguments.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._compiled: Callable[..., None] | None = (
+            None  # created at the first use, because torch.compile is slow
+        )
+        self._cannot_compile = False
+
+    def __call__(self, rows: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
+        """Run the function.
+
+        Args:
+            rows: tensors with the same number of rows, which the function may be given in parts.
+            others: tensors that the function is given whole.
+        """
+        first = rows[0]
+        with torch.no_grad(), without_autocast():
+            if self._compiles(first) and self._run_compiled(*rows, *others):
+                return
+            chunk_numel = _CHUNK_NUMEL.get(first.device.type, _LARGE_CHUNK_NUMEL)
+            num_rows = max(1, chunk_numel // max(1, first[:1].numel()))
+            for parts in zip(*(tensor.split(num_rows) for tensor in rows), strict=True):
+                self._function(*parts, *others)
+
+    def _compiles(self, tensor: torch.Tensor) -> bool:
+        if self._cannot_compile or tensor.is_meta or torch._C._len_torch_dispatch_stack():  # torch 2.11-2.13
+            return False
+        return tensor.device.type != "cpu" or tensor.numel() >= _COMPILED_NUMEL
+
+    def _run_compiled(self, *tensors: torch.Tensor) -> bool:
+        """Run the compiled function; return False if it cannot be compiled here."""
+        if self._compiled is None:
+            # Dynamic sizes, because units of all sizes use one kernel.
+            self._compiled = torch.compile(self._function, dynamic=True)
+        try:
+            self._compiled(*tensors)
+        except RuntimeError as error:
+            from torch._dynamo.exc import TorchDynamoException  # torch 2.11-2.13; loaded by torch.compile
+
+            if not isinstance(error, TorchDynamoException):
+                raise
+            self._cannot_compile = True
+            warnings.warn(
+                f"{self._function.__qualname__} runs uncompiled, because torch.compile failed: {error}",
+                stacklevel=2,
+            )
+            return False
+        return True
+
+
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return a `torch.cuda.MemPool` that uses the allocator of a group's NCCL backend (torch 2.11-2.15)."""
+    """Return a memory pool that uses the allocator of a group's NCCL backend (torch 2.11-2.15)."""
     backend: Any = group._get_backend(device)
-    return torch.cuda.MemPool(backend.mem_allocator)
+    return torch.get_device_module(device).MemPool(backend.mem_allocator)
 
 
 def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
+    """Return the memory pool of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
     symmetric.set_backend("NCCL")
     dist.barrier(group=group)  # the first collective of a group creates its communicator
     return symmetric.get_mem_pool(device)

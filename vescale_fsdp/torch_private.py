@@ -14,12 +14,13 @@ tests/house/test_layering.py checks. Three other places depend on private names,
 from __future__ import annotations
 
 import inspect
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime, timedelta, timezone
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     _get_default_store,
     _new_process_group_helper,
+    _resolve_process_group,
     _set_pg_timeout,
     _world,
 )
@@ -138,6 +140,43 @@ foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
+
+
+class References(NamedTuple):
+    """Numbers of references to a tensor."""
+
+    from_autograd: int  # and other parts of torch, and one for Python
+    from_python: int
+
+
+def references_to(tensor: torch.Tensor) -> References:
+    """Return the numbers of references to a tensor (torch 2.11-2.13); those of the caller are counted, too."""
+    owners = tensor._use_count()  # type: ignore[attr-defined]
+    return References(owners, sys.getrefcount(tensor) - (_OWNERS_IN_PYTHON if owners > 1 else 0))
+
+
+def _owners_in_python() -> int:
+    """Return by how much torch's own references to a tensor raise its count in Python: 0, or 1 in newer versions."""
+    tensor = torch.empty(0, requires_grad=True, device="cpu")
+    before = sys.getrefcount(tensor)
+    graph = tensor * 1.0
+    after = sys.getrefcount(tensor)
+    del graph
+    return after - before
+
+
+_OWNERS_IN_PYTHON = _owners_in_python()
+
+
+def num_storage_owners(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects refer to a storage (torch 2.11-2.13)."""
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return,attr-defined]
+
+
+def saves_by_hooks() -> bool:
+    """Return whether hooks replace what autograd saves, as in activation checkpointing (torch 2.11-2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 and 2.12 have only the old names.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -315,6 +354,11 @@ def gloo_group(
     return group  # type: ignore[no-any-return]
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the group with a name, which compiled graphs contain in place of the group (torch 2.11-2.15)."""
+    return _resolve_process_group(name)  # type: ignore[no-any-return, arg-type]
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return the store of a group (torch 2.11-2.15)."""
     return _world.pg_map[group][1]
@@ -478,3 +522,148 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], 
     it must also call the hooks itself.
     """
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+
+
+def restart_group_names() -> None:
+    """Make torch number process groups from 0 again, while there is no default group (torch 2.11-2.15).
+
+    Ranks of a group connect through store keys that contain the group's number. torch counts in each process, and also
+    counts groups that could not be created, so ranks that were in different groups before would not find each other.
+    torch counts from 0 again when a default group is destroyed, so this creates and destroys one.
+    """
+    if _world.group_count:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the time-out of the default group's collectives (torch 2.11-2.15)."""
+    _set_pg_timeout(timeout, None)
+
+
+def rendezvous_handler(
+    backend: Any, name: str, timeout: Any, keep_alive_s: float, missed: int
+) -> _RendezvousHandler:
+    """Return a handler of torch's dynamic rendezvous that opens no ports (torch 2.11-2.15).
+
+    torch's own starts, in the process of rank 0, a store that listens on all addresses of the machine.
+
+    Args:
+        backend: a `RendezvousBackend`, which decides when a round is complete.
+        name: name of this process, without spaces.
+        timeout: a `RendezvousTimeout`.
+        keep_alive_s: seconds between two keep-alives.
+        missed: number of missed keep-alives after which a process is lost.
+    """
+    # Imported here, since only elastic jobs need it.
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    class Handler(DynamicRendezvousHandler):
+        def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+            return _NoServer()
+
+    # The store: torch publishes the address of its server there. `min_nodes`, `max_nodes`: the backend decides.
+    from_backend: Any = Handler.from_backend  # whose stub wants whole seconds
+    made = from_backend("elastic", _NoStore(), backend, 1, 1 << 31, name, timeout, keep_alive_s, missed)
+    return made  # type: ignore[no-any-return]
+
+
+class _RendezvousHandler(Protocol):
+    def next_rendezvous(self) -> Any: ...
+
+    def shutdown(self) -> bool: ...
+
+
+class _NoServer:
+    port = 1  # any: nobody connects
+
+
+class _NoStore(dist.Store):
+    """Takes the address of a server that nobody uses."""
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return b"0"
+
+
+def encode_rendezvous(fields: Mapping[str, Any]) -> bytes:
+    """Return the pickle of a state of torch's dynamic rendezvous, for its handler (torch 2.11-2.15).
+
+    Args:
+        fields: as from `decode_rendezvous`.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+    def node(text: str) -> _NodeDesc:
+        address, pid, local_id = text.split()
+        return _NodeDesc(address, int(pid), int(local_id))
+
+    def time_of(seconds: float) -> datetime:
+        return datetime.fromtimestamp(seconds, UTC)
+
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = fields["round"], fields["complete"], fields["closed"]
+    state.deadline = None if fields["deadline"] is None else time_of(fields["deadline"])
+    state.participants = {node(text): rank for text, rank in fields["participants"].items()}
+    state.wait_list = set(map(node, fields["waiting"]))
+    state.redundancy_list = set(map(node, fields["redundant"]))
+    state.last_heartbeats = {node(text): time_of(seconds) for text, seconds in fields["heartbeats"].items()}
+    return pickle.dumps(state)
+
+
+def decode_rendezvous(state: bytes) -> dict[str, Any]:
+    """Return a state of torch's dynamic rendezvous as values that JSON has (torch 2.11-2.15).
+
+    Times are seconds as given by `time.time`. Nodes are texts: name, process id, and number in the process.
+
+    Args:
+        state: what the handler of this process has pickled; never bytes of another process.
+    """
+    found = pickle.loads(state)
+
+    def text(node: Any) -> str:
+        return f"{node.addr} {node.pid} {node.local_id}"
+
+    return {
+        "round": found.round,
+        "complete": found.complete,
+        "closed": found.closed,
+        "deadline": None if found.deadline is None else found.deadline.timestamp(),
+        "participants": {text(node): rank for node, rank in found.participants.items()},
+        "waiting": sorted(map(text, found.wait_list)),
+        "redundant": sorted(map(text, found.redundancy_list)),
+        "heartbeats": {text(node): beat.timestamp() for node, beat in found.last_heartbeats.items()},
+    }
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Make `torch.compile` treat a dim as of any size, unless its size is 0 or 1 (torch 2.11-2.13)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def any_number_of_compilations() -> AbstractContextManager[None]:
+    """Return a context in which `torch.compile` may compile a function any number of times (torch 2.11-2.13)."""
+    return torch._dynamo.utils.disable_cache_limit()
+
+
+def why_not_compiled(device_type: str) -> str | None:
+    """Return why `torch.compile` cannot compile for a device type on this machine (torch 2.11-2.13); None if it can."""
+    # Imported here, since the compiler's modules take a second to import.
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.utils import is_gpu
+    from torch.utils._triton import has_triton
+
+    init_backend_registration()
+    if get_scheduling_for_device(device_type) is None:
+        return f"torch.compile has no backend for {device_type}"
+    if is_gpu(device_type) and not has_triton():
+        return "Triton is not installed, or does not support this device"
+    try:
+        get_cpp_compiler()  # GPUs too: Triton compiles the code that launches its kernels
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler; install one, or name it in the environment variable CXX"
+    return None

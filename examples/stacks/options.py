@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,3 +42,12 @@ def parse_options(description: str) -> Options:
     parser.add_argument("--save-at", type=int, default=25)
     parser.add_argument("--resume", type=Path)
     return Options(**vars(parser.parse_args()))
+
+
+def write_losses(out: Path, history: Sequence[object]) -> None:
+    """Write what each step gave to OUT/losses.json, on rank 0."""
+    # A file, since lines that several ranks print can run together.
+    if os.environ["RANK"] == "0":
+        file = out / "losses.json"
+        file.write_text(json.dumps(history))
+        print(f"first {history[0]}, last {history[-1]}; all in {file}", flush=True)

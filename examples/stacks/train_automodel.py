@@ -4,13 +4,13 @@
     torchrun --nproc-per-node 3 -m examples.stacks.train_automodel --out /tmp/run2 --resume /tmp/run/step_25
     vescale-convert inspect /tmp/run/step_25
 
-Two micro-batches per step, clipping, a save in the middle; ``--runtime fsdp2`` is the same with stock FSDP2.
-Automodel's recipes and its own model classes need CUDA kernels; its parallelizers, which the line is for, do not.
+Two micro-batches per step, clipping, a save in the middle; OUT/losses.json has each step's loss and norm of gradients.
+``--runtime fsdp2`` is the same with stock FSDP2. Automodel's recipes and its own model classes need CUDA
+kernels; its parallelizers, which the line is for, do not.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from examples.stacks.options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
+from examples.stacks.options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options, write_losses
 from examples.stacks.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.checkpoint import load, save
@@ -100,9 +100,9 @@ def micro_batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    """Train and print the losses."""
-    history = train(parse_options("NeMo Automodel's parallelizers with vescale_fsdp, on CPUs"))
-    print(json.dumps({"first": history[0], "last": history[-1]}))
+    """Train and write the losses."""
+    options = parse_options("NeMo Automodel's parallelizers with vescale_fsdp, on CPUs")
+    write_losses(options.out, train(options))
     dist.destroy_process_group()
 
 

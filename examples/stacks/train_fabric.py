@@ -2,12 +2,13 @@
 
 torchrun --nproc-per-node 2 -m examples.stacks.train_fabric --out demo_output/fabric
 torchrun --nproc-per-node 3 -m examples.stacks.train_fabric --out demo_output/fabric --steps 80 --resume
+
+The losses of rank 0's micro-batches are in OUT/losses.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from examples.llama import Llama
+from examples.stacks.options import write_losses
 from examples.stacks.train_lightning import MICRO_BATCHES, SHAPE, MicroBatches
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.lightning import VescaleFabricStrategy
@@ -105,7 +107,7 @@ def main() -> None:
         run.load(options.out / "checkpoint")
     losses = run.train(options.steps)
     run.save(options.out / "checkpoint")
-    run.fabric.print(json.dumps({"first_loss": losses[0], "last_loss": losses[-1]}))
+    write_losses(options.out, losses)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 
 The one line that is not Lightning's: ``strategy=VescaleStrategy(..)`` in place of ``ModelParallelStrategy(..)``.
 ``configure_model`` imports ``fully_shard`` from torch, as Lightning's documentation has it.
+The losses of rank 0's micro-batches are in OUT/losses.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from examples.corpus import Batches, read_corpus
 from examples.llama import Llama, LlamaShape
+from examples.stacks.options import write_losses
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.lightning import VescaleStrategy
 
@@ -137,8 +138,7 @@ def main() -> None:
     checkpoint = options.out / "last.ckpt"
     trainer, losses = fit(strategy, options.steps, options.out, resume=checkpoint if options.resume else None)
     trainer.save_checkpoint(checkpoint)
-    if trainer.is_global_zero:
-        print(json.dumps({"first_loss": losses[0], "last_loss": losses[-1], "checkpoint": str(checkpoint)}))
+    write_losses(options.out, losses)
 
 
 if __name__ == "__main__":

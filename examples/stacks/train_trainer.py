@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 3 -m examples.stacks.train_trainer --out /tmp/run --resume /tmp/run/checkpoint-25
     vescale-convert inspect /tmp/run/checkpoint-25/pytorch_model_fsdp_0
 
-Two micro-batches per step, clipping, a save in the middle; ``--runtime fsdp2`` is the same with stock FSDP2.
+Two micro-batches per step, clipping, a save in the middle; OUT/losses.json has each step's loss and norm of gradients.
+``--runtime fsdp2`` is the same with stock FSDP2.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stacks.options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
+from examples.stacks.options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options, write_losses
 from examples.stacks.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations import as_fsdp2
@@ -109,9 +109,9 @@ def train(
 
 
 def main() -> None:
-    """Train and print the losses."""
-    history = train(parse_options("transformers' Trainer with vescale_fsdp, on CPUs"))
-    print(json.dumps({"first": history[0], "last": history[-1]}))
+    """Train and write the losses."""
+    options = parse_options("transformers' Trainer with vescale_fsdp, on CPUs")
+    write_losses(options.out, train(options))
     dist.destroy_process_group()
 
 

@@ -3,13 +3,12 @@
     torchrun --nproc-per-node 2 -m examples.stacks.train_trl_lora --out /tmp/run           on CPUs, a few seconds
     torchrun --nproc-per-node 3 -m examples.stacks.train_trl_lora --out /tmp/run --resume /tmp/run/checkpoint-25
 
-Leaves the merged weights in OUT/merged.safetensors, and the adapter in OUT/checkpoint-.., which
-``vescale-convert inspect OUT/checkpoint-25/pytorch_model_fsdp_0`` shows.
+Leaves each step's loss and norm of gradients in OUT/losses.json, the merged weights in OUT/merged.safetensors, and the
+adapter in OUT/checkpoint-.., which ``vescale-convert inspect OUT/checkpoint-25/pytorch_model_fsdp_0`` shows.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
-from examples.stacks.options import GLOBAL_BATCH, Options, parse_options
+from examples.stacks.options import GLOBAL_BATCH, Options, parse_options, write_losses
 from examples.stacks.tiny_llm import CONFIG, Sequences, tiny_llama
 from examples.stacks.train_trainer import Watched, arguments, runtime
 from vescale_fsdp.integrations.peft import merge_and_unload
@@ -95,9 +94,9 @@ def train(
 
 
 def main() -> None:
-    """Train and print the losses."""
-    history = train(parse_options("TRL's SFT with LoRA and vescale_fsdp, on CPUs"))
-    print(json.dumps({"first": history[0], "last": history[-1]}))
+    """Train and write the losses."""
+    options = parse_options("TRL's SFT with LoRA and vescale_fsdp, on CPUs")
+    write_losses(options.out, train(options))
     dist.destroy_process_group()
 
 

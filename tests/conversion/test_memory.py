@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import load, save
 
 MIB = 2**20
@@ -32,7 +32,7 @@ def peak_mib(*command: str) -> float:
     """Peak resident size of a Python command."""
     root = Path(__file__).parents[2]
     watched = [sys.executable, "-c", WATCH, sys.executable, *command]
-    done = subprocess.run(watched, cwd=root, check=True, capture_output=True, text=True)
+    done = run_command(watched, cwd=root, check=True)
     return int(done.stdout) / 1024
 
 
@@ -105,7 +105,7 @@ def test_what_is_asked_of_transformers_is_not_held(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     command = [sys.executable, "-c", ASK, str(tmp_path / "hf"), str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    done = run_command(command, cwd=tmp_path, env=environment, check=True)
     own, child = (int(kib) / 1024 for kib in done.stdout.split())
 
     assert own < 100 and child > 512

@@ -302,7 +302,9 @@ def test_what_is_refused(tmp_path: Path, tensors: Any, options: Any, told: str) 
 def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     """A scale too few would shift all that follow."""
     tensors = {"o.weight": torch.ones(256, 128).to(FP8), "o.weight_scale_inv": torch.ones(3, 1)}
-    with pytest.raises(CorruptCheckpointError, match=r"do not fit(.|\n)*\(3, 1\)(.|\n)*o\.weight"):
+    with pytest.raises(
+        CorruptCheckpointError, check=lambda error: "(3, 1)" in error.got and "o.weight" in error.where
+    ):
         _convert(_folder(tmp_path / "hf", tensors, FP8_CONFIG), dequantize="bf16")
 
 

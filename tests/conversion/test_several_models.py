@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import load as load_native
 from vescale_fsdp.checkpoint import save as save_native
 from vescale_fsdp.checkpoint import verify
@@ -188,7 +189,7 @@ def test_a_repository_holds_one(tmp_path: Path, name: str) -> None:
     """Without a choice there is none; with one it is that model."""
     source = open_source(_save("torch", STATES[name], tmp_path / "src"))
     first = _FIRST.get(name, "generator")
-    with pytest.raises(ConversionError, match=rf"several models(.|\n)*{first}(.|\n)*--model-prefix {first}"):
+    with pytest.raises(ConversionError, check=lambda error: f"--model-prefix {first}" in error.todo):
         convert(source, str(tmp_path / "hf"), "hf")
     assert not (tmp_path / "hf").exists()
     convert(source, str(tmp_path / "hf"), "hf", ConvertOptions(model_prefix=first))
@@ -215,7 +216,7 @@ def test_rules_change_the_chosen_model_alone(tmp_path: Path, name: str, target: 
     source = open_source(_save("torch", STATES[name], tmp_path / "src"))
     out = tmp_path / ("out.pt" if target == "torch" else "out")
     rules: dict[str, Any] = {"rules": str(tmp_path / "r.toml"), "rules_to": "hf"}
-    with pytest.raises(ConversionError, match="several models"):
+    with pytest.raises(ConversionError, check=lambda error: f"--model-prefix {first}" in error.todo):
         convert(source, str(out), target, ConvertOptions(**rules))
     report = convert(source, str(out), target, ConvertOptions(**rules, model_prefix=first))
     assert any("kept their names" in warning for warning in report.warnings)
@@ -256,7 +257,7 @@ def test_an_optimizer_of_nobody_is_refused(tmp_path: Path, others: dict[str, str
         "rules_to": "hf",
         "model_prefix": "generator",
     }
-    with pytest.raises(ConversionError, match=r"may belong to several models(.|\n)*--optimizer drop"):
+    with pytest.raises(ConversionError, check=lambda error: "--optimizer drop" in error.todo):
         convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options))
     convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options, optimizer="drop"))
     assert sorted(torch.load(tmp_path / "o.pt", weights_only=True)) == ["discriminator", "generator"]
@@ -287,7 +288,7 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
         convert(open_source(_save("torch", state, tmp_path / "src")), str(tmp_path / "o.pt"), "torch", chosen)
 
     state = {"generator": {"a": torch.ones(2), "b": torch.ones(3)}, "generator.c": torch.ones(1)}
-    with pytest.raises(ConversionError, match=r"x made twice, from a and from b"):
+    with pytest.raises(ConversionError, check=lambda error: error.got.split()[0] == "x"):
         run(state, ("x", "a"), ("x", "b"), ("y", "c"), model_prefix="generator")
     state = {"a": torch.ones(2), "train_state": {"step": torch.ones(4)}}
     with pytest.raises(ConversionError, match=r"a and train_state\.step become train_state\.step"):
@@ -314,7 +315,7 @@ def test_commands_name_the_models(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "vescale_fsdp.conversion", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_command(command)
 
     found = json.loads(run("inspect", path, "--json").stdout)
     assert found["models"] == ["generator.", "discriminator."] and found["model_prefix"] is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -120,7 +120,7 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
         _convert(str(tmp_path / "dcp"), f"{remote}/dcp")
     other_name = f"{remote}/dcp".replace("s3://", "s3a://").replace("memory://", "memory:///")
     for place in (f"{remote}/dcp", f"{remote}/dcp/inside", remote, other_name):
-        with pytest.raises(ConversionError, match="inside nor around the source"):
+        with pytest.raises(ConversionError, check=lambda error: error.where == place):  # noqa: B023
             _convert(f"{remote}/dcp", place, overwrite=True)
     store = open_store(f"{remote}/out")
     store.commit("pytorch_model.bin", b"old", replace=True)
@@ -144,12 +144,12 @@ def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_p
     def fail(nbytes: int) -> None:
         calls.append(nbytes)
         if len(calls) == 3:
-            raise ConversionError("no more")
+            raise ConversionError("planted")
 
     options = ConvertOptions(
         max_shard_bytes=450_000, overwrite=True, memory_budget_bytes=4 * 2**20, threads=1
     )
-    with pytest.raises(ConversionError, match="no more"):
+    with pytest.raises(ConversionError, match="planted"):
         convert(open_source(str(tmp_path / "1")), target, "hf", options, progress=fail)
     left = open_store(target)
     values = {load(left.read(name)).popitem()[1][0].item() for name in left.list_files()}
@@ -181,7 +181,7 @@ def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source, target = str(tmp_path / "dcp"), f"{s3}/{tmp_path.name}/hf"
     command = [sys.executable, "-c", KILLED, source, target]
-    dead = subprocess.run(command, check=False, cwd=Path(__file__).parents[2])
+    dead = run_command(command, cwd=Path(__file__).parents[2])
     assert dead.returncode == -signal.SIGKILL
     left = open_store(target).list_files()
     assert "model.safetensors.index.json" not in left and any(name.endswith(".safetensors") for name in left)
@@ -217,7 +217,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ends = []
     for index, moment in (("0", "4"), ("1", "1000"), ("0", "1000"), ("1", "1000")):
         command = [sys.executable, "-c", script, source, target, index, moment]
-        ends.append(subprocess.run(command, capture_output=True, text=True, check=False))
+        ends.append(run_command(command))
     assert all(end.returncode == -signal.SIGKILL for end in ends), [end.stderr for end in ends]
     files = [
         file for file in fsspec.filesystem("s3").ls(target, detail=False) if file.endswith(".safetensors")
@@ -236,7 +236,7 @@ def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pyte
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     fsspec.filesystem("s3").clear_instance_cache()
-    with pytest.raises(ConnectionError, match=r"EndpointConnectionError(.|\n)*credentials and the network"):
+    with pytest.raises(ConnectionError, match=r"\bEndpointConnectionError\b"):
         open_source("s3://nowhere/x")
     fsspec.filesystem("s3").clear_instance_cache()
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_reached_is_one_message(
     dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = open_source(str(tmp_path / "dcp"))
     failures = _failing(monkeypatch, method, error, 99)
-    with pytest.raises(ConnectionError, match=rf"{error}(.|\n)*memory://(.|\n)*credentials and the network"):
+    with pytest.raises(ConnectionError, match=rf"{error}(.|\n)*memory://never"):
         convert(source, f"memory://never-{tmp_path.name}", "hf")
     assert len(failures) == (1 if isinstance(error, _ClientError) else 5)
 
@@ -311,7 +311,7 @@ def test_a_source_that_fails_is_not_taken_for_the_target(
         raise OSError(errno.EIO, "Input/output error", name)
 
     monkeypatch.setattr(LocalStorage, "read_into", fails)
-    with pytest.raises(OSError, match=r"Input/output error.*distcp") as caught:
+    with pytest.raises(OSError, match=r"\bdistcp\b", check=lambda error: error.errno == errno.EIO) as caught:
         convert(source, f"{remote}/out", "hf")
     assert len(failures) == 1 and caught.value.errno == errno.EIO
 
@@ -323,8 +323,9 @@ def test_other_names_of_the_disk(tmp_path: Path) -> None:
     for number, protocol in enumerate(("file", "local")):
         _convert(f"{protocol}://{tmp_path}/a", f"{protocol}://{tmp_path}/deep/{number}")
         assert os.listdir(tmp_path / "deep" / str(number)) == ["model.safetensors"]
-        with pytest.raises(ConversionError, match="inside nor around the source"):
-            _convert(str(tmp_path / "a"), f"{protocol}://{tmp_path}/a/b")
+        target = f"{protocol}://{tmp_path}/a/b"
+        with pytest.raises(ConversionError, check=lambda error: error.where == target):  # noqa: B023
+            _convert(str(tmp_path / "a"), target)
 
 
 def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +335,7 @@ def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            with pytest.raises(ConversionError, match="does not support reads of parts"):
+            with pytest.raises(ConversionError, check=lambda error: "http" in error.where):
                 open_source(f"http://127.0.0.1:{server.server_port}/model.safetensors")
         finally:
             server.shutdown()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,13 +26,12 @@ def test_a_rank_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
         "--seq-len",
         "16",
     ]
-    done = subprocess.run(
+    done = run_command(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=500,
+        timeout_s=500,
+        logs=lambda: tmp_path.glob("log*"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill -9" in done.stdout and "enough seen" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+
+from tests.support.processes import run_command
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "vescale_fsdp", "checkpoint", "conversion"]
@@ -34,7 +35,7 @@ def failures(check: Callable[[Case], object], cases: Iterable[Case]) -> str:
 def run(*command: str, cwd: Path, python_path: str = "") -> str:
     """Standard output of a command that must succeed; PYTHONPATH is only what is asked for."""
     environment = {**os.environ, "PYTHONPATH": python_path}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_command(command, cwd=cwd, env=environment, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

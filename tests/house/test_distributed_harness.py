@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import RankError, RankTimeout, cpu_mesh, run_cases, run_fresh, run_ranks
+from tests.support.processes import run_command, wait_until
 
 
 def _rank_and_sum(base: int) -> tuple[int, int, int]:
@@ -170,18 +170,9 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphan.py"
     script.write_text(_ORPHAN)
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=120,
+    done = run_command(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root}, check=True, timeout_s=120
     )
     pids = [int(pid) for pid in done.stdout.split()]
-    deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-
     assert len(pids) == 2
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"the end of {pids}", limit_s=30)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.house.conftest import ROOT, failures
+from tests.support.processes import run_command
 
 PACKAGES = [
     f"vescale_fsdp{name}" for name in ("", ".checkpoint", ".conversion", ".elastic", ".layout", ".transfer")
@@ -35,7 +35,7 @@ assert package.convert is convert is sys.modules["vescale_fsdp.conversion.conver
 def run(code: str) -> str:
     """What a fresh interpreter prints."""
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return run_command(command, cwd=ROOT, check=True).stdout
 
 
 def test_a_function_named_like_its_module_stays_the_function() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import venv
 import zipfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.conftest import run
+from tests.support.processes import run_command
 from tools.torchrun_job import Job
 
 SCRIPT = Path(__file__).with_name("user_script.py")
@@ -71,7 +71,7 @@ def test_mypy_strict(installed: Path) -> None:
         str(installed / ".venv/bin/python"),
     ]
     command = [sys.executable, "-m", "mypy", *options, "user_script.py", "mistakes.py"]
-    done = subprocess.run(command, cwd=installed, capture_output=True, text=True)
+    done = run_command(command, cwd=installed)
     reports = [line.split(":", 2) for line in done.stdout.splitlines() if ": error:" in line]
 
     assert {(file, int(line)) for file, line, _ in reports} == mistaken_lines(), done.stdout + done.stderr
@@ -81,7 +81,7 @@ def test_pyright(installed: Path) -> None:
     """pyright reports every mistake, and nothing else."""
     options = ["--outputjson", "--pythonpath", str(installed / ".venv/bin/python")]
     command = [sys.executable, "-m", "pyright", *options, "user_script.py", "mistakes.py"]
-    done = subprocess.run(command, cwd=installed, capture_output=True, text=True)
+    done = run_command(command, cwd=installed)
     reports = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
     found = {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in reports}
 
@@ -100,6 +100,6 @@ def test_types_come_from_the_wheel(installed: Path) -> None:
 def test_the_script_runs(tmp_path: Path) -> None:
     """The calls that type-check are calls that work."""
     shutil.copy(SCRIPT, tmp_path / "user_script.py")
-    Job("user_script", 2, [str(tmp_path / "out")], tmp_path / "log", folder=tmp_path).wait()
+    Job("user_script", 2, [str(tmp_path / "out")], tmp_path / "logs", folder=tmp_path).wait()
 
     assert (tmp_path / "out" / "hf" / "model.safetensors").stat().st_size > 0

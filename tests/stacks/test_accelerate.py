@@ -161,7 +161,7 @@ def test_a_model_sharded_by_hand(chosen: str) -> None:
 
 def test_installed_before_accelerate_is_imported(tmp_path: Path) -> None:
     """The order of imports is the user's."""
-    Job("tests.stacks.jobs.installed_first_job", 2, ["--out", str(tmp_path)], tmp_path / "log").wait()
+    Job("tests.stacks.jobs.installed_first_job", 2, ["--out", str(tmp_path)], tmp_path / "logs").wait()
     _check_by_hand([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
 
 

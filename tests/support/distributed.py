@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +99,11 @@ class _Call(NamedTuple):
     rank: int
     world_size: int
     timeout_s: float
+    backend: Callable[[], str]
+
+
+def _gloo() -> str:
+    return "gloo"
 
 
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -162,6 +168,16 @@ def _each(fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]
     return results
 
 
+def forkserver() -> ForkServerContext:
+    """Return what starts processes from one that has imported torch, and nothing of this package.
+
+    Python has one such server in a process, with the modules that were set first: so all tests use this.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    return context
+
+
 def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> None:
     """Call ``fn(*args)`` in a process of its own, which has imported torch and nothing of this package.
 
@@ -173,9 +189,7 @@ def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> No
     Raises:
         AssertionError: if the process does not end with status 0 in time; its traceback is on stderr.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
-    process = context.Process(target=fn, args=args, daemon=True)
+    process = forkserver().Process(target=fn, args=args, daemon=True)
     process.start()
     process.join(timeout_s)
     status = process.exitcode
@@ -185,7 +199,8 @@ def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> No
 
 def close_pool() -> None:
     """End all workers; the next call forks new ones."""
-    _pool.close()
+    for pool in _pools:
+        pool.close()
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -247,11 +262,17 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
     return [results[rank] for rank in range(world_size)]
 
 
-class _Pool:
-    """The workers, and the key-value store over which they meet."""
+class Pool:
+    """The workers, and the key-value store over which they meet.
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+    Args:
+        backend: called in each worker before a call; returns the backend of the call's process group.
+    """
+
+    def __init__(self, backend: Callable[[], str] = _gloo) -> None:
+        self._backend = backend
+        _pools.append(self)
+        self._context = forkserver()
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -266,7 +287,9 @@ class _Pool:
         self._num_calls += 1
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            call = _Call(sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s)
+            call = _Call(
+                sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s, self._backend
+            )
             worker.pipe.send(call)
             worker.pipe.send_bytes(payload)
         results, errors = self._collect(workers, timeout_s)
@@ -289,7 +312,6 @@ class _Pool:
         if self._store is None or self._folder is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-            self._context.set_forkserver_preload(list(_PRELOAD))
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
             stack_file = Path(self._folder.name) / f"rank{len(self._workers)}"
@@ -383,7 +405,8 @@ def _rank_error(errors: dict[int, _Failure], missing: list[int], stacks: str) ->
     return RankError(first, "\n".join(lines))
 
 
-_pool = _Pool()
+_pools: list[Pool] = []
+_pool = Pool()
 atexit.register(close_pool)
 
 
@@ -450,7 +473,7 @@ def _process_group(call: _Call) -> Iterator[dist.Store]:
     """A default process group for one call and the store it met over; closing it wakes ranks that wait for this one."""
     store = dist.PrefixStore(call.store_prefix, _client(call.store_port))
     dist.init_process_group(
-        "gloo",
+        call.backend(),
         store=store,
         rank=call.rank,
         world_size=call.world_size,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_command
 from tools.bench.parts.model_shapes import LAYERS
 from tools.bench.planner import fsdp2_padding, lcm_padding, measure, rows_of
 from vescale_fsdp.layout.geometry import numel_of
@@ -67,7 +67,7 @@ def test_json_of_a_run(tmp_path: Path) -> None:
     tool = Path(__file__).parents[2] / "tools" / "bench" / "planner.py"
     options = ["--models", "gpt-oss", "--granularity", "rows:32", "--shards", "64,1024", "--json", str(file)]
 
-    done = subprocess.run([sys.executable, str(tool), *options], capture_output=True, text=True, check=True)
+    done = run_command([sys.executable, str(tool), *options], check=True)
 
     *rows, machine = json.loads(file.read_text())
     assert "gpt-oss-120B, 17 tensors, rows:32" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from examples.corpus import Batches, read_corpus
 from examples.llama import LlamaShape
 from examples.train import Trainer, digests
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.processes import run_command
 from tools.demo import FIRST_STEP_BOUND, LATER_STEPS_BOUND
 from tools.torchrun_job import losses_of
 from vescale_fsdp import Rows
@@ -126,18 +126,13 @@ def test_demo_from_start_to_end(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     # Under `make test` this make is a make's child: it must not take over its options, nor say where it is.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    recipe = subprocess.run(
-        ["make", "--no-print-directory", "-n", "demo"],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+    recipe = run_command(
+        ["make", "--no-print-directory", "-n", "demo"], cwd=root, env=environment, check=True
     )
     _, *arguments = recipe.stdout.splitlines()[-1].split()  # what `make demo` runs, after the interpreter
     command = [sys.executable, *arguments, "--steps", "16", "--save-at", "5", "--lost", "4"]
     command += ["--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
+    done = run_command(command, cwd=root, timeout_s=900)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  ok: ") == 7

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutate.mutants import Mutant, draw, mutants_of, product_files
+from tools.mutate.mutants import Mutant, draw, mutants_of, product_files, shared
 from tools.mutate.running import compare, cover, run
 
 PRODUCT = '''"""é: columns of syntax trees are bytes, offsets are characters."""
@@ -63,6 +63,24 @@ def test_mutants_change_one_place_each(checkout: Path) -> None:
     }  # fmt: skip
     assert product_files(checkout) == ["vescale_fsdp/__init__.py", "vescale_fsdp/sizes.py"]
     assert draw(checkout, 5, seed=1) == draw(checkout, 5, seed=1) != draw(checkout, 5, seed=2)
+
+
+def test_mutants_of_functions_that_two_checkouts_share(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """At their places in both; a function that differs has none."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "vescale_fsdp").mkdir()
+    text = "def first():\n    return 1\n\n" + PRODUCT[PRODUCT.index("def") :].replace("Whether", "If")
+    (other / "vescale_fsdp/sizes.py").write_text(text)
+    (checkout / "vescale_fsdp/sizes.py").write_text(PRODUCT + "\ndef first():\n    return 2\n")
+
+    pairs = shared(checkout, other)
+
+    assert {one.after for one, _ in pairs} == {one.after for one in mutants_of("", PRODUCT)}
+    for one, same in pairs:
+        assert text[same.offset :].startswith(one.before) and same.after == one.after
+        assert text[same.offset :].count("\n") == PRODUCT[one.offset :].count("\n")
 
 
 def test_a_mutant_is_killed_by_the_tests_that_execute_it(checkout: Path) -> None:

@@ -11,13 +11,16 @@ mutant's block of statements: those of the mirrored file first, then the quickes
 the end it runs every test that failed once more, without the mutant: one that fails there too has killed nothing.
 
 To compare two suites on one product, draw the mutants once, and run them in two checkouts that differ in ``tests/``
-only (``--root``). Packages for mutation tests do not see which test the code of a warm rank ran for; here every process
-of a test loads the product through `tools.mutate.loading`.
+only (``--root``). Where the product has changed too, ``share`` draws mutants of the functions that both have.
+
+Packages for mutation tests do not see which test the code of a warm rank ran for; here every process of a test loads
+the product through `tools.mutate.loading`.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,21 @@ def main() -> None:
 def draw(out: Path, count: int, seed: int, root: Path) -> None:
     """Draw mutants of the product."""
     _write(out, [mutant._asdict() for mutant in mutants.draw(root, count, seed)])
+
+
+@main.command()
+@click.argument("other", metavar="CHECKOUT", type=_FILE)
+@click.argument("out", type=_FILE)
+@click.argument("other_out", type=_FILE)
+@click.option("--count", default=100, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@_ROOT
+def share(other: Path, out: Path, other_out: Path, count: int, seed: int, root: Path) -> None:
+    """Draw mutants of functions that another checkout has too; write them for both."""
+    pairs = mutants.shared(root.resolve(), other.resolve())
+    chosen = random.Random(seed).sample(pairs, min(count, len(pairs)))
+    _write(out, [pair[0]._asdict() for pair in chosen])
+    _write(other_out, [pair[1]._asdict() for pair in chosen])
 
 
 @main.command()

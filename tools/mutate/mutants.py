@@ -177,3 +177,40 @@ def draw(root: Path, count: int, seed: int) -> list[Mutant]:
     """
     every = [mutant for file in product_files(root) for mutant in mutants_of(file, (root / file).read_text())]
     return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def shared(root: Path, other: Path) -> list[tuple[Mutant, Mutant]]:
+    """Mutants of functions that two checkouts have with the same code, each at its place in both.
+
+    They compare the suites of two commits, each on the product that it was written for. Comments and docstrings may
+    differ.
+    """
+    pairs: dict[
+        Mutant, Mutant
+    ] = {}  # by the first: a nested function's mutants are found in the outer one too
+    for file in product_files(root):
+        if (other / file).exists():
+            theirs = _by_function(file, (other / file).read_text())
+            ours = _by_function(file, (root / file).read_text())
+            pairs |= {mutant: theirs[place] for place, mutant in ours.items() if place in theirs}
+    return list(pairs.items())
+
+
+def _by_function(file: str, text: str) -> dict[tuple[str, int], Mutant]:
+    """Mutants by the code of a function, without docstrings, and their number in it; nested functions included."""
+    placed: dict[tuple[str, int], Mutant] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            finder = _Finder(file, text)
+            finder.visit(node)
+            code = ast.dump(_WithoutDocstrings().visit(node))
+            placed |= {(code, number): mutant for number, mutant in enumerate(finder.mutants)}
+    return placed
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    """Removes texts that stand alone."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """None for a text: it is removed."""
+        return None if isinstance(node.value, ast.Constant) else node

@@ -34,11 +34,11 @@ from vescale_fsdp.dtensor.spec import (
     group_ranks_in,
     inner_box,
     is_ragged_spec,
-    local_shape,
     make_spec,
     piece_of,
     piece_text,
     ragged_axis,
+    shape_of_local,
     spec_with,
 )
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
@@ -83,6 +83,8 @@ class RaggedDTensor(DTensor):
     Attributes:
         layout_ref: the layout of the tensor's group and the tensor's name in this layout; None for a tensor that the
             planner did not lay out. Elementwise results inherit it, so optimizer state has a layout, too.
+        keeps_grad_placed: whether a hook brings the tensor's gradient to the tensor's placements.
+        is_expanded: whether the tensor is the result of ``expand``, which may not be written to.
         shown_to_torchao: this rank's piece as a tensor of the user's class, for a parameter whose class has all-gather
             hooks; None for all other tensors.
 
@@ -96,6 +98,8 @@ class RaggedDTensor(DTensor):
     """
 
     layout_ref: tuple[GroupLayout, str] | None = None
+    keeps_grad_placed: bool = False
+    is_expanded: bool = False
     shown_to_torchao: torch.Tensor | None = None
 
     @staticmethod
@@ -134,7 +138,7 @@ class RaggedDTensor(DTensor):
             PlacementError: if the size of the piece does not match the placement.
         """
         spec = make_spec(device_mesh, tuple(placements), torch.Size(shape), local_tensor.dtype)
-        expected = _shape_of_piece(spec)
+        expected = shape_of_local(spec)
         if tuple(local_tensor.shape) != expected or not local_tensor.is_contiguous():
             raise PlacementError(
                 "The local tensor is not this rank's piece.",
@@ -333,8 +337,9 @@ class RaggedDTensor(DTensor):
         clone = memo[id(self)] = _rebuild(
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
-        # Attributes of the user are copied, but not `shown_to_torchao`: it is a view of this tensor's memory.
-        for name in vars(self).keys() - {"shown_to_torchao"}:
+        # Attributes of the user are copied. Not copied are `shown_to_torchao`, a view of this tensor's memory, and the
+        # mark of a hook, which the copy does not have.
+        for name in vars(self).keys() - {"shown_to_torchao", "keeps_grad_placed"}:
             # setdefault keeps what `_rebuild` has set.
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
@@ -389,12 +394,6 @@ def _rebuild(
     """Return an unpickled or copied tensor. Pickles contain this function's name."""
     tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
-def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
-    """Return the shape of this rank's local tensor."""
-    axis, placement = ragged_axis(spec.placements)
-    return local_shape(placement, inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
 
 
 def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
@@ -462,7 +461,7 @@ def distribute_tensor(
     if src_data_rank is None:
         start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
         # Cloned, because a view would keep the full tensor in memory.
-        local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
+        local = part.view(-1)[start:stop].clone().view(shape_of_local(spec))
     else:
         # The source owns everything. All other ranks of the ragged axis own nothing, and so pass no elements.
         owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))

@@ -25,7 +25,8 @@ The functions take and return local tensors; `vescale_fsdp.dtensor.ragged_dtenso
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -40,19 +41,24 @@ from vescale_fsdp.collectives import (
     broadcast_in_place,
     reduce_in_place,
     reduce_scatter_into,
+    traced_operator,
     wait_for,
 )
+from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import (
     inner_box,
     is_ragged_spec,
     local_shape,
+    make_spec,
     ragged_axis,
     replaced,
+    shape_of_local,
     spec_with,
 )
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of, whole_box
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_modes import is_traced, real_object
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
 # A redistribution as a generator: it yields each collective that the caller must wait for, and returns the new local
@@ -127,12 +133,16 @@ def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTens
     return Redistribution(_move(local.detach(), source, target))  # autograd is in `ragged_dtensor`
 
 
-def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def redistribute_local(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, call: str = ""
+) -> torch.Tensor:
     """Redistribute a tensor from ``source`` to ``target``.
 
     Args:
         local: this rank's part of the tensor under ``source``.
         source, target: specs with the same mesh and the same global shape.
+        call: if not empty, the ranks of the mesh meet before they communicate (see the module `meeting`), except while
+            torch.compile records: then the graph has them meet.
 
     Returns:
         The local tensor under ``target``. It shares no memory with ``local``, unless nothing changes.
@@ -140,7 +150,37 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     Raises:
         PlacementError: as for `start_redistribution`.
     """
+    if is_traced(local) and source.placements != target.placements:
+        return _traced_redistribution()(local, _registered(source, target, call))
+    if call:
+        meet(source.mesh, call)
     return start_redistribution(local, source, target).wait()
+
+
+# Arguments of `redistribute_local` by the text that stands for them in graphs of torch.compile.
+_registry: dict[str, tuple[DTensorSpec, DTensorSpec, str]] = {}
+
+
+def _registered(source: DTensorSpec, target: DTensorSpec, call: str) -> str:
+    """Return a text that stands for two specs in a graph, which cannot contain them."""
+    meta, mesh = source.tensor_meta, real_object(source.mesh)
+    assert meta is not None
+    source, target = (make_spec(mesh, spec.placements, meta.shape, meta.dtype) for spec in (source, target))
+    names = [group.group_name for group in mesh.get_all_groups()]
+    text = f"{tuple(meta.shape)} {meta.dtype} {source.placements} to {target.placements} on {names} {call}"
+    _registry[text] = source, target, call
+    return text
+
+
+@cache
+def _traced_redistribution() -> Callable[..., torch.Tensor]:
+    def compute(local: torch.Tensor, arguments: str) -> torch.Tensor:
+        return redistribute_local(local, *_registry[arguments])
+
+    def shape(local: torch.Tensor, arguments: str) -> torch.Tensor:
+        return local.new_empty(shape_of_local(_registry[arguments][1]))
+
+    return traced_operator("redistributed", compute, shape)
 
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:

@@ -244,6 +244,15 @@ def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tupl
     return tuple(shape) if not placement.dims and placement.units[rank] else (numel,)
 
 
+def shape_of_local(spec: DTensorSpec) -> tuple[int, ...]:
+    """Return the shape of this rank's local tensor."""
+    sizes = inner_box(spec).sizes
+    if not is_ragged_spec(spec.placements):
+        return sizes
+    axis, placement = ragged_axis(spec.placements)
+    return local_shape(placement, sizes, spec.mesh.get_local_rank(axis))
+
+
 # -- in words -----------------------------------------------------------------------------------------
 
 

@@ -1,25 +1,31 @@
-"""Closes the connections of gloo groups, so that all ranks notice at once that a rank has left.
+"""Ends the waits of gloo: closes the connections of its groups, and abandons a group that forms.
 
 The kernel closes the connections of a killed process, so ranks that wait for that process get an error and leave the
-step. Other ranks wait for a rank that has left the step but still lives, and get no error. torch's gloo groups have no
-abort (2.13). Destroying a group waits for its pending collectives, which may wait, until the time-out, for ranks that
-are destroying the group too. So a rank that leaves an epoch closes all connections of its gloo groups itself, by their
-file descriptors. All ranks then leave within milliseconds.
+step. Other ranks wait for a rank that has left the step but still lives, and get no error. Destroying a group waits for
+its pending collectives, which may wait, until the time-out, for ranks that are destroying the group too. So a rank that
+leaves an epoch closes all connections of its gloo groups itself, by their file descriptors. All ranks then leave within
+milliseconds.
 
 gloo's connections are recognized by their epoll instance. Every gloo group has one epoll instance, for a listening
-socket, its connections and a pipe. No other library in a training process mixes these: asyncio has a pair of sockets,
-libuv and tokio have an eventfd instead of the pipe. Only Linux lists the files of an epoll instance. On other systems
-ranks leave when the group's time-out ends.
+socket, its connections and a pipe. No other library in a training process mixes these and nothing else: asyncio has a
+pair of sockets; libuv, on which torch's stores run, and tokio have an eventfd. Only Linux lists the files of an epoll
+instance. On other systems ranks leave when the group's time-out ends.
+
+No method of a gloo group wakes a collective that waits: in torch 2.13, `abort` and `shutdown` of its backend return at
+once, and the collective ends with its time-out. torch 2.11 and 2.15 declare the same methods.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
 import stat
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Thread
 
 _FDS = Path("/proc/self/fd")
 _FDINFO = Path("/proc/self/fdinfo")
@@ -36,8 +42,8 @@ def close_gloo_connections() -> int:
         with ExitStack() as opened:
             copies = [opened.enter_context(copy) for fd in watched if (copy := _tcp_socket(fd)) is not None]
             listening = {copy for copy in copies if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-            # Of the libraries in a training process, only gloo watches a listening socket and a pipe together.
-            if listening and any(map(_is_pipe, watched)):
+            # An eventfd: the server of a torch store, whose epoll instance also has a listening socket and a pipe.
+            if listening and any(map(_is_pipe, watched)) and not any(map(_is_eventfd, watched)):
                 for connection in set(copies) - listening:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed the connection already
@@ -80,3 +86,45 @@ def _is_pipe(fd: int) -> bool:
     with suppress(OSError):  # the file was closed after it was listed
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False
+
+
+def _is_eventfd(fd: int) -> bool:
+    """Return whether a file descriptor is an eventfd; False if it was closed."""
+    with suppress(OSError):  # the file was closed after it was listed
+        return os.readlink(_FDS / str(fd)) == "anon_inode:[eventfd]"
+    return False
+
+
+class Interruptible:
+    """A call in a thread of its own, which can be abandoned.
+
+    Args:
+        call: the call; it starts at once.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._error: BaseException | None = None
+        # A daemon thread, because a call that was abandoned must not keep the process from exiting.
+        self._thread = Thread(target=self._run, name="elastic-forming", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001  raised by `has_ended`
+            self._error = error
+
+    def has_ended(self, within_s: float) -> bool:
+        """Return whether the call ends within a time. Raises its error."""
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def interrupt(self) -> None:
+        """Make the call raise an exception as soon as it returns to Python code, so that it changes nothing later."""
+        thread_id = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -28,14 +29,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.manager import CheckpointManager
-from vescale_fsdp.elastic.connections import close_gloo_connections
+from vescale_fsdp.elastic.connections import Interruptible, close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_model, renew_optimizer
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.data_mesh import default_mesh
-from vescale_fsdp.torch_private import forget_meshes
+from vescale_fsdp.torch_private import forget_meshes, restart_group_names, set_default_timeout
 
 _logger = logging.getLogger("vescale_fsdp")
-_POLL_S = 0.02  # pause between two requests to the store
+_POLL_S = 0.02  # pause between two looks at a group that forms
+_FORMING = timedelta(
+    seconds=10
+)  # time-out of a group that forms: a thread that was abandoned ends after five of these
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class ElasticJob:
             fully_shard(model, mesh=mesh)
             return TrainingState(model, torch.optim.AdamW(model.parameters()), {"data": data})
 
-        def checkpoints(num_ranks):
+        def checkpoints(num_ranks, num_nodes):
             ram = RamTier("run", replicas=1)
             return CheckpointManager(root, save_policy=EverySteps(100), ram=ram)
 
@@ -110,13 +115,17 @@ class ElasticJob:
         build: makes the model and its optimizer. It must not communicate, since it is called in the first epoch of each
             process, which other processes may have passed. It must give the same weights in all processes. It is called
             again in every epoch that finds no saved step, to start from initial weights: in a new job, twice at first.
-        checkpoints: makes the checkpoint manager of an epoch, for a number of ranks. With a RAM tier of interval 1 and
-            ``replicas=1``, the loss of a node costs only the current step.
+        checkpoints: makes the checkpoint manager of an epoch, for a number of ranks and a number of machines. With a
+            RAM tier of interval 1 and ``replicas=1``, the loss of a node costs only the current step. On one node, the
+            tier keeps no copies, and warns.
         make_mesh: makes the mesh of an epoch, for a number of ranks. Default: a 1-D mesh of all ranks.
         backend: the backend of process groups. Default: torch's choice.
         timeout_s: the time-out of process groups: how long ranks wait for a rank whose connections stay open (a machine
             without power, a process that hangs). No step may take longer.
-        max_retries: maximum number of errors without a finished step between them. The next error is raised.
+        on_epoch: called with this job in every epoch, when its state is restored, before its first step: for what
+            depends on the ranks and is not in ``TrainingState.more``. It may communicate.
+        max_retries: maximum number of errors without a finished step or a lost member between them. The next error is
+            raised.
 
     Attributes:
         rank, num_ranks: the rank of this process and the number of ranks, in the current epoch.
@@ -134,19 +143,22 @@ class ElasticJob:
         self,
         membership: Membership,
         build: Callable[[DeviceMesh], TrainingState],
-        checkpoints: Callable[[int], CheckpointManager],
+        checkpoints: Callable[[int, int], CheckpointManager],
         *,
         make_mesh: Callable[[int], DeviceMesh] | None = None,
         backend: str | None = None,
         timeout_s: float = 60.0,
+        on_epoch: Callable[[ElasticJob], None] | None = None,
         max_retries: int = 5,
     ) -> None:
         self._membership, self._build, self._checkpoints = membership, build, checkpoints
         # The argument is not needed: the default mesh has all ranks of the epoch's default group.
         self._make_mesh = make_mesh or (lambda num_ranks: default_mesh())
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
+        self._on_epoch = on_epoch
+        self._has_trained = False  # whether this process has finished a step
         self._manager: CheckpointManager | None = None
-        self._store: dist.Store | None = None
+        self._excepthook = sys.excepthook
         self.training: TrainingState | None = None
         self.mesh: DeviceMesh | None = None
         self.rank, self.num_ranks = 0, 0
@@ -161,32 +173,70 @@ class ElasticJob:
             num_steps: number of steps of the whole job.
 
         Raises:
-            LifecycleError: if too few processes join an epoch.
-            RuntimeError: the last error, after more than ``max_retries`` errors without a finished step between them.
+            LifecycleError: if too few processes join an epoch, or the membership's store is lost and does not come
+                back in time.
+            RuntimeError: the last error, after more than ``max_retries`` errors without a finished step or a lost
+                member between them.
         """
         num_failures = 0
+        members: tuple[str, ...] = ()  # of the last epoch
+        failure: RuntimeError | None = None  # the error that ended the last epoch
         try:
             while True:
                 quorum = self._membership.wait()
+                # If a member was lost, the error was not this rank's.
+                num_failures = num_failures + 1 if failure is not None and members == quorum.members else 0
+                if failure is not None and num_failures > self._max_retries:
+                    raise failure
+                members, failure = quorum.members, None
                 try:
                     step = self._begin_epoch(quorum)
                     while step < num_steps and not self._membership.has_changed():
                         train_step(self, step)
                         step += 1
                         self._save(step)
-                        num_failures = 0
+                        num_failures, self._has_trained = 0, True
                     if step >= num_steps:
                         return self._finish()
                 # torch raises RuntimeError if a connection is lost. Other errors end the job.
                 except RuntimeError as error:
-                    num_failures += 1
-                    if num_failures > self._max_retries:
-                        raise
+                    failure = error
+                    traceback.clear_frames(
+                        error.__traceback__
+                    )  # else it keeps groups, and so their files, alive
                     _logger.warning("rank %d leaves its epoch: %s", self.rank, error)
                 self._end_epoch()
         finally:  # also after the last step and after an error; ending an epoch twice does no harm
             self._end_epoch()
             self._membership.leave()
+
+    def _form(self, quorum: Quorum) -> None:
+        """Create the default process group of an epoch, unless a member is lost meanwhile.
+
+        gloo cannot be interrupted while it waits for a rank to connect. So a thread creates the group, and is abandoned
+        if a member is lost.
+        """
+        restart_group_names()  # the store is the epoch's, so numbers need not differ between epochs
+        timeout = timedelta(seconds=self._timeout_s)
+        forming = Interruptible(
+            lambda: dist.init_process_group(
+                self._backend,
+                store=quorum.store,
+                rank=quorum.rank,
+                world_size=len(quorum.members),
+                # torch's gloo waits five times this long for a rank that does not connect.
+                timeout=min(timeout, _FORMING),
+            )
+        )
+        while not forming.has_ended(_POLL_S):
+            if self._membership.has_lost():
+                forming.interrupt()
+                raise LifecycleError(
+                    "A member was lost while the process group was created.",
+                    expected=f"{len(quorum.members)} ranks to connect",
+                    where=f"rank {quorum.rank}, epoch {quorum.epoch}",
+                )
+        set_default_timeout(timeout)
 
     def _begin_epoch(self, quorum: Quorum) -> int:
         """Create the process group, move the model to its ranks, and restore the newest saved step.
@@ -195,18 +245,8 @@ class ElasticJob:
             The number of finished steps.
         """
         agreed_at_s = time.time()
-        self.rank, self.num_ranks, self._store = quorum.rank, len(quorum.members), quorum.store
-        try:
-            dist.init_process_group(
-                self._backend,
-                store=quorum.store,
-                rank=quorum.rank,
-                world_size=len(quorum.members),
-                timeout=timedelta(seconds=self._timeout_s),
-            )
-        except RuntimeError:
-            _restart_group_names()  # torch also counts a group that it could not create
-            raise
+        self.rank, self.num_ranks = quorum.rank, len(quorum.members)
+        self._form(quorum)
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
             self._build_on(mesh)
@@ -214,10 +254,11 @@ class ElasticJob:
             renew_model(self.training.model, mesh)
             renew_optimizer(self.training.optimizer)
             renew_data(self.training.more, self.rank, self.num_ranks)
-        self._manager = self._checkpoints(self.num_ranks)
+        self._manager = self._checkpoints(self.num_ranks, quorum.num_nodes)
         restored = self._manager.restore(self._state())
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
+            self._check_new(quorum.store)
             # Build a model with initial weights. A model of an earlier epoch has zeros as weights after `renew_model`.
             self._build_on(mesh)
             # `force`, whatever the manager's policy says: a later epoch needs a step to restore.
@@ -233,7 +274,30 @@ class ElasticJob:
             tier,
             epoch.ready_at_s - agreed_at_s,
         )
+        if self._on_epoch is not None:
+            self._on_epoch(self)
         return step
+
+    def _check_new(self, store: dist.Store) -> None:
+        """Check, where no saved step was found, that no rank has trained before: the job must not start again silently.
+
+        A collective of all ranks.
+
+        Raises:
+            LifecycleError: on all ranks.
+        """
+        if self._has_trained:
+            store.set("has-trained", str(self.rank))
+        dist.barrier()
+        if store.check(["has-trained"]):
+            raise LifecycleError(
+                "No saved step can be restored, but steps were finished before.",
+                expected="a complete step in memory or on disk",
+                got=f"none; rank {store.get('has-trained').decode()} has finished steps",
+                where=f"rank {self.rank} of {self.num_ranks}",
+                todo="check the folders of the checkpoint manager, and its warnings; to start from the beginning, "
+                "start the job again",
+            )
 
     def _build_on(self, mesh: DeviceMesh) -> None:
         """Call the user's ``build``, and check that later epochs can move the model to other ranks."""
@@ -254,19 +318,9 @@ class ElasticJob:
 
     def _finish(self) -> None:
         """Wait until all ranks have saved their last step, since other ranks may still copy files from this rank."""
-        assert self._manager is not None and self._store is not None
+        assert self._manager is not None
         self._manager.wait()
-        # A RuntimeError means that the store is lost: its process may have finished before this one.
-        with suppress(RuntimeError):
-            if self._store.add("finished", 1) == self.num_ranks:
-                self._store.set("all-finished", "")
-            # A limit, since a rank that was lost after its last step is not counted.
-            deadline_s = time.monotonic() + self._timeout_s
-            while not self._store.check(["all-finished"]) and time.monotonic() < deadline_s:
-                # A rank has left this epoch before its end, so the count will not be reached.
-                if self._membership.has_changed():
-                    return
-                time.sleep(_POLL_S)
+        dist.barrier()
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
@@ -277,21 +331,10 @@ class ElasticJob:
             manager.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.mesh = self._store = None
+        sys.excepthook = self._excepthook  # torch wraps it once per default group
+        self.mesh = None
         # A group closes its threads and files when its last reference is gone: those of the manager and of torch's
         # cached meshes, and those in reference cycles.
         del manager
         forget_meshes()
         gc.collect()
-
-
-def _restart_group_names() -> None:
-    """Make torch number process groups from 0 again, after the default group could not be created.
-
-    Ranks of a group connect through store keys that contain the group's number. torch (2.11-2.15) also counts a group
-    that it could not create. So this rank and ranks without that failure would use different keys in the next epoch,
-    and wait for each other. torch counts from 0 again when a default group is destroyed, so this creates and destroys
-    one.
-    """
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()

@@ -7,8 +7,8 @@ same list of members.
     a process        wait() ............. train ......... has_changed()? ...... wait() ........ leave()
     gets             Quorum(0, 4 members)               True: one is lost       Quorum(1, 3 members)
 
-`StoreMembership` implements `Membership` through a torch store that all processes can reach, and `TorchftMembership`
-through torchft's lighthouse.
+`StoreMembership` implements `Membership` with torch's rendezvous, in a store that all processes can reach, and
+`TorchftMembership` with torchft's lighthouse.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ class Quorum:
 
     Args:
         epoch: number of the epoch, higher than those of all earlier epochs.
-        members: names of the processes, in the order of their ranks.
+        members: names of the processes, in the order of their ranks. A name begins with an address: ``host:port``.
         rank: the rank of this process.
         store: a store for this epoch only, through which the ranks of its process groups connect.
 
     Examples:
-        >>> quorum = Quorum(epoch=2, members=("node0/7", "node1/4"), rank=1, store=dist.HashStore())
-        >>> len(quorum.members)
-        2
+        >>> quorum = Quorum(epoch=2, members=("node0:7/a", "node0:4/b"), rank=1, store=dist.HashStore())
+        >>> len(quorum.members), quorum.num_nodes
+        (2, 1)
     """
 
     epoch: int
     members: tuple[str, ...]
     rank: int
     store: dist.Store
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines: of addresses under which processes reach each other."""
+        return len({name.partition("/")[0].rpartition(":")[0] for name in self.members})
 
 
 class Membership(Protocol):
@@ -58,6 +63,9 @@ class Membership(Protocol):
 
     def has_changed(self) -> bool:
         """Return whether this epoch must end, since a process waits for the next one. Called after each step."""
+
+    def has_lost(self) -> bool:
+        """Return whether a member of this epoch is known to be lost. Called often while the group of an epoch forms."""
 
     def leave(self) -> None:
         """Leave the job, so that no other process waits for this process."""

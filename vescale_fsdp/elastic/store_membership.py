@@ -1,75 +1,65 @@
-"""StoreMembership: processes agree on the members of each epoch through a torch store, in rounds.
+"""StoreMembership: torch's dynamic rendezvous, run in the training processes, decides on the members of each epoch.
 
-A **round** is one key of the store, which changes only by compare-and-set:
+torch's `DynamicRendezvousHandler`, which torchrun's agents use, keeps one value in a store: participants, processes
+that wait, and the time of each process's last keep-alive. Processes change it by compare-and-set.
 
-    round-0   {"entered": [a, b, c, d], "is_closed": true}      the 4 processes of the start
-    round-1   {"entered": [c, a, d],    "is_closed": true}      b was killed
-    round-2   {"entered": [e], ..}                              e wants to join; members see the open round
+    round 3, complete     participants a b c d                      the four train
+    d is killed           a, b and c get errors, and leave the round one by one; they wait
+    round 3, complete     participants d, waiting a b c             d's port refuses connections: d is dropped
+    round 4               participants a b c                        complete: nobody is left to wait for
 
-A process enters the first open round. The process that entered first closes the round, as soon as each member of the
-previous round has entered or has ended. A round with new processes stays open a little longer, since several often
-start together. Members of the previous round keep the order of their ranks; new processes follow in the order in which
-they entered. A process that comes too late for a round enters the next round. So all processes that continue are in
-the same round, however the network fails.
+So the round ends only when each of its members has left it or is lost, and all members get the same list.
 
-A process shows that it lives by answering on a port (`Presence`). The kernel closes the port when the process ends in
-any way, so a lost process is noticed at once, without heartbeats. A machine that does not answer within `ANSWER_S`
-counts as lost.
+`_Backend` adds to torch's handler what it lacks. It waits for changes, where the handler polls every second. It ends a
+round as soon as nobody is left to wait for, where the handler waits a fixed time. It reports a lost process at once: a
+process hosts a store on a port of its own, which the kernel closes when the process ends. Entries are JSON, since
+torch's are pickles, which may run any code.
 
-The store must outlive every rank. ``python -m vescale_fsdp.elastic.store_server`` runs a store in its own process. A
-``torch.distributed.FileStore`` on shared storage needs no process.
+A running job needs nothing from the store: each epoch has a store of its own, in the process of rank 0. A lost store is
+looked for again, at the same address, at each keep-alive and at the end of the epoch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from threading import Thread
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousTimeout
 
 from vescale_fsdp.checkpoint.ranks.stores import (
     SECRET,
     BoundedStore,
     SignedStore,
+    bound_store,
     check_exposure,
     local_address,
     secret_of,
-    sign,
+    within,
 )
+from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError, PlacementError
+from vescale_fsdp.torch_private import decode_rendezvous, encode_rendezvous, rendezvous_handler
 
-ANSWER_S = 3.0  # long, since a training process may hold the interpreter lock for a while before it answers
-_NONCE_BYTES = 16  # 128 random bits, so that a recorded answer never fits a later question
-_POLL_S = 0.02  # pause between two requests to the store
-_SETTLE_S = 0.5  # how long a round with new processes stays open after the last process has entered
-_NEWEST = "newest-round"  # store key of the newest round's number: new processes need not read all rounds
+_logger = logging.getLogger("vescale_fsdp")
+_KEY = "rendezvous"  # store key of the rendezvous state
 _REFUSED = "refused"  # store key that is set when two processes have different secrets
-
-
-@dataclass(frozen=True)
-class _Round:
-    """The value of a round in the store: names of the processes in the order of entering, or if closed, of ranks."""
-
-    entered: tuple[str, ...] = ()
-    is_closed: bool = False
-
-    @staticmethod
-    def of(text: str) -> _Round:
-        """Restore a round from its `text`."""
-        data = json.loads(text)
-        return _Round(tuple(data["entered"]), data["is_closed"])
-
-    @property
-    def text(self) -> str:
-        """The value as it is in the store: JSON."""
-        return json.dumps({"entered": self.entered, "is_closed": self.is_closed})
+_POLL_S = 0.02  # pause between two requests to the store
+_ASK_S = 0.2  # pause between two connections to the port of a process that may be lost
+_SETTLE_S = 0.3  # how long a round with new processes stays open after the last process has entered
+# The same for new processes, which do not know the members of the last epoch: members complete the round before.
+_SETTLE_NEW_S = 1.0
+_STORE_S = 10.0  # time limit of one request to the store
+T = TypeVar("T")
 
 
 class StoreMembership:
@@ -77,22 +67,28 @@ class StoreMembership:
 
         membership = StoreMembership(dist.TCPStore("node0", 29500), num_first=4)
 
+    Clocks of all machines must agree within a second, since keep-alives carry the time of their sender.
+
     Args:
-        store: a store that all processes reach and that outlives them.
+        store: a store that all processes reach. It is needed at the start, and to change the members; a running epoch
+            continues without it. A `TCPStore` may be restarted, empty, at its address.
         num_first: number of processes at the start of the job. The first epoch begins when all have entered.
         min_members: minimum number of processes in later epochs.
-        timeout_s: how long a round waits for members of the previous round that live but do not enter; then it closes
-            without them. A round waits as long again for enough processes. Also the time-out of each request to the
-            store.
+        timeout_s: how long a round waits for members of the last epoch that live but do not leave it; then it continues
+            without them. It waits as long again for enough processes, and for a store that was lost.
+        keep_alive_s: seconds between two keep-alives of a process, which also notices then that others wait. The same
+            in all processes; raise it for thousands of them.
+        max_missed: a process that misses more keep-alives is lost, although its connections are open: it is stopped,
+            its machine is down, or a call holds its interpreter lock. The same in all processes.
         host: name or address under which other processes reach this process, which listens on no other address.
             Default: the address from which this machine reaches the store; for a store in a file, 127.0.0.1.
-        secret: a secret that all processes share. It signs entries of the store, and answers between processes.
+        secret: a secret that all processes share. It signs entries of the stores.
             Default: VESCALE_FSDP_SECRET of the environment. Without a secret, all processes must be on one machine.
+        reconnect: connects to the store again after it was lost. Default: at the address of ``store``.
 
     Raises:
         PlacementError: if there is no secret and ``host`` is not a loopback address. Raised by ``wait`` if the
             processes of the first epoch have different secrets, or this process has another secret than the job.
-        LifecycleError: by any method, if the store is lost or does not answer.
 
     Examples:
         >>> store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -109,109 +105,255 @@ class StoreMembership:
         num_first: int,
         min_members: int = 1,
         timeout_s: float = 60.0,
+        keep_alive_s: float = 1.0,
+        max_missed: int = 3,
         host: str | None = None,
         secret: str | None = None,
+        reconnect: Callable[[], dist.Store] | None = None,
     ) -> None:
         if host is None:  # of all stores, only a TCPStore has an address
             host = local_address(store.host, store.port) if isinstance(store, dist.TCPStore) else "127.0.0.1"
         self._secret = secret_of(secret)
-        bounded = BoundedStore(store, timeout_s)
+        check_exposure(host, self._secret)
+        self._timeout_s, self._host = timeout_s, host
+        # The store of the epochs in which this process has rank 0. Its port also shows that this process lives.
+        self._own_store: dist.TCPStore | None = bound_store(host, 0, timedelta(seconds=300))
+        #: The name of this process in `Quorum.members`. The token distinguishes it from a later one with the same port.
+        self.name = f"{host}:{self._own_store.port}/{secrets.token_hex(8)}"
+        link = _Link(store, min(timeout_s, _STORE_S), reconnect or _reconnecting(store))
+        self._backend = _Backend(
+            link, self.name, self._secret, num_first, min_members, timeout_s, keep_alive_s, max_missed
+        )
+        self._rendezvous: Any = rendezvous_handler(
+            self._backend,
+            self.name,
+            RendezvousTimeout(
+                join=timedelta(seconds=2 * timeout_s),
+                last_call=timedelta(days=1),  # `_Backend` ends rounds
+                heartbeat=timedelta(seconds=max(timeout_s, _STORE_S)),
+            ),
+            keep_alive_s,
+            max_missed,
+        )
         # Kept in an attribute, since torch keeps no reference to a store that is written in Python.
-        self._signed = bounded if self._secret is None else SignedStore(bounded, self._secret)
+        self._epoch_store: dist.Store | None = None
+
+    def wait(self) -> Quorum:
+        """Leave the current epoch, if any, and enter the next. Returns when its members have agreed.
+
+        Raises:
+            LifecycleError: if too few processes join in time, or the store is lost and does not come back in time.
+            PlacementError: if processes have different secrets.
+        """
+        assert self._rendezvous is not None, "this process has left the job"
+        while (agreed := self._backend.agreed_after(self._rendezvous, self._timeout_s)) is None:
+            pass  # the state was an older one: the store was lost meanwhile
+        epoch, members = agreed
+        return Quorum(epoch, members, members.index(self.name), self._store_of(epoch, members[0]))
+
+    def has_changed(self) -> bool:
+        """Return whether members have left or processes wait, as of the last keep-alive. Does not ask the store."""
+        return self._backend.has_changed
+
+    def has_lost(self) -> bool:
+        """Return whether a member is known to have left or ended; asks the store and the next rank's port."""
+        return self._backend.has_lost()
+
+    def leave(self) -> None:
+        """Close the port and end keep-alives, so that other processes count this one as lost."""
+        if self._rendezvous is not None:
+            self._backend.has_left = True
+            self._rendezvous.shutdown()
+        self._rendezvous = self._epoch_store = self._own_store = None
+
+    def _store_of(self, epoch: int, first: str) -> dist.Store:
+        """Connect to the store of an epoch, which the process called ``first`` hosts."""
+        if first == self.name:
+            assert self._own_store is not None
+            store: dist.Store = self._own_store
+        else:
+            host, port = _address(first)
+            timeout = timedelta(seconds=self._timeout_s)
+            store = within(
+                self._timeout_s,
+                lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+                f"{first}, the store of the first process of epoch {epoch}",
+            )
+        store = _EpochStore(store, self._timeout_s, self)
+        self._epoch_store = store if self._secret is None else SignedStore(store, self._secret)
+        return dist.PrefixStore(f"epoch-{epoch}", self._epoch_store)
+
+
+class _EpochStore(BoundedStore):
+    """The store of an epoch. Waits for keys of a member that is lost end at once."""
+
+    def __init__(self, store: dist.Store, timeout_s: float, membership: StoreMembership) -> None:
+        super().__init__(store, timeout_s)
+        self._membership = membership
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = super().check(keys)
+        if not is_there and self._membership.has_lost():
+            raise dist.DistStoreError(f"a member of the epoch was lost before {keys[:4]} were set")
+        return is_there
+
+
+class _Link(BoundedStore):
+    """The connection to the store of the rendezvous, which can be made again."""
+
+    def __init__(self, store: dist.Store, timeout_s: float, reconnect: Callable[[], dist.Store]) -> None:
+        super().__init__(store, timeout_s)
+        self._reconnect, self.is_lost = reconnect, False
+        self.deadline_s = 0.0  # until when calls are repeated, as given by `time.monotonic`
+
+    def _call(self, call: Callable[[], T], what: str) -> T:
+        while True:
+            try:
+                if self.is_lost:
+                    self._store = within(self._timeout_s, self._reconnect, "the store of the rendezvous")
+                result = super()._call(call, what)
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # torch's errors of a store are RuntimeErrors, as LifecycleError
+                self.is_lost = True
+                if time.monotonic() > self.deadline_s:
+                    raise RendezvousConnectionError(f"{what}: {error}") from error
+                time.sleep(_POLL_S)
+            else:
+                self.is_lost = False
+                return result
+
+
+def _reconnecting(store: dist.Store) -> Callable[[], dist.Store]:
+    """Return a function that connects to a store again; stores without an address are used as they are."""
+    if not isinstance(store, dist.TCPStore):
+        return lambda: store
+    host, port = store.host, store.port
+
+    def reconnect() -> dist.Store:
+        socket.create_connection((host, port), timeout=1).close()  # fails without torch's pages of log
+        return dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)
+        )
+
+    return reconnect
+
+
+class _Backend(RendezvousBackend):
+    """Keeps the state of torch's rendezvous in a store, and decides when a round ends.
+
+    Called by the thread that waits for an epoch, and in an epoch by the handler's thread of keep-alives.
+    """
+
+    def __init__(
+        self,
+        link: _Link,
+        name: str,
+        secret: bytes | None,
+        num_first: int,
+        min_members: int,
+        timeout_s: float,
+        keep_alive_s: float,
+        max_missed: int,
+    ) -> None:
+        self._signed = (
+            link if secret is None else SignedStore(link, secret)
+        )  # kept for torch, see `_epoch_store`
         self._store = dist.PrefixStore("elastic", self._signed)
-        self._num_first, self._min_members, self._timeout_s = num_first, min_members, timeout_s
-        self._presence = Presence(host, self._secret)  # raises without a secret, unless `host` is loopback
-        self._number = -1  # number of the last closed round that this process knows; -1: none
-        self._last: tuple[str, ...] = ()  # the members of that round
+        self._link, self._own, self._secret = link, name, secret
+        self._num_first, self._min_members = num_first, min_members
+        self._timeout_s, self._keep_alive_s, self._max_missed = timeout_s, keep_alive_s, max_missed
+        self.has_changed = False
+        self.has_left = (
+            False  # this process only ends its keep-alives; without this, torch would end the whole job
+        )
+        self._epoch = -1  # number of the last epoch of this process; -1: none yet
+        self._members: tuple[str, ...] = ()  # its members
+        self._lost: set[str] = set()  # those of them that are known to have left or ended
+        self._is_waiting = False  # whether this process waits for an epoch, or is in one
+        self._began_s = 0.0  # when it began to wait, as all times below by `time.monotonic`
+        self._agreed: tuple[int, tuple[str, ...]] | None = None
+        # Distinguishes stores: in one that is not of the last epoch, members are awaited that have not come yet.
+        self._origin = self._last_origin = ""
+        self._node: str | None = None  # torch's description of this process
+        self._gone: set[str] = set()  # members of the last epoch for which this wait does not wait
+        self._asked_s = 0.0
+        self._entered: set[str] = set()  # participants of the open round, as last seen
+        self._entered_s = 0.0  # when they last changed
 
     @property
     def name(self) -> str:
-        """The name of this process in `Quorum.members`."""
-        return self._presence.name
+        """The name of this kind of backend."""
+        return "vescale_fsdp"
 
-    def wait(self) -> Quorum:
-        """Enter the next round. Returns when a round with this process is closed; its members are the next epoch's."""
-        number = self._number + 1
-        if self._number < 0 and self._store.check([_NEWEST]):
-            with self._reading():
-                newest = int(self._store.get(_NEWEST))
-            # Start at the round before, which is closed: the newest round must wait for the members of that round.
-            number = max(0, newest - 1)
-        deadline_s = time.monotonic() + self._timeout_s
-        while True:
-            closed = self._closed(number, deadline_s)
-            self._number, self._last = number, closed.entered
-            if self.name in closed.entered:  # else this process came too late, and tries the next round
-                store = dist.PrefixStore(f"epoch-{number}", self._store)
-                return Quorum(number, closed.entered, closed.entered.index(self.name), store)
-            number += 1
+    # -- called by torch's handler ----------------------------------------------------------------------
 
-    def has_changed(self) -> bool:
-        """Return whether a process has entered the next round; False before the first epoch."""
-        return self._number >= 0 and self._store.check([f"round-{self._number + 1}"])
+    def get_state(self) -> tuple[bytes, str] | None:
+        """Return the state for the handler, and the text in the store; None if there is none."""
+        with self._outages():
+            text = None if self.has_left else self._read()
+            return None if text is None else (self._for_handler(text), text)
+        return None
 
-    def leave(self) -> None:
-        """Stop answering, so that other processes count this one as lost."""
-        self._presence.end()
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, str, bool] | None:
+        """Store a state, unless the store's has changed since ``token`` was read. A waiting process then waits."""
+        if self.has_left:
+            return state, "", True
+        fields = decode_rendezvous(state)
+        if self._is_waiting:
+            self._stay(fields)
+            if self._own in _names(fields["participants"]):
+                # Numbers of epochs go on in a store that was replaced.
+                fields["round"] = max(fields["round"], self._epoch + 1)
+        fields["origin"] = self._origin if token else secrets.token_hex(8)
+        wanted = json.dumps(fields, sort_keys=True)
+        with self._outages():
+            text: str | None = self._reading(lambda: self._store.compare_set(_KEY, token or "", wanted))
+            if text != wanted and not self._store.check([_KEY]):
+                return None  # the store was replaced by an empty one
+            has_set = text == wanted
+            if has_set and self._is_waiting:
+                text = self._awaited(wanted)
+            return None if text is None else (self._for_handler(text), text, has_set)
+        return None
 
-    def _closed(self, number: int, deadline_s: float) -> _Round:
-        """Enter a round if it is open, wait until it is closed, and return it.
+    def _stay(self, fields: dict[str, Any]) -> None:
+        """Wait for the next round from the same write on with which the handler leaves the last one.
 
-        Args:
-            deadline_s: when to stop waiting for members of the previous round, as given by `time.monotonic`.
+        The handler leaves first. Others could then complete the next round without this process.
         """
-        changed_s, known = time.monotonic(), _Round()  # when the round last changed, and its value then
-        while True:
-            current = self._entered(number)
-            if current.is_closed:
-                return current
-            # Only in round 0, in which a wrong secret is a mistake in starting the job. Later, one process with a wrong
-            # secret must not stop the job.
-            if number == 0 and self._store.check([_REFUSED]):
-                raise self._unlike_secrets()
-            now_s = time.monotonic()
-            if current != known:
-                changed_s, known = now_s, current
-            else:
-                members = self._complete(current, now_s > changed_s + _SETTLE_S, now_s > deadline_s)
-                if members is not None:
-                    self._swap(number, current, _Round(members, is_closed=True))
-                    continue  # read the round again: the swap fails if a process has entered meanwhile
-            # Twice the time-out: after the first, a round with enough processes closes without absent members.
-            if now_s > deadline_s + self._timeout_s:
-                raise LifecycleError(
-                    "Too few processes joined an epoch.",
-                    expected=f"at least {self._min_members if self._last else self._num_first} within "
-                    f"{self._timeout_s:g} s",
-                    got=f"{len(current.entered)} in round {number}: {', '.join(current.entered[:8])}",
-                    where=f"process {self.name}",
-                    todo="start more processes, all with the same store; if they start slowly, pass a longer timeout_s",
-                )
-            time.sleep(_POLL_S)
+        is_in = self._own in _names([*fields["participants"], *fields["waiting"]])
+        if is_in or self._node is None or time.monotonic() > self._began_s + 2 * self._timeout_s:
+            return
+        fields["heartbeats"][self._node] = time.time()
+        fields["waiting"] = sorted([*fields["waiting"], self._node])
 
-    def _entered(self, number: int) -> _Round:
-        """Enter a round if it is open, and return its current value."""
-        current = self._swap(number, None, _Round((self.name,)))  # sets it only if no process has entered
-        if number > self._number and current.entered == (self.name,):  # this process entered first
-            self._store.set(_NEWEST, str(number))
-        # Repeat until this process has entered, since a swap fails if another process enters at the same time.
-        while not current.is_closed and self.name not in current.entered:
-            current = self._swap(number, current, replace(current, entered=(*current.entered, self.name)))
-        return current
-
-    def _swap(self, number: int, expected: _Round | None, wanted: _Round) -> _Round:
-        """Set a round to ``wanted`` if its value is ``expected`` (None: no value). Returns the value afterwards."""
-        before = "" if expected is None else expected.text  # torch's stores take "" for a missing key
-        with self._reading():
-            return _Round.of(self._store.compare_set(f"round-{number}", before, wanted.text).decode())
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Convert an error of reading an entry with a wrong or missing signature; also mark it for all processes."""
+    @contextlib.contextmanager
+    def _outages(self) -> Any:
+        """Raise a lost store to a process that waits; in an epoch, report it once, and go on without the store."""
+        was_lost = self._link.is_lost
         try:
             yield
-        except ValueError as error:  # a wrong signature (PlacementError), or text that is not JSON
-            self._store.set(_REFUSED, "")
+        except (RendezvousConnectionError, PlacementError) as error:
+            if self._is_waiting:
+                raise
+            if not was_lost:
+                _logger.warning("members cannot change until the store is back: %s", error)
+
+    def _read(self) -> str | None:
+        """Return the text of the state; None if the store has none."""
+        return self._reading(lambda: self._store.get(_KEY)) if self._store.check([_KEY]) else None
+
+    def _reading(self, read: Callable[[], bytes]) -> str:
+        """Read a signed entry. A wrong signature is also reported to processes that wait for the first epoch."""
+        try:
+            text = read().decode()
+            json.loads(text)  # fails if the entry is signed, and this process has no secret
+            return text
+        except ValueError as error:  # PlacementError is one too
+            if self._is_waiting:
+                self._signed.set("elastic/" + _REFUSED, "")
             raise self._unlike_secrets() from error
 
     def _unlike_secrets(self) -> PlacementError:
@@ -220,129 +362,175 @@ class StoreMembership:
             "Processes of an elastic job have different secrets, or some have no secret.",
             expected="the same secret in all processes, or no secret in any process",
             got="no secret in this process" if self._secret is None else "another secret in this process",
-            where=f"process {self.name}",
+            where=f"process {self._own}",
             todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
         )
 
-    def _complete(self, current: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
-        """Return the members with which this process can close a round, in the order of their ranks.
+    def _for_handler(self, text: str) -> bytes:
+        """Note what a state says, and return it with this process's knowledge: who is gone, whether the round ends."""
+        fields = json.loads(text)
+        self._origin = fields["origin"]
+        if self._is_waiting:
+            for node in fields["heartbeats"]:
+                if _name(node) in self._gone:
+                    fields["heartbeats"][node] = 0.0  # the handler drops nodes without a recent keep-alive
+            if self._is_ready(fields):
+                fields["deadline"] = 0.0  # the handler completes a round whose deadline has passed
+            names = _names(fields["participants"])
+            if fields["complete"] and self._own in names and fields["round"] > self._epoch:
+                ranked = sorted(fields["participants"], key=fields["participants"].__getitem__)
+                self._agreed = fields["round"], tuple(map(_name, ranked))
+        else:
+            self._note(fields)
+        self._node = next((node for node in fields["heartbeats"] if _name(node) == self._own), self._node)
+        return encode_rendezvous(fields)
 
-        Args:
-            is_settled: whether no process has entered the round for a while.
-            is_late: whether the time-out for members that live but do not enter has ended.
+    # -- in an epoch ------------------------------------------------------------------------------------
 
-        Returns:
-            None if the round must stay open, or if another process should close it.
-        """
+    def _note(self, fields: dict[str, Any]) -> None:
+        """Compare a state with the epoch's members. Interrupts collectives if a member is lost."""
+        here = self._live(fields, fields["participants"])
+        if not here and not fields["waiting"]:
+            return  # a store that was replaced, in which nobody waits
+        lost = set(self._members) - here
+        if lost or here - set(self._members) or fields["waiting"] or fields["round"] != self._epoch:
+            self.has_changed = True
+        if lost and fields["round"] == self._epoch:
+            self._lost = lost
+            # Nothing else wakes a collective that waits for a process that is stopped, or for a machine without power.
+            close_gloo_connections()
 
-        def is_here(name: str) -> bool:
-            return is_present(name, self._secret)
+    def has_lost(self) -> bool:
+        """Return whether a member has left, or the next rank's port is closed; looks at most every `_ASK_S`."""
+        now_s = time.monotonic()
+        if self._lost or now_s < self._asked_s + _ASK_S:
+            return bool(self._lost)
+        self._asked_s = now_s
+        following = self._members[(self._members.index(self._own) + 1) % len(self._members)]
+        if _refuses(following):
+            self._lost, self.has_changed = {following}, True
+        else:
+            self.get_state()
+        return bool(self._lost)
 
-        earlier = current.entered[: current.entered.index(self.name)]
-        if any(map(is_here, earlier)):
-            return None  # of the live processes, the one that entered first closes the round
-        later = current.entered[len(earlier) + 1 :]
-        here = [self.name, *filter(is_here, later)]
-        if self._last:
-            absent = [name for name in self._last if name not in current.entered]
-            if not is_late and any(map(is_here, absent)):
-                return None
-            if not is_settled and any(name not in self._last for name in here):
-                return None
-        if len(here) < (self._min_members if self._last else self._num_first):
-            return None
-        # In the order of ranks: members of the previous round keep their order, and new processes follow.
-        return (
-            *(name for name in self._last if name in here),
-            *(name for name in here if name not in self._last),
-        )
+    # -- between epochs ---------------------------------------------------------------------------------
 
+    def agreed_after(self, rendezvous: Any, timeout_s: float) -> tuple[int, tuple[str, ...]] | None:
+        """Take part in a rendezvous. Returns number and members of the next epoch; None if it must be repeated."""
+        self._is_waiting, self._agreed, self._began_s = True, None, time.monotonic()
+        self._link.deadline_s = self._began_s + timeout_s
+        self._gone.clear()
+        try:
+            rendezvous.next_rendezvous()
+        except RendezvousTimeoutError:
+            num_needed = self._num_first if self._epoch < 0 else self._min_members
+            raise LifecycleError(
+                "Too few processes joined an epoch.",
+                expected=f"at least {num_needed} within {timeout_s:g} s",
+                got=f"{len(self._entered)}: {', '.join(sorted(self._entered)[:8])}",
+                where=f"process {self._own}",
+                todo="start more processes, all with the same store; if they start slowly, pass a longer timeout_s",
+            ) from None
+        except RendezvousConnectionError as lost:
+            raise LifecycleError(
+                "The store of the rendezvous is lost, so processes cannot agree on the next epoch.",
+                expected=f"the store to answer within {timeout_s:g} s",
+                got=str(lost),
+                where=f"process {self._own}",
+                todo="start the store again at its address, then the processes of this job; training continues from "
+                "the last saved step",
+            ) from lost
+        if self._agreed is not None:
+            self._epoch, self._members = self._agreed
+            self._last_origin, self._link.deadline_s = self._origin, 0.0
+            self.has_changed, self._lost, self._is_waiting = False, set(), False
+        return self._agreed
 
-class Presence:
-    """A port on which this process answers as long as it lives.
-
-    Another process sends a nonce. The answer is an HMAC of the nonce, so that no other process can give this answer.
-
-    Args:
-        host: name or address under which other processes reach this process; the port listens on no other address.
-        secret: the secret that all processes share; it signs the answers.
-
-    Attributes:
-        name: a unique name of this process: ``host:port/token``.
-
-    Raises:
-        PlacementError: if there is no secret and the address is not a loopback address.
-    """
-
-    def __init__(self, host: str, secret: bytes | None = None) -> None:
-        check_exposure(host, secret)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # A long backlog, since all members may connect at once.
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        # The token distinguishes this process from a later one with the same port.
-        self._token, self._secret = secrets.token_hex(8), secret
-        self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
-        # A daemon thread, which does not keep a process alive that never calls `end`.
-        self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
-        self._accepting.start()
-
-    def _accept(self) -> None:
-        """Answer every connection, each in a thread of its own, until the port is closed."""
+    def _awaited(self, text: str) -> str | None:
+        """Wait until the handler has something to do: leave or enter a round, complete it, or send a keep-alive."""
         while True:
-            try:
-                asker, _ = self._listener.accept()
-            except OSError:  # `end` has closed the port
-                return
-            # One thread per connection: a connection that sends nothing must not delay other processes.
-            Thread(target=self._answer, args=(asker,), name="elastic-answer", daemon=True).start()
+            fields = json.loads(text)
+            own = next((node for node in fields["heartbeats"] if _name(node) == self._own), None)
+            if own is None or time.time() > fields["heartbeats"][own] + self._keep_alive_s:
+                return text
+            if self._epoch < 0 and self._store.check([_REFUSED]):
+                raise self._unlike_secrets()
+            members = self._live(fields, fields["participants"])
+            if fields["complete"] and self._own in members:
+                return text
+            if not fields["complete"] and (self._own not in members or self._is_ready(fields)):
+                return text
+            if fields["complete"] and not members:
+                return text  # all members have left the round, or are gone: the handler opens the next round
+            self._ask(fields, members)
+            time.sleep(_POLL_S)
+            read = self._read()
+            if read is None:
+                return None  # the store was replaced
+            text = read
 
-    def _answer(self, asker: socket.socket) -> None:
-        """Read a nonce from a connection, send the answer, and close the connection."""
-        with asker, suppress(OSError):  # the process that asked may have ended
-            nonce = _received(asker, _NONCE_BYTES)
-            if len(nonce) == _NONCE_BYTES:
-                asker.sendall(_answer_to(nonce, self._token, self._secret))
+    def _ask(self, fields: dict[str, Any], members: set[str]) -> None:
+        """Find out which of the processes that the round waits for are gone. One process asks for all."""
+        now_s = time.monotonic()
+        awaited = members if fields["complete"] else self._expected(fields) - members
+        # A process that joins waits for the members' step, however long; a member that has left waits for the others.
+        is_over = not fields["complete"] or fields["round"] == self._epoch
+        if is_over and now_s > self._began_s + self._timeout_s:
+            self._gone |= awaited
+        waiting = self._live(fields, fields["waiting"]) | (set() if fields["complete"] else members)
+        if now_s > self._asked_s + _ASK_S and self._own == min(waiting, default=self._own):
+            self._asked_s = now_s
+            self._gone |= {name for name in awaited - self._gone if _refuses(name)}
 
-    def end(self) -> None:
-        """Close the port."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would not wake the thread that accepts
-        self._listener.close()
-        self._accepting.join(ANSWER_S)  # with a limit, like every wait in this package
+    def _is_ready(self, fields: dict[str, Any]) -> bool:
+        """Return whether this process can complete the open round: no process that may come is missing."""
+        entered = self._live(fields, fields["participants"])
+        if entered != self._entered:
+            self._entered, self._entered_s = entered, time.monotonic()
+        if fields["complete"] or self._own not in entered or self._live(fields, fields["waiting"]):
+            return False
+        if self._epoch < 0 and fields["round"] == 0:
+            return len(entered) >= self._num_first
+        if len(entered) < self._min_members or self._expected(fields) - entered:
+            return False
+        if not entered - set(self._members):
+            return True
+        settle_s = _SETTLE_S if self._members else _SETTLE_NEW_S
+        return time.monotonic() > self._entered_s + settle_s
+
+    def _expected(self, fields: dict[str, Any]) -> set[str]:
+        """Return the members of the last epoch that may still enter the open round.
+
+        In the store of the last epoch, none: the round opened when each of them had left the last one, or was lost.
+        """
+        return set() if fields["origin"] == self._last_origin else set(self._members) - self._gone
+
+    def _live(self, fields: dict[str, Any], nodes: Iterable[str]) -> set[str]:
+        """Return the names of the nodes whose keep-alives are recent and that are not known to be gone."""
+        oldest_s = time.time() - self._max_missed * self._keep_alive_s
+        return {_name(node) for node in nodes if fields["heartbeats"].get(node, 0.0) >= oldest_s} - self._gone
 
 
-def is_present(name: str, secret: bytes | None = None) -> bool:
-    """Return whether the process called ``name`` lives and can be reached: whether it answers within `ANSWER_S`."""
-    address, _, token = name.partition("/")
-    host, _, port = address.rpartition(":")  # the last colon: IPv6 addresses contain colons
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    expected = _answer_to(nonce, token, secret)
+def _name(node: str) -> str:
+    """Return the process's name in torch's description of a node: name, process id and number in the process."""
+    return node.split()[0]
+
+
+def _names(nodes: Iterable[str]) -> set[str]:
+    return set(map(_name, nodes))
+
+
+def _address(name: str) -> tuple[str, int]:
+    host, _, port = name.partition("/")[0].rpartition(":")  # the last colon: IPv6 addresses contain colons
+    return host, int(port)
+
+
+def _refuses(name: str) -> bool:
+    """Return whether the port of a process is closed. A machine that does not answer is left to keep-alives."""
     try:
-        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as asked:
-            asked.sendall(nonce)
-            return _received(asked, len(expected)) == expected  # another process may use the port by now
+        socket.create_connection(_address(name), timeout=_ASK_S).close()
+    except ConnectionRefusedError:
+        return True
     except OSError:
         return False
-
-
-def _answer_to(nonce: bytes, token: str, secret: bytes | None) -> bytes:
-    """Return the answer of the process with this token to a nonce: only a process with the secret can compute it."""
-    # Without a secret, which is possible on one machine only, the token alone identifies the process.
-    return sign(secret or b"", f"presence {token}", nonce)
-
-
-def _received(connection: socket.socket, nbytes: int) -> bytes:
-    """Receive ``nbytes`` bytes, or fewer if the other side closes the connection.
-
-    Raises:
-        TimeoutError: if the bytes do not arrive within `ANSWER_S`.
-    """
-    # One deadline for all bytes, since a sender could send one byte at a time.
-    data, deadline_s = b"", time.monotonic() + ANSWER_S
-    while len(data) < nbytes:
-        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))  # 0 would mean non-blocking
-        more = connection.recv(nbytes - len(data))
-        if not more:
-            break
-        data += more
-    return data
+    return False

@@ -124,6 +124,10 @@ class TorchftMembership:
         self._next = quorum if quorum.quorum_id != self._epoch else None
         return self._next is not None
 
+    def has_lost(self) -> bool:
+        """Return False: torchft tells only those who wait for the next quorum."""
+        return False
+
     def leave(self) -> None:
         """Stop the heartbeats, so that the lighthouse counts this process as lost."""
         self._server.shutdown()

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -218,17 +218,17 @@ class BlockCodec(ABC):
         """Return uint8 codes of fp32 values. ``factors`` are the factors of their blocks, broadcast to ``values``."""
 
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors (fp32) by which values are multiplied, and the scales to store.
+        """Return the factors (fp32) by which values are multiplied, and the scales to store, one by one.
 
         Args:
-            amax: the largest magnitude of each block, fp32.
+            amax: the largest magnitude of each block, fp32, of any shape.
         """
         # As in torchao's kernels: the quotient is computed in fp64 and rounded to fp32, and its reciprocal is stored.
         factors = (self.largest / amax.clamp(min=_LEAST_AMAX).double()).float()
         return factors, factors.reciprocal()
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return the factors (fp32) by which codes are multiplied, from stored scales."""
+        """Return the factors (fp32) by which codes are multiplied, from stored scales of any shape, one by one."""
         return scales
 
     @torch.no_grad()
@@ -255,6 +255,7 @@ class BlockCodec(ABC):
         local_tensor(scales, "tensor of scales").copy_(local_scales)
         return Quantized(self, codes, scales)
 
+    @final  # `QuantizedGather` encodes and decodes many tensors at once, by the methods above
     def encode(self, flat: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and scales of a piece of whole bands.
 
@@ -270,6 +271,7 @@ class BlockCodec(ABC):
         codes = self.codes_of(tiles, factors[:, None, :, None])
         return grid.untiled(codes, flat.numel()), scales.reshape(-1)
 
+    @final
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, grid: BlockGrid, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:

@@ -7,10 +7,9 @@ Pass it to `fully_shard` in place of a `MixedPrecisionPolicy`::
     fully_shard(model, mp_policy=policy, granularity=codec.granularity)
 
 Each rank encodes its shard of the master weights, without communication because no rank boundary cuts a block. Two
-all-gathers send the buffers below, and every rank decodes them into the full buffer, in the compute dtype:
-
-    codes   1-D [S], uint8          one byte per element, at the element's offset in the shard
-    rest    1-D [R], uint8          scales of this rank's blocks, and this rank's pieces of parameters without a codec
+all-gathers send the codes, and the scales with the values of parameters without a codec (`coded_layout`). Every rank
+decodes them into the full buffer, in the compute dtype. The number of kernels depends neither on the number of ranks
+nor on the number of tensors of one codec: torch.compile makes one kernel of the decoding.
 
 So the forward and the backward compute with ``decode(encode(full weight))``, bit for bit, at every world size.
 Gradients are applied to the master weights without rounding (a straight-through estimator).
@@ -19,23 +18,25 @@ Gradients are applied to the master weights without rounding (a straight-through
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from vescale_fsdp.collectives import Work, wait_for
-from vescale_fsdp.layout.geometry import round_up
-from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
+from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec
+from vescale_fsdp.quantize.coded_layout import CodedLayout, Part, coded_layout_of
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
+from vescale_fsdp.torch_modes import CompiledByRows, is_fake
+from vescale_fsdp.torch_private import foreach_copy_
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
-# Parts of ``rest`` start at multiples of this number, because they are viewed in wider dtypes, and kernels load up to
-# 16 bytes at once.
-_ALIGN_BYTES = 16
+# Elements of an odd tensor that are decoded at a time, because the steps in between have fp32 tensors of this size.
+_CHUNK_NUMEL = 1 << 20
 
 
 @set_module("vescale_fsdp.quantize")
@@ -68,7 +69,7 @@ class QuantizedGather(GatherPolicy):
             LayoutError: if a rank boundary cuts a block.
         """
         codecs = {slot.fqn: codec for slot in layout.slots if (codec := self._codec_of(slot)) is not None}
-        return _CodedGather(layout, comm, codecs, dtype) if codecs else None
+        return _CodedGather(coded_layout_of(layout, codecs, dtype), comm, dtype) if codecs else None
 
     def _codec_of(self, slot: TensorSlot) -> BlockCodec | None:
         """Return the codec of a parameter, or None."""
@@ -89,43 +90,22 @@ class _CodedGather:
     """The gather of one group: encodes a shard, sends the buffers ``codes`` and ``rest``, decodes into the full buffer.
 
     Args:
-        layout: the group's layout.
+        coded: what is sent for each tensor, and where.
         comm: the group's collectives.
-        codecs: codecs by parameter name. Parameters that are not listed are sent without encoding, in ``rest``.
         dtype: the compute dtype, in which parameters without a codec are sent.
     """
 
-    def __init__(
-        self, layout: GroupLayout, comm: GroupComm, codecs: Mapping[str, BlockCodec], dtype: torch.dtype
-    ) -> None:
-        self.layout = layout
+    def __init__(self, coded: CodedLayout, comm: GroupComm, dtype: torch.dtype) -> None:
+        self.coded = coded
         self.comm = comm
-        self.codecs = codecs
         self.dtype = dtype
-        self.pieces: dict[str, list[tuple[int, Piece]]] = {slot.fqn: [] for slot in layout.slots}
-        self.rest_starts: dict[tuple[int, str], int] = {}  # byte offset in ``rest`` of each (rank, name)
-        # Bytes of ``rest`` on each rank: the largest number of any rank, because all-gathers require equal sizes.
-        self.rest_bytes = 0
-        for rank in range(layout.num_shards):
-            end = 0
-            for slot, piece in layout.pieces_of(rank):
-                self.pieces[slot.fqn].append((rank, piece))
-                self.rest_starts[rank, slot.fqn] = end
-                end += round_up(self._rest_bytes_of(slot, piece), _ALIGN_BYTES)
-            self.rest_bytes = max(self.rest_bytes, end)
-
-    def _rest_bytes_of(self, slot: TensorSlot, piece: Piece) -> int:
-        """Return the bytes of a piece in ``rest``: of its scales, or of its values if it has no codec."""
-        codec = self.codecs.get(slot.fqn)
-        if codec is None:
-            return piece.numel * self.dtype.itemsize
-        return codec.grid(slot.shape).scales_of(piece.range, slot.fqn) * codec.scale_dtype.itemsize
 
     def __call__(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start the gather of ``shard`` (1-D [S], master weights) into ``full`` (1-D [m * S], compute dtype)."""
-        ranks = self.layout.num_shards
-        codes = torch.empty(ranks * self.layout.shard_numel, dtype=torch.uint8, device=full.device)
-        rest = torch.empty(ranks * self.rest_bytes, dtype=torch.uint8, device=full.device)
+        layout = self.coded.layout
+        ranks = layout.num_shards
+        codes = torch.empty(ranks * layout.shard_numel, dtype=torch.uint8, device=full.device)
+        rest = torch.empty(ranks * self.coded.rest_bytes, dtype=torch.uint8, device=full.device)
         # This rank encodes into its own part of the outputs, so that the all-gathers need not copy it there.
         own_codes = codes.view(ranks, -1)[self.comm.rank]
         own_rest = rest.view(ranks, -1)[self.comm.rank]
@@ -135,36 +115,118 @@ class _CodedGather:
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         """Write this rank's codes, and its scales and values without a codec, into its parts of the two buffers."""
-        for slot, piece in self.layout.pieces_of(self.comm.rank):
-            span = slice(piece.local_offset, piece.local_offset + piece.numel)
-            values, codec = shard[span], self.codecs.get(slot.fqn)
-            piece_rest = self._piece_rest(rest, self.comm.rank, slot, piece)
-            if codec is None:
-                piece_rest.view(self.dtype).copy_(values)
-                continue
-            piece_codes, scales = codec.encode(values, codec.grid(slot.shape))
-            codes[span].copy_(piece_codes)
-            piece_rest.copy_(scales.view(torch.uint8))
+        coded, rank = self.coded, self.comm.rank
+        if coded.granule:  # first, because it also writes where the codes of odd tensors are
+            scales = rest.view(coded.main.scale_dtype)[: coded.main_scales]
+            self._encode_main(shard, codes, scales)
+        for part in coded.odd:
+            if rank in part.run.ranks:
+                span = slice(part.run.local_offset, part.run.local_offset + part.run.piece_numel)
+                codec = coded.codecs[part.slot.fqn]
+                piece_codes, piece_scales = codec.encode(shard[span], coded.grid_of(part))
+                codes[span].copy_(piece_codes)
+                part_of(rest.view(codec.scale_dtype), part).copy_(piece_scales)
+        own = [part for part in coded.plain if rank in part.run.ranks]
+        if own:  # foreach operators refuse an empty list
+            foreach_copy_(
+                [part_of(rest.view(self.dtype), part) for part in own],
+                [shard[part.run.local_offset :][: part.run.piece_numel] for part in own],
+            )
 
-    def _piece_rest(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
-        """Return the view of a piece's bytes in a rank's ``rest``."""
-        start = self.rest_starts[rank, slot.fqn]
-        return rest[start : start + self._rest_bytes_of(slot, piece)]
+    def _encode_main(self, shard: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the codes (1-D [S]) and scales (1-D [main_scales]) of all tensors of the main codec."""
+        coded = self.coded
+        kernels = _kernels_of(coded.main)
+        table = coded.table(shard.device, fake=is_fake(shard)).view(coded.layout.num_shards, -1)
+        blocks = table[self.comm.rank].long() - self.comm.rank * coded.scales_per_rank  # of each granule
+        values = shard.view(-1, coded.granule)
+        amax = torch.zeros(coded.main_scales, dtype=torch.float32, device=shard.device)
+        kernels.find_amax([values, blocks], amax)
+        factors, block_scales = coded.main.scales_of(amax)
+        scales.copy_(block_scales)
+        kernels.encode([values, blocks, codes.view(-1, coded.granule)], factors)
 
     def decode(self, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         """Fill the full buffer from the gathered buffers ``codes`` and ``rest``."""
-        by_rank = rest.view(self.layout.num_shards, -1)
-        for slot in self.layout.slots:
-            codec = self.codecs.get(slot.fqn)
-            for rank, piece in self.pieces[slot.fqn]:
-                start = rank * self.layout.shard_numel + piece.local_offset
-                span = slice(start, start + piece.numel)
-                piece_rest = self._piece_rest(by_rank[rank], rank, slot, piece)
-                if codec is None:
-                    full[span].copy_(piece_rest.view(self.dtype))
-                    continue
-                scales = piece_rest.view(codec.scale_dtype)
-                full[span].copy_(codec.decode(codes[span], scales, codec.grid(slot.shape), full.dtype))
+        coded = self.coded
+        if coded.granule:  # first, because it also writes where the tensors below are
+            table = coded.table(full.device, fake=is_fake(full))
+            scales = rest.view(coded.main.scale_dtype)
+            granules = [full.view(-1, coded.granule), codes.view(-1, coded.granule), table]
+            _kernels_of(coded.main).decode(granules, scales)
+        for part in coded.odd:
+            self._decode_odd(part, full, codes, rest)
+        if coded.plain:  # foreach operators refuse an empty list
+            values = rest.view(self.dtype)
+            foreach_copy_(
+                [self._pieces(full, part) for part in coded.plain],
+                [self._rest_of(values, part) for part in coded.plain],
+            )
+
+    def _decode_odd(self, part: Part, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
+        """Decode the pieces of one part, which together are whole bands."""
+        codec, grid = self.coded.codecs[part.slot.fqn], self.coded.grid_of(part)
+        part_codes = self._pieces(codes, part).reshape(-1)
+        part_scales = self._rest_of(rest.view(codec.scale_dtype), part).reshape(-1)
+        into = self._pieces(full, part)
+        if not into.is_contiguous():  # a scattered tensor: its pieces are one shard apart
+            into.copy_(codec.decode(part_codes, part_scales, grid, full.dtype).view(into.shape))
+            return
+        num_bands = max(1, _CHUNK_NUMEL // grid.band_numel)
+        chunks = part_codes.split(num_bands * grid.band_numel)
+        scales = part_scales.split(num_bands * grid.scales_per_band)
+        for values, chunk, chunk_scales in zip(
+            into.view(-1).split(num_bands * grid.band_numel), chunks, scales, strict=True
+        ):
+            values.copy_(codec.decode(chunk, chunk_scales, grid, full.dtype))
+
+    def _pieces(self, buffer: torch.Tensor, part: Part) -> torch.Tensor:
+        """Return the view [ranks, piece_numel] of a part's pieces in ``full`` or in the gathered ``codes``."""
+        size, run = self.coded.layout.shard_numel, part.run
+        start = run.first_rank * size + run.local_offset
+        return buffer[start:].as_strided((run.num_ranks, run.piece_numel), (size, 1))
+
+    def _rest_of(self, rest: torch.Tensor, part: Part) -> torch.Tensor:
+        """Return the view [ranks, rest_numel] of a part in the gathered ``rest``, viewed in the part's dtype."""
+        size = self.coded.rest_bytes // rest.element_size()
+        start = part.run.first_rank * size + part.rest_start
+        return rest[start:].as_strided((part.run.num_ranks, part.rest_numel), (size, 1))
+
+
+def part_of(own_rest: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return the view of a part in one rank's ``rest``, which is viewed in the part's dtype."""
+    return own_rest[part.rest_start : part.rest_start + part.rest_numel]
+
+
+class _Kernels:
+    """The steps of a codec that read or write every element, each compiled into one kernel.
+
+    Tensors of granules are 2-D [n, granule] or 1-D [n]; a granule's block is its index in the 1-D tensors of blocks.
+    """
+
+    def __init__(self, codec: BlockCodec) -> None:
+        def find_amax(values: torch.Tensor, blocks: torch.Tensor, amax: torch.Tensor) -> None:
+            amax.scatter_reduce_(0, blocks, values.abs().amax(1).float(), "amax")
+
+        def encode(
+            values: torch.Tensor, blocks: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor
+        ) -> None:
+            codes.copy_(codec.codes_of(values.float(), factors[blocks].unsqueeze(1)))
+
+        def decode(
+            values: torch.Tensor, codes: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor
+        ) -> None:
+            factors = codec.factors_of(scales[blocks]).unsqueeze(1)
+            values.copy_(codes.view(codec.code_dtype).float() * factors)
+
+        self.find_amax = CompiledByRows(find_amax)
+        self.encode = CompiledByRows(encode)
+        self.decode = CompiledByRows(decode)
+
+
+@functools.cache
+def _kernels_of(codec: BlockCodec) -> _Kernels:
+    return _Kernels(codec)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.collectives import all_gather_each, wait_for
+from vescale_fsdp.dtensor.meeting import observe
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UsedFlags
@@ -141,6 +142,8 @@ class CommContext:
         if comm.mesh.size() > 1 and has_store:
             if comm.mesh not in self.watches:
                 self.watches[comm.mesh] = OrderWatch(comm.mesh)
+                # Operators on parameters outside of forward communicate, too: their order is logged with the units'.
+                observe(comm.mesh, self.watches[comm.mesh])
             comm.watch = self.watches[comm.mesh]
             comm.watch.over.add(comm)
 
@@ -298,10 +301,10 @@ class CommContext:
 
         On the CPU this wait costs little, because the reduction uses the cores that would otherwise compute. It yields
         a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On an
-        accelerator there is no wait: the reduction overlaps with the next unit's backward.
+        accelerator, and between nodes, there is no wait: the reduction overlaps with the next unit's backward.
         """
         if self.streams is None:
-            while self.in_flight:
+            while self.in_flight and not self.overlaps(self.in_flight[0].group):
                 self.finish_reduction()
         spare = spares.pop() if spares else None
         if spare is self._kept:
@@ -309,6 +312,13 @@ class CommContext:
         else:  # the kept buffer has another layout or dtype: free it before other memory is allocated
             self._free_kept()
         return spare
+
+    def overlaps(self, group: ParamGroup) -> bool:
+        """Whether on the CPU a group's collectives overlap with compute: if its ranks are on several nodes.
+
+        That takes a second full buffer and a second gradient buffer.
+        """
+        return group.comm.reduces_beside(group.device)
 
     def _free_kept(self) -> None:
         if self._kept is not None:
@@ -330,8 +340,10 @@ class CommContext:
         group.note_start("reduction")
         source = group.complete_grads()
         # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
-        # group got its buffer before that, as the root does at the loss.
-        self._free_kept()
+        # group got its buffer before that, as the root does at the loss. The next unit of a group that overlaps takes
+        # the kept buffer while this reduction is in flight.
+        if self.streams is None and not self.overlaps(group):
+            self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
         if owner is not None and self.reduce_stream is not None:
@@ -400,9 +412,9 @@ class CommContext:
 
     def drop_reductions(self) -> None:
         """Drop all reductions in flight, after waiting until they no longer use their buffers."""
-        for reduction in self.in_flight:
+        dropped, self.in_flight = self.in_flight, []  # first: a wait raises if a rank is lost
+        for reduction in dropped:
             self._wait_until_reduced(reduction)
-        self.in_flight.clear()
         self._join_streams()
 
     def _join_streams(self) -> None:
@@ -429,6 +441,21 @@ class CommContext:
         with self._on(stream):
             work()
         here.wait_stream(stream)
+
+    # -- flags of used parameters ---------------------------------------------------------------------
+
+    def send_used(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> UsedFlags:
+        """Send flags of used parameters to the ranks of a mesh, on a stream that the compute stream does not wait for.
+
+        It is the gather stream: the compute stream joins the reduce stream at the end of every backward.
+        """
+        with self._on(self.gather_stream):
+            return UsedFlags(mesh, used, device)
+
+    def read_used(self, flags: UsedFlags) -> list[bool]:
+        """Return for each parameter whether any rank has used it; the host waits for the message."""
+        with self._on(self.gather_stream):
+            return flags.anywhere()
 
     # -- host -----------------------------------------------------------------------------------------
 
@@ -487,7 +514,7 @@ class GradientReductionHandle:
                 flags.wait()
                 # Only a rank with unused parameters reads the message: on an accelerator, reading blocks the host.
                 if any(group.has_deferred_grads for group in groups):
-                    used = iter(flags.anywhere())
+                    used = iter(self._comm.read_used(flags))
                     for group in groups:
                         group.apply_deferred_grads(list(islice(used, len(group.params))))
             self._comm.wait_for_host_copies()

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.collectives import ranks_per_node
 from vescale_fsdp.dtensor.spec import ranks_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -74,7 +75,11 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             # sorted by kind, over all groups: parameters and policies come before the layouts that follow from them,
             # so that the first difference is the cause.
             with outside_modes():
-                _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))])
+                per_node = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))])
+            for unit in units:
+                for group in unit.groups:
+                    if group.data.mesh == mesh:
+                        group.comm.set_nodes(per_node)
         except LifecycleError as error:
             # Raised after the other meshes, whose ranks may not have heard of it and wait for this rank's collective.
             difference = difference or error
@@ -137,26 +142,33 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
     )
 
 
-def _compare(mesh: DeviceMesh, lines: list[str]) -> None:
+def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
     """Compare lines over every axis of a mesh.
+
+    Returns:
+        `ranks_per_node`, if the ranks of the last axis, which shards, have the same number; else 0. Nodes of different
+        sizes are no error.
 
     Raises:
         LifecycleError: if lines differ, on all ranks of the mesh.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     digest = _hash("\n".join(lines))
-    differing = False
+    differing, own_per_node, per_node = False, ranks_per_node(), 0
     for group in groups:
         # One MAX of (digest, -digest) yields the largest and the smallest digest. If both are equal, all digests are.
         # The flag goes with them, so that a rank raises even if its lines are equal along the axes that follow.
-        extremes = torch.tensor([digest, -digest, int(differing)], dtype=torch.int64, device=mesh.device_type)
+        values = [digest, -digest, int(differing), own_per_node, -own_per_node]
+        extremes = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
         if is_fake(extremes):
             continue  # under FakeTensorMode no values are computed or sent
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        high, minus_low, differed_before = extremes.tolist()
+        high, minus_low, differed_before, most, minus_fewest = extremes.tolist()
         differing = bool(high != -minus_low or differed_before)
+        per_node = most if most == -minus_fewest else 0
     if differing:
         _raise_difference(lines, groups)
+    return per_node
 
 
 def _hash(text: str) -> int:

@@ -265,18 +265,29 @@ class Schedule:
         if unit.unshard_in_backward:
             self.gather(unit)
             self.wait(unit)
-        # On the CPU `leave_backward` gathers the next unit, unless the user asked for it here.
-        if self.comm.streams is not None or unit.backward_prefetch is not None:
+        # If nothing overlaps, `leave_backward` gathers the next unit, unless the user asked for it here.
+        if self.comm.streams is not None or self._gathers_ahead(unit):
             self._prefetch_in_backward(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
-        """End a unit's backward, after its full parameters are freed and before its reduction: on the CPU, prefetch.
+        """End a unit's backward, after its full parameters are freed and before its reduction: on one host, prefetch.
 
-        On the CPU the next unit is gathered here, and not in `enter_backward`: its full buffer would be in memory
-        together with this unit's full buffer and gradients, and the gather would use the cores that compute.
+        On the CPU of one host the next unit is gathered here, and not in `enter_backward`: its full buffer would be in
+        memory together with this unit's full buffer and gradients, and the gather would use the cores that compute.
         """
-        if self.comm.streams is None and unit.backward_prefetch is None:
+        if self.comm.streams is None and not self._gathers_ahead(unit):
             self._prefetch_in_backward(unit)
+        # Of the units that forwards have left, this one was the first. Units that are still gathered, such as the root,
+        # have their last work ahead. That is often the backward of an embedding, which computes a gradient as large as
+        # the embedding and does not read the weights: so their memory is freed before it.
+        if self._ended and self._ended[0] is unit:
+            for other in self._ended[1:]:
+                if not other.may_recompute:
+                    other.reshard_if_unneeded()
+
+    def _gathers_ahead(self, unit: FSDPState) -> bool:
+        """Whether on the CPU the backward of a unit begins with the gather of the next."""
+        return unit.backward_prefetch is not None or any(map(self.comm.overlaps, unit.groups))
 
     def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):
@@ -359,7 +370,8 @@ class Schedule:
                     groups.append(group)
                     flags.extend(used)
         return [
-            (UsedFlags(mesh, flags, groups[0].device), groups) for mesh, (groups, flags) in by_mesh.items()
+            (self.comm.send_used(mesh, flags, groups[0].device), groups)
+            for mesh, (groups, flags) in by_mesh.items()
         ]
 
     def reset(self) -> None:

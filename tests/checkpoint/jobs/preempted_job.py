@@ -2,35 +2,37 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.checkpoint.jobs.preempted_job ROOT sync|async
 
-What a run leaves in ROOT: ``steps/`` the checkpoints, ``pids/RANK``, ``writing`` once a file is being written, and
-``ended/RANK``, the step after which a rank ended of its own accord.
+What a run leaves in ROOT: ``steps/`` the checkpoints, ``pids/RANK``, ``writing`` once a file is being written,
+``signalled`` once a rank was told to end, and ``ended/RANK``, the step after which a rank ended of its own accord.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import time
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, OnSignal
 from vescale_fsdp.checkpoint.storage.base import FileWriter
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 FIRST_SAVE = 3
-_WRITE_S = 0.7
 
 
 class _Slow(LocalStorage):
-    """A slow disk; the first file is announced."""
+    """Writing takes until a rank has been told to end; the first file is announced."""
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         writer = super().create(name, size_bytes)
-        (self.root.parents[1] / "writing").touch()
-        time.sleep(_WRITE_S)
+        root = self.root.parents[1]
+        (root / "writing").touch()
+        wait_until((root / "signalled").exists, "the signal")
         return writer
 
     def child(self, name: str) -> LocalStorage:
@@ -45,11 +47,19 @@ def train(root: Path, behind: bool) -> None:
     rules = EverySteps(FIRST_SAVE) | OnSignal()
     manager = CheckpointManager(_Slow(root / "steps"), retention=2, asynchronous=behind, save_policy=rules)
     (root / "pids" / str(rank)).write_text(str(os.getpid()))
+    ends = signal.getsignal(signal.SIGTERM)
+    assert callable(ends)
+
+    def announce(number: int, frame: FrameType | None) -> None:
+        (root / "signalled").touch()
+        ends(number, frame)
+
+    signal.signal(signal.SIGTERM, announce)
     step = 0
     while not manager.should_stop:
         step += 1
-        time.sleep(0.01)
         manager.save(step, {"w": torch.full((1000,), step), "step": step})
+    signal.signal(signal.SIGTERM, ends)
     manager.close()
     (root / "ended" / str(rank)).write_text(str(step))
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,32 +16,22 @@ import pytest
 
 from tests.checkpoint.jobs.elastic_job import train
 from tests.support.distributed import RankError, run_ranks
+from tests.support.processes import wait_until
+from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import CheckpointManager
 
-ROOT = Path(__file__).parents[3]
 STEPS, FEW_STEPS = 40, 10
 
 
-def _launch(folder: Path, workers: int, *args: str, restarts: int = 0) -> subprocess.Popen[bytes]:
+def _job(folder: Path, workers: int, *args: str, restarts: int = 0) -> Job:
     # torch 2.13: restarted gloo workers find their predecessors' addresses in the store they share with torchrun.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own_store}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command += [
-        f"--max-restarts={restarts}",
-        "--monitor-interval=0.2",
-        "-m",
-        "tests.checkpoint.jobs.elastic_job",
-    ]
-    with open(folder / "output", "ab") as output:
-        return subprocess.Popen(
-            [*command, str(folder), str(STEPS), *args],
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    arguments = [str(folder), str(STEPS), *args]
+    options = [f"--max-restarts={restarts}"]
+    logs = folder / "logs" / secrets.token_hex(4)
+    return Job(
+        "tests.checkpoint.jobs.elastic_job", workers, arguments, logs, options=options, environment=own_store
+    )
 
 
 def _losses(folder: Path) -> dict[int, float]:
@@ -63,15 +51,17 @@ def _last_saved(folder: Path) -> int:
     return max((int(line) for line in saved.read_text().splitlines()), default=-1) if saved.exists() else -1
 
 
-def _wait_for_step(has_ended: Callable[[], bool], folder: Path, step: int, limit_s: float = 120) -> None:
-    """Return when a step is saved; the failure of a job that ends before, or takes too long, holds its output."""
-    deadline = time.monotonic() + limit_s
-    while _last_saved(folder) < step:
-        if has_ended() or time.monotonic() > deadline:
-            output = folder / "output"
-            text = output.read_text()[-3000:] if output.exists() else ""
-            raise AssertionError(f"step {step} was not saved, the last is {_last_saved(folder)}\n{text}")
-        time.sleep(0.01)
+def _wait_for_step(folder: Path, step: int, job: Job | None = None) -> None:
+    """Return when a step is saved."""
+
+    def is_saved() -> bool:
+        return _last_saved(folder) >= step
+
+    def is_saved_or_over() -> bool:
+        return is_saved() or (job is not None and job.process.poll() is not None)
+
+    wait_until(is_saved_or_over, f"step {step}", limit_s=120, state=job.output if job else str)
+    assert is_saved(), job and job.output()
 
 
 def _kill_workers(folder: Path) -> None:
@@ -90,13 +80,13 @@ def test_killed_ranks_go_on_as_three(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as killer:
 
         def kill() -> None:
-            _wait_for_step(lambda: False, killed, 3)
+            _wait_for_step(killed, 3)
             _kill_workers(killed)
 
         killing = killer.submit(kill)
         with pytest.raises(RankError):
             run_ranks(2, train, killed, FEW_STEPS, None)
-        killing.result()
+        killing.result(0)
     run_ranks(3, train, killed, FEW_STEPS, None)
 
     whole, losses = _losses(tmp_path / "whole"), _losses(killed)
@@ -124,14 +114,11 @@ def test_killed_jobs_go_on_with_other_numbers_of_workers(
     """2, 3 and 1 workers in turn, all killed in the middle: the loss curve is that of one run."""
     moments = random.Random(3)
     for workers, step in ((2, 8), (3, 17), (1, 26)):
-        job = _launch(tmp_path, workers)
-        _wait_for_step(lambda job=job: job.poll() is not None, tmp_path, step)
-        time.sleep(moments.uniform(0, 0.05))
-        _kill_workers(tmp_path)
-        job.kill()
-        job.wait()
-    last = _launch(tmp_path, 2)
-    assert last.wait(180) == 0, (tmp_path / "output").read_text()[-3000:]
+        with _job(tmp_path, workers) as job:
+            _wait_for_step(tmp_path, step, job)
+            time.sleep(moments.uniform(0, 0.05))  # any moment of a step
+            _kill_workers(tmp_path)
+    _job(tmp_path, 2).wait()
 
     losses = _losses(tmp_path)
     assert sorted(losses) == list(range(STEPS))
@@ -148,10 +135,10 @@ def test_a_killed_worker_is_restarted_from_memory(uninterrupted: dict[int, float
     """torchrun restarts the workers in place; they go on from the node's memory, not from the older disk step."""
     name = f"test-{os.getpid()}-{tmp_path.name}"
     try:
-        job = _launch(tmp_path, 2, name, restarts=2)
-        _wait_for_step(lambda: job.poll() is not None, tmp_path, 14)
-        os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
-        assert job.wait(240) == 0, (tmp_path / "output").read_text()[-3000:]
+        with _job(tmp_path, 2, name, restarts=2) as job:
+            _wait_for_step(tmp_path, 14, job)
+            os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
+            job.wait()
     finally:
         shutil.rmtree(f"/dev/shm/vescale-{name}", ignore_errors=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.distributed import run_ranks
+from tests.support.distributed import forkserver, run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of, value_of
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.load import Verify
+from vescale_fsdp.checkpoint.steps.step_folders import remove_step
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 
 
@@ -32,7 +33,8 @@ class _Replaced:
         self.count += 1
         if self.count - 1 == self.number:
             if not self.same_step:
-                shutil.rmtree(self.root / f"step-{self.step:08d}")
+                # As a job removes it: with the manifest gone first, no reader meets a part of a step.
+                assert remove_step(LocalStorage(self.root), self.step) is None
                 self.step += 1
             save_steps(self.root, [self.step])
 
@@ -111,8 +113,7 @@ def _restore_often(root: Path, times: int) -> list[int]:
 )
 def test_restoring_beside_a_job_that_saves(world: int, times: int, tmp_path: Path) -> None:
     """Hundreds of restores while another process saves and keeps one step: none fails, each is of one step."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "vescale_fsdp.checkpoint"])
+    context = forkserver()
     ours, theirs = context.Pipe()
     process = context.Process(target=_save_until_told, args=(str(tmp_path), theirs))
     process.start()

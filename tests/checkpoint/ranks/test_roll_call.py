@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, save
 from vescale_fsdp.checkpoint.ranks import coordinator, roll_call
 from vescale_fsdp.errors import CheckpointError, LifecycleError
@@ -80,8 +81,8 @@ def _one_rank_stays_away(folder: Path, call: str, missing: int, before: int) -> 
         finally:
             logging.getLogger(roll_call.__name__).removeHandler(told)
             default_store().add("came", 1)
-            while dist.get_rank() != missing and default_store().add("came", 0) < 2:
-                time.sleep(0.01)
+            if dist.get_rank() != missing:
+                wait_until(lambda: default_store().add("came", 0) >= 2, "the other rank that is not missing")
             default_store().set(f"over {call} {before}", "")
 
 

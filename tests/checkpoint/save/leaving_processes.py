@@ -1,6 +1,6 @@
 """Processes that exit with a save under way: ``python -m .. FOLDER``, one fork for each case, which ends as scripts do.
 
-What a case wrote to stderr is in FOLDER/<case>.err, its exit status in what the parent prints.
+What a case wrote to stderr is in FOLDER/<case>.err, exit statuses in FOLDER/codes.json.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _main(folder: Path) -> None:
             return  # and exit as any script does
         children[name] = child
     codes = {name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children.items()}
-    print(json.dumps(codes))
+    (folder / "codes.json").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":

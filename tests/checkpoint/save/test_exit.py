@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.faults.faulty_storage import FaultyStorage, disk_full
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, read_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
@@ -21,8 +21,8 @@ def exits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
     """Exit statuses of the cases of `leaving_processes`, and where they left what they wrote."""
     folder = tmp_path_factory.mktemp("exits")
     command = [sys.executable, "-m", "tests.checkpoint.save.leaving_processes", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    run_command(command, check=True, logs=lambda: folder.glob("*.err"))
+    return folder, json.loads((folder / "codes.json").read_text())
 
 
 @pytest.mark.parametrize(

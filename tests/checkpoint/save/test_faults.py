@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import random
 import re
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoint_states import assert_equal, erase, mixed_state, plain
-from tests.support.distributed import RankError, run_ranks
+from tests.support.distributed import RankError, forkserver, run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage, disk_full, read_only
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.structure import Structure
@@ -271,8 +270,7 @@ def _save_for_ever(root: str, pipe: Connection, first: int) -> None:
 @pytest.mark.parametrize("num_kills", [4, pytest.param(50, marks=pytest.mark.part("faults"))])
 def test_a_save_killed_at_any_moment_costs_no_committed_step(num_kills: int, tmp_path: Path) -> None:
     """The newest committed step restores whole, and it is the one before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "vescale_fsdp.checkpoint"])
+    context = forkserver()
     moments = random.Random(0)
     first, torn, killed = 0, 0, 0
     while killed < num_kills or torn <= num_kills // 5:

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from tests.support.processes import run_command, wait_until
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.formats import FORMATS
@@ -101,20 +101,14 @@ def test_the_home_folder_is_meant_by_a_tilde(
 def test_failures_exit_with_1_and_one_message(source: str, tmp_path: Path) -> None:
     """As a process: exit code 1, nothing on stdout, no traceback, and what to do on stderr."""
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf"]
-    missing = subprocess.run(
-        [*command, str(tmp_path / "none"), str(tmp_path / "out")], capture_output=True, text=True, check=False
-    )
+    missing = run_command([*command, str(tmp_path / "none"), str(tmp_path / "out")])
     assert missing.returncode == 1 and missing.stdout == ""
     assert "what to do: check the path" in missing.stderr and "Traceback" not in missing.stderr
     nowhere = [str(tmp_path / "none"), str(tmp_path / "out")]
     for more, code in (([], 1), (["--threads", "0"], 2)):
-        failed = subprocess.run(
-            [*command, *nowhere, *more, "--json"], capture_output=True, text=True, check=False
-        )
+        failed = run_command([*command, *nowhere, *more, "--json"])
         assert failed.returncode == code and json.loads(failed.stdout)["error"] in failed.stderr
-    done = subprocess.run(
-        [*command, source, str(tmp_path / "out"), "-q"], capture_output=True, text=True, check=False
-    )
+    done = run_command([*command, source, str(tmp_path / "out"), "-q"])
     assert done.returncode == 0 and done.stdout == ""
 
 
@@ -126,7 +120,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
         "from vescale_fsdp.conversion.cli.main import main; main()"
     )
     command = [sys.executable, "-c", code, "to-hf", source, str(tmp_path / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "make room" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -181,7 +175,7 @@ def test_a_read_only_target_is_one_message(source: str, tmp_path: Path) -> None:
         source,
         str(tmp_path / "file" / "out"),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert os.listdir(tmp_path) and (tmp_path / "file").read_text() == "x"
 
@@ -225,7 +219,9 @@ def interrupt(self, **line):
         left -= 1
         handler = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+        deadline_s = time.monotonic() + 60
         while signal.getsignal(signal.SIGINT) is handler:
+            assert time.monotonic() < deadline_s, "Ctrl-C was not noticed"
             time.sleep(0.001)
 journal.Journal.add = interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests themselves may run in the background
@@ -240,7 +236,7 @@ def test_ctrl_c_stops_and_resume_goes_on(source: str, tmp_path: Path, times: int
     options = ["--max-shard-size", "100", "--threads", "1"]
     script = INTERRUPTED.replace("TIMES", str(times))
     command = [sys.executable, "-c", script, "to-hf", source, str(tmp_path / "out"), *options]
-    stopped = subprocess.run(command, capture_output=True, text=True, check=False)
+    stopped = run_command(command)
     assert stopped.returncode == code and "Traceback" not in stopped.stderr
     assert ("--resume" in stopped.stderr) == (times == 1)
     left = os.listdir(tmp_path / "out")
@@ -260,7 +256,7 @@ def test_threads_have_ended_when_ctrl_c_is_raised() -> None:
     def work(shared: Shared[int]) -> None:
         for item in shared:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            wait_until(lambda: shared.is_stopped, "Ctrl-C to be noticed")
             done.append(item)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -287,25 +283,25 @@ def test_progress_is_for_terminals(source: str, tmp_path: Path, quiet: bool) -> 
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", source, str(tmp_path / "out")]
-    done = subprocess.run(
-        [*command, "-q"] if quiet else command, stdout=subprocess.PIPE, stderr=follower, check=False
-    )
+    done = run_command([*command, "-q"] if quiet else command, stderr=follower)
     os.close(follower)
     shown = _shown(leader)
     os.close(leader)
     assert done.returncode == 0 and ("B/s" in shown) == (not quiet) and "no config.json" in shown
-    assert (b"wrote 3 tensors" in done.stdout) == (not quiet)
-    again = subprocess.run([*command, "--overwrite"], capture_output=True, text=True, check=False)
+    assert ("wrote 3 tensors" in done.stdout) == (not quiet)
+    again = run_command([*command, "--overwrite"])
     assert "B/s" not in again.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error_message(source: str) -> None:
     """inspect | head: no traceback, no advice."""
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "inspect", source]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert run_command(command, stdout=writer).stderr == ""
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "dcp"])

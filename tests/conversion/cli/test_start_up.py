@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import save
 
 RUN = """
@@ -29,7 +29,7 @@ print("loaded:", *sorted(heavy))
 def loaded(*arguments: str, program: str = RUN) -> set[str]:
     """Which of the heavy libraries one command has loaded when it ends well; or what another program says."""
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], check=True, capture_output=True, text=True)
+    done = run_command(command, cwd=Path(__file__).parents[3], check=True)
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 

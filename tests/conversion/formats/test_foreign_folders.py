@@ -44,7 +44,7 @@ def test_accelerate_keeps_model_and_optimizer_in_two_folders(tmp_path: Path) -> 
     assert same_bytes(loaded["model"]["a.w"], model["a.w"])
     assert same_bytes(loaded["optimizer"]["state"]["a.w"]["exp_avg"], moments["state"]["a.w"]["exp_avg"])
     dcp.save({"model": model}, checkpoint_id=tmp_path / "c" / "pytorch_model_fsdp_1", no_dist=True)
-    with pytest.raises(ConversionError, match=r"several checkpoints(.|\n)*pass one"):
+    with pytest.raises(ConversionError, check=lambda error: "pytorch_model_fsdp_1" in error.got):
         open_source(str(tmp_path / "c"))
     found, _ = _to_hf(tmp_path / "c" / "pytorch_model_fsdp_1", tmp_path)
     assert same_bytes(found["a.w"], model["a.w"])
@@ -73,11 +73,13 @@ def test_safetensors_of_every_rank(tmp_path: Path) -> None:
     assert sorted(found) == sorted(full) and all(same_bytes(found[name], full[name]) for name in full)
     assert (tmp_path / "hf" / "config.json").is_file()
     save_file({"rows": full["rows"]}, tmp_path / "c" / "model.safetensors")
-    with pytest.raises(ConversionError, match="two models"):
+    with pytest.raises(ConversionError, check=lambda error: "model.safetensors" in error.got):
         open_source(str(tmp_path / "c"))
     (tmp_path / "c" / "model.safetensors").unlink()
     (tmp_path / "c" / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CorruptCheckpointError, match="do not tile"):
+    with pytest.raises(
+        CorruptCheckpointError, check=lambda error: error.where in ("tensor rows", "tensor columns")
+    ):
         open_source(str(tmp_path / "c"))
 
 
@@ -118,7 +120,9 @@ def test_weights_from_before_safetensors(tmp_path: Path, sharded: bool) -> None:
     if sharded:
         index["weight_map"] = dict.fromkeys(names, "pytorch_model-00001-of-00002.bin")
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-        with pytest.raises(CorruptCheckpointError, match=r"disagrees(.|\n)*b in pytorch_model-00001"):
+        with pytest.raises(
+            CorruptCheckpointError, check=lambda error: "b in pytorch_model-00001" in error.expected
+        ):
             open_source(str(folder))
 
 
@@ -141,7 +145,7 @@ def test_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
     full = run_ranks(3, _save_sharded_tensors, str(tmp_path / "c"))[0]
     found, _ = _to_hf(tmp_path / "c", tmp_path)
     assert same_bytes(found["w"], full) and len(found) == 1
-    with pytest.raises(CorruptCheckpointError, match="do not tile"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.where == "tensor w"):
         open_source(str(tmp_path / "c" / "pytorch_model_fsdp_rank1.bin"))
 
 
@@ -186,10 +190,10 @@ def test_plain_tensors_of_ranks(tmp_path: Path) -> None:
     assert same_bytes(found["w"], torch.ones(3)) and len(found) == 1
     assert "extra_state.rng" in report.dropped_others
     torch.save({"w": torch.zeros(3), "n": 1}, folder / "model_world_size_2_rank_1.pt")
-    with pytest.raises(ConversionError, match=r"plain tensors that differ(.|\n)*rank_0\.pt alone"):
+    with pytest.raises(ConversionError, check=lambda error: "model_world_size_2_rank_0.pt" in error.todo):
         open_source(str(folder))
     (folder / "model_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"some ranks are missing(.|\n)*rank 1"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.got.endswith("rank 1")):
         open_source(str(folder))
 
 

@@ -88,7 +88,7 @@ def test_no_way_into_the_source(tmp_path: Path, target: str, monkeypatch: pytest
     Path("dangling").symlink_to("dcp/new")
     before = sorted(os.listdir("dcp"))
     for kind in ("hf", "torch"):
-        with pytest.raises(ConversionError, match="inside nor around the source"):
+        with pytest.raises(ConversionError, check=lambda error: error.where == target):
             convert(open_source("link"), target, kind, ConvertOptions(overwrite=True))
     assert sorted(os.listdir("dcp")) == before
 
@@ -96,7 +96,7 @@ def test_no_way_into_the_source(tmp_path: Path, target: str, monkeypatch: pytest
 def test_a_file_target_needs_a_name(tmp_path: Path) -> None:
     """A slash at its end names a folder: refused before anything is written."""
     dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(ConversionError, match="add a file name"):
+    with pytest.raises(ConversionError, check=lambda error: error.where == f"{tmp_path}/new/"):
         convert(open_source(str(tmp_path / "dcp")), f"{tmp_path}/new/", "torch")
     assert os.listdir(tmp_path) == ["dcp"]
 
@@ -113,7 +113,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, change: str)
         if nbytes and file.exists():
             os.utime(file, ns=(1, 1)) if change == "replaced" else file.unlink()
 
-    with pytest.raises(ConversionError, match="changed while it was read"):
+    with pytest.raises(ConversionError, check=lambda error: error.where == str(tmp_path / "hf")):
         convert(source, str(tmp_path / "out"), "hf", progress=progress)
     assert not (tmp_path / "out").exists()
 

@@ -192,7 +192,7 @@ def test_a_chunk_counts_in_the_budget(tmp_path: Path, version: int) -> None:
         zarr.open_group(tmp_path / "run", mode="a")
     source = open_source(str(tmp_path / "run"), kind="zarr")
     with pytest.raises(
-        ConversionError, match=r"budget is too small(.|\n)*tensor w4(.|\n)*--memory-budget 8MiB"
+        ConversionError, check=lambda error: "w4" in error.where and "--memory-budget 8MiB" in error.todo
     ):
         convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(memory_budget_bytes=7 << 20))
     assert not (tmp_path / "out.pt").exists()
@@ -264,5 +264,5 @@ def test_an_array_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"w": _entry(("w",), "jax.Array")}}))
     with pytest.raises(VescaleError, match=r"w/zarr\.json"):
         open_source(str(tmp_path))
-    with pytest.raises(ConversionError, match="known format"):
+    with pytest.raises(ConversionError, check=lambda error: "nothing" in str(error.got)):
         open_source(str(tmp_path), kind="nothing")

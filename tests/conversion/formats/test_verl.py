@@ -89,7 +89,7 @@ def test_verl(tmp_path: Path) -> None:
     assert {name.removeprefix("model.") for name in source.tensors} == full.keys()
     for file in actor.glob("model_*"):
         file.unlink()
-    with pytest.raises(ConversionError, match="plain tensors that differ"):
+    with pytest.raises(ConversionError, check=lambda error: "_rank_1.pt" in error.got):
         open_source(str(actor))
 
 
@@ -103,5 +103,5 @@ def test_openrlhf(tmp_path: Path) -> None:
     assert source.kind == "deepspeed" and source.values["data_loader_state_dict.consumed"]() == 320
     convert(source, str(tmp_path / "hf"), "hf")
     assert same_bytes(load_file(tmp_path / "hf/model.safetensors")["one"], state.masters["one"])
-    with pytest.raises(ConversionError, match="pass the folder of one"):
+    with pytest.raises(ConversionError, check=lambda error: "_actor" in error.got):
         open_source(str(tmp_path))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.processes import run_command
 from vescale_fsdp.conversion.report.checkpoint_report import report_page
 
 CHROMIUM = shutil.which("chromium")
@@ -82,13 +82,7 @@ def shown(page: Path, view: str = "", width: int = 1400) -> str:
         profile,
         "--dump-dom",
     ]
-    done = subprocess.run(
-        [str(CHROMIUM), *flags, f"{page.as_uri()}#{view}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_command([str(CHROMIUM), *flags, f"{page.as_uri()}#{view}"], timeout_s=120, check=True)
     return done.stdout.partition('<script type="application/json"')[0]
 
 

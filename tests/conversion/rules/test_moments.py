@@ -127,7 +127,7 @@ def test_state_that_cannot_follow_is_refused(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", llama())
     state = {name: {"row": torch.ones(value.shape[0], 1)} for name, value in llama().items()}
     dcp.save({"model": llama(), "optimizer": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(ConversionError, match="shape of its parameter"):
+    with pytest.raises(ConversionError, check=lambda error: error.where.endswith(".row")):
         convert_in_parts(
             tmp_path / "dcp", tmp_path / "x.pt", "torch", rules="torchtitan-llama", assets=str(source)
         )

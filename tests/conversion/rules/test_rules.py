@@ -36,7 +36,7 @@ def test_expressions() -> None:
         "(",
     )
     for text in bad:
-        with pytest.raises(ConversionError, match="cannot be computed"):
+        with pytest.raises(ConversionError, check=lambda error: repr(text) in error.got):  # noqa: B023
             evaluate(text, lets, config)
 
 

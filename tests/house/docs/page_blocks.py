@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from tests.support.distributed import run_ranks
+from tests.support.processes import run_command
 from tools.torchrun_job import Job
 from vescale_fsdp.conversion.cli.commands import cli
 
@@ -80,7 +80,7 @@ Launcher = Callable[[Path, int, list[str]], object]
 
 def torchrun(script: Path, ranks: int, arguments: list[str]) -> None:
     """The command itself."""
-    Job(script.stem, ranks, arguments, script.parent / "log", folder=script.parent).wait()
+    Job(script.stem, ranks, arguments, script.parent / "logs", folder=script.parent).wait()
 
 
 def warm_ranks(script: Path, ranks: int, arguments: list[str]) -> None:
@@ -139,5 +139,5 @@ def _run_command(command: str, folder: Path, launcher: Launcher) -> None:
         launcher(folder / f"{match[2]}.py", int(match[1]), shlex.split(match[3]))
     else:
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        run = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True)
-        assert run.returncode == 0, f"{command}\n{run.stdout.decode()}{run.stderr.decode()}"
+        run = run_command(["bash", "-c", command], cwd=folder, env=environment)
+        assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"

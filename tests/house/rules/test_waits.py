@@ -1,4 +1,5 @@
-"""Every wait of the package ends: its call carries a time-out, or stands here with what ends it.
+"""Every wait of the package ends: its call carries a time-out, or stands here with what ends it. Tests wait for
+conditions, with a deadline.
 
 Found by parsing the sources. Collectives that a call itself waits for (``dist.all_reduce(..)``) end with the time-out
 of their process group, and are not listed. Bounds are reached in ``tests/vescale_fsdp/elastic/test_formation.py``
@@ -34,9 +35,9 @@ DEVICE = "work that this process has given its device"
 DONE = "nothing: it has ended already"
 MEMBERS = "StoreMembership(timeout_s=), TorchftMembership(timeout_s=): test_store_membership.py"
 IDLE = "the end of its object or process: a daemon, for which nothing waits"
-CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
+    "vescale_fsdp/transfer/transfer.py": {"stream.record_event().synchronize()": DEVICE},
     "checkpoint/manager.py": {
         "handle.exception()": SAVE,
         "handle.wait()": SAVE,
@@ -63,17 +64,18 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
     "checkpoint/moves/threads.py": {"ended.wait()": THREAD},
-    "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
+    "vescale_fsdp/collectives.py": {
+        "self.calls.get()": IDLE,
+        "self.done.result()": GROUP,
+        "work.wait()": GROUP,
+    },
     "vescale_fsdp/dtensor/ragged_dtensor.py": {
         "self._move.wait()": GROUP,
         "Redistribution(steps).wait()": GROUP,
     },
+    "vescale_fsdp/dtensor/operators/combining.py": {"each.wait()": GROUP},
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
-    "vescale_fsdp/elastic/store_membership.py": {
-        "connection.recv(nbytes - len(data))": CLOCK,
-        "self._listener.accept()": IDLE,
-    },
     "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
     "vescale_fsdp/optim/muon_plan.py": {"self.work.wait()": GROUP},
     "vescale_fsdp/optim/muon.py": dict.fromkeys(
@@ -135,6 +137,37 @@ def test_every_wait_has_a_bound() -> None:
         len(found) > 20
         and found - {(path, wait) for path, waits in BOUNDS.items() for wait in waits} == set()
     )
+
+
+# Files of tests that pause for a fixed time, and why. Others call `wait_until`.
+PAUSES = {
+    "support/processes.py": "between two looks at a condition",
+    "support/distributed.py": "between two looks at a condition; a thread of a worker",
+    "support/faults/stream_storage.py": "slow writes, of which tests show what runs meanwhile",
+    "support/faults/faulty_storage.py": "slow writes, of which tests show what runs meanwhile",
+    "support/s3_server.py": "slow answers, of which tests count those under way at once",
+    "house/test_distributed_harness.py": "a rank that hangs is what is tested",
+    "checkpoint/jobs/test_killed_jobs.py": "a kill at a random moment is what is tested",
+    "checkpoint/save/test_faults.py": "a kill at a random moment is what is tested",
+}
+
+
+def _calls_in_tests(name: str) -> Iterator[tuple[str, ast.Call]]:
+    folder = ROOT / "tests"
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == name:
+                yield path.relative_to(folder).as_posix(), node
+
+
+def test_no_test_waits_for_a_fixed_time() -> None:
+    """A time that is enough on one machine is too short on another."""
+    assert {file for file, _ in _calls_in_tests("time.sleep")} == PAUSES.keys()
+
+
+def test_commands_of_tests_have_a_deadline() -> None:
+    """At which they show stacks, as `run_command` does."""
+    assert {file for file, call in _calls_in_tests("subprocess.run") if _is_endless(call)} == set()
 
 
 def test_what_counts_as_a_wait() -> None:

@@ -10,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from tests.house.docs.public_names import PUBLIC, is_ours
 from tests.house.surroundings.recipes import GROUP, SOLO, Recipe, describe
 from tests.house.test_names import FILES, ROOT
 from tests.support.distributed import run_ranks
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import async_save, verify
 
 Surroundings = Callable[[], AbstractContextManager[Any]]
@@ -348,13 +348,11 @@ def test_threads_children_and_the_end() -> None:
 
 
 def _check_processes(folder: Path) -> None:
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "tests.house.surroundings.test_surroundings", str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        timeout_s=240,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, latest, load, save, verify
 from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
@@ -79,16 +79,17 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         with open(folder / "log", "w") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
         try:
-            until = time.monotonic() + 60
-            while not _answers(port):
-                assert server.poll() is None and time.monotonic() < until, (folder / "log").read_text()
-                time.sleep(0.1)
+            wait_until(
+                lambda: _answers(port) or server.poll() is not None,
+                command[0],
+                state=lambda: (folder / "log").read_text(),
+            )
             files = fsspec.filesystem(request.param)
             if not files.exists("bucket"):
                 files.mkdir("bucket")
             yield f"{request.param}://bucket"
         finally:
-            server.terminate()
+            server.kill()  # asked to end, Azurite waits for every open connection
             server.wait(30)
 
 

@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases."""
     out = tmp_path_factory.mktemp("deepspeed")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    Job("tests.stacks.jobs.deepspeed_job", 2, ["--out", str(out)], out / "log", timeout_s=900).wait()
+    Job("tests.stacks.jobs.deepspeed_job", 2, ["--out", str(out)], out / "logs", timeout_s=900).wait()
     return out
 
 

@@ -41,7 +41,7 @@ RULES = {"qwen2": "megatron-qwen", "qwen3": "megatron-qwen"}
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases."""
     out = tmp_path_factory.mktemp("megatron")
-    Job("tests.stacks.jobs.megatron_job", 2, ["--out", str(out)], out / "log", timeout_s=900).wait()
+    Job("tests.stacks.jobs.megatron_job", 2, ["--out", str(out)], out / "logs", timeout_s=900).wait()
     return out
 
 

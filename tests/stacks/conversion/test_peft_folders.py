@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.support.multimodal_models import FAMILIES, build_multimodal
+from tests.conversion.rules.multimodal_models import FAMILIES, build_multimodal
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError
 

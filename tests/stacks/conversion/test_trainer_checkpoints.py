@@ -215,7 +215,7 @@ def test_lightning_and_fabric_with_fsdp1(tmp_path: Path) -> None:
 def test_lightning_and_fabric(tmp_path: Path) -> None:
     """Folders of shards with meta.pt beside, and one file."""
     Job(
-        "tests.stacks.jobs.lightning_files_job", 2, ["--out", str(tmp_path)], tmp_path / "log", timeout_s=300
+        "tests.stacks.jobs.lightning_files_job", 2, ["--out", str(tmp_path)], tmp_path / "logs", timeout_s=300
     ).wait()
     state = _check(
         tmp_path / "sharded.ckpt",

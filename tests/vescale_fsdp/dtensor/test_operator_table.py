@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.dtensor_conformance import plain
 from vescale_fsdp.dtensor import operators
 from vescale_fsdp.dtensor.operators.dispatch_table import FAMILIES, is_supported, operator_table, rule_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.errors import GatherWarning, UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 
 aten = torch.ops.aten
@@ -53,19 +55,19 @@ def test_every_family_has_operators() -> None:
         (aten.index.Tensor, True),
         (aten.tril_.default, True),
         (aten.linear.default, True),
-        (aten.multinomial.default, False),
-        (aten.cudnn_batch_norm.default, False),
+        (aten.multinomial.default, True),
+        (aten.cudnn_batch_norm.default, True),
         (aten.t_.default, False),
         (aten._make_dual.default, False),
-        (aten.sum.IntList_out, False),
-        (aten.native_dropout.default, False),
+        (aten.sum.IntList_out, True),
+        (aten.native_dropout.default, True),
         (aten.resize_.default, False),
         (aten.set_.source_Tensor, False),
         (aten._foreach_max.default, True),
         (aten._foreach_max.out, False),
         (aten._foreach_powsum.Scalar, True),
         (aten.cat.default, True),
-        (aten.cat.out, False),
+        (aten.cat.out, True),
         (aten.eye.m_out, True),
     ],
 )
@@ -85,18 +87,20 @@ def refusals() -> list[str]:
     replicated = y.redistribute(placements=[Replicate()])
     calls = [
         lambda: x @ whole.t(),
-        lambda: x.t(),
-        lambda: x[:, 2],
-        lambda: x[0, 2],
-        lambda: x.view(torch.int32),
+        lambda: x.t().mul_(2),
+        lambda: x[:, 2].zero_(),
+        lambda: x[0, 2].fill_(1.0),
+        lambda: x.view(torch.int32).add_(1),
         lambda: x.clone().t_(),
-        lambda: torch.complex(x, x).conj(),
+        lambda: x.expand(2, 4, 5).zero_(),
+        lambda: torch._foreach_mul_([x.t()], 2.0),
+        lambda: torch.add(x.t(), 1, out=x.t()),
+        lambda: x.t() @ whole,
         lambda: x[torch.tensor([0, 2])],
         lambda: x + whole,
         lambda: whole.add_(x),
         lambda: torch.add(x, x, out=whole),
         lambda: x + plain((3, 4, 5)),
-        lambda: x + y,
         lambda: torch._foreach_add_([whole], [x]),
         lambda: x.normal_(generator=torch.Generator()),
         lambda: torch.eye(5, 4, out=x),
@@ -105,6 +109,7 @@ def refusals() -> list[str]:
         lambda: torch.dot(x.view(-1), whole.view(-1)),
         lambda: torch.nn.init.orthogonal_(x),
     ]
+    warnings.simplefilter("ignore", GatherWarning)
     texts = []
     for call in calls:
         try:
@@ -122,6 +127,27 @@ def test_refusals_name_operator_placement_and_way_out() -> None:
         for text in texts:
             assert text.startswith(("UnsupportedOpError", "PlacementError")), text
             assert "aten." in text and "RaggedShard(dims=" in text and "what to do:" in text
+
+
+class _Mixing(torch.optim.SGD):
+    """An optimizer that adds a plain tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(torch.ones(4, 5))
+
+
+def a_step_is_refused() -> str:
+    param = torch.nn.Parameter(distribute_tensor(plain((4, 5)), cpu_mesh(), [RaggedShard((0, 1), (7, 13))]))
+    with pytest.raises(UnsupportedOpError) as caught:
+        _Mixing([param]).step()
+    return str(caught.value.where)
+
+
+def test_refusals_name_the_optimizer() -> None:
+    """In a step, the error says whose."""
+    assert all("_Mixing" in where for where in run_ranks(2, a_step_is_refused))
 
 
 def partial_dims() -> list[str]:

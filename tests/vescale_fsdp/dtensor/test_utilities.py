@@ -152,9 +152,7 @@ X = torch.ones(3, 6)
 MISUSES: dict[str, Use] = {
     "linear": lambda p, q: nn.functional.linear(X, p),
     "matmul": lambda p, q: X @ p.t(),
-    "transpose": lambda p, q: p.T,
     "index": lambda p, q: p[torch.tensor([1, 2])],
-    "column": lambda p, q: p[:, 0],
     "embedding": lambda p, q: nn.functional.embedding(torch.tensor([1, 2]), p),
     "norm": lambda p, q: nn.functional.layer_norm(torch.ones(2, 8, 6), SHAPE, p, q),
     "conv": lambda p, q: nn.functional.conv1d(torch.ones(1, 6, 4), p.unsqueeze(-1)),

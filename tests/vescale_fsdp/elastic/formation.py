@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -30,12 +29,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-PRELOAD = (
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "tests.vescale_fsdp.elastic.forming_programs",
-)
+from tests.support.distributed import forkserver
+from tests.support.processes import stacks_of
+
 CALLS = (
     "init_process_group",
     "new_group",
@@ -65,7 +61,8 @@ class End(NamedTuple):
     """How a rank ended."""
 
     exit_code: int | None  # None: it had not when time was up
-    error: str  # its type; "" if it ended well
+    error: str  # its class; "" if it ended well
+    bases: list[str]  # names of this class and of its bases
     text: str  # of the error, its causes and notes; the stacks of one that has not ended
     result: Any  # what the program returned
     threads: list[str]  # names of those that were left
@@ -176,11 +173,12 @@ def _rank(program: Program, folder: Path, rank: int, num_ranks: int, port: int, 
     for name in CALLS:
         setattr(dist, name, _spotted(getattr(dist, name), f"dist.{name}", spots))
     store = SpottedStore(dist.TCPStore("127.0.0.1", port, is_master=False), spots)
-    found: dict[str, Any] = {"error": "", "text": "", "result": None}
+    found: dict[str, Any] = {"error": "", "bases": [], "text": "", "result": None}
     try:
         found["result"] = program(folder, rank, num_ranks, store, spots)
     except Exception as error:  # noqa: BLE001  the test looks at it
-        found.update(error=type(error).__name__, text=_all_texts(error))
+        bases = [base.__name__ for base in type(error).__mro__]
+        found.update(error=bases[0], bases=bases, text=_all_texts(error))
     found["threads"] = [thread.name for thread in threading.enumerate()]
     (folder / f"end-{rank}").write_text(json.dumps(found))
     sys.exit(1 if found["error"] else 0)  # once all threads but daemons have ended
@@ -211,8 +209,7 @@ def launch(
     A stalled rank continues when the others have ended, and must end too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context = forkserver()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: dict[int, BaseProcess] = {}
     try:
@@ -226,10 +223,11 @@ def launch(
         if stalled is not None:
             os.kill(ranks[stalled].pid or 0, signal.SIGCONT)
             _join([ranks[stalled]], max(deadline_s, time.monotonic() + 20))
-        for process in ranks.values():
-            if process.exitcode is None and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
-        _join(list(ranks.values()), time.monotonic() + 1)  # for stacks to be written
+        stacks_of(
+            (process.pid, folder / f"stacks-{rank}")
+            for rank, process in ranks.items()
+            if process.exitcode is None and process.pid is not None
+        )
         return {rank: _end(folder, rank, process) for rank, process in ranks.items()}
     finally:
         for process in ranks.values():
@@ -247,7 +245,7 @@ def _join(processes: list[BaseProcess], deadline_s: float) -> None:
 def _end(folder: Path, rank: int, process: BaseProcess) -> End:
     file, stacks = folder / f"end-{rank}", folder / f"stacks-{rank}"
     if process.exitcode is None or not file.exists():
-        return End(process.exitcode, "", stacks.read_text() if stacks.exists() else "", None, [])
+        return End(process.exitcode, "", [], stacks.read_text() if stacks.exists() else "", None, [])
     return End(process.exitcode, **json.loads(file.read_text()))
 
 

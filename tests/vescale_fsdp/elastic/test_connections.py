@@ -46,3 +46,19 @@ def test_leaving_wakes_the_others() -> None:
     assert said.count("Connection") == 2 and waited_s < 60
     assert num_closed >= 2  # one other rank, two groups, and what the kept rank's tests before have left
     assert got == others == b"ours"
+
+
+def _leave_with_a_store() -> int:
+    """Close gloo's connections in a process that hosts a store; returns what a client of the store gets."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    close_gloo_connections()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return store.add("number", 1) + client.add("number", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which connections are gloo's")
+def test_stores_of_the_process_stay_connected() -> None:
+    """Each process of an elastic job hosts a store, whose server has a listening socket and a pipe as gloo has."""
+    assert run_ranks(1, _leave_with_a_store) == [3]

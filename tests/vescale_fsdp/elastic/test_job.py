@@ -20,6 +20,7 @@ from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
+from vescale_fsdp.errors import LifecycleError
 
 
 class Scripted:
@@ -41,19 +42,22 @@ class Scripted:
         self._left -= 1
         return self._left < 0
 
+    def has_lost(self) -> bool:
+        return False
+
     def leave(self) -> None:
         pass
 
 
 def _run(
     folder: Path, epochs: Sequence[tuple[int, int]], kind: str
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Samples of the steps that this rank has done; its open files and threads at the first step of each epoch."""
+) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """Samples of the steps that this rank has done; its open files, threads and groups in each epoch."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     taken: list[list[int]] = []
-    kept: list[tuple[int, int]] = []
+    kept: list[tuple[int, int, int]] = []
     batches: list[Iterator[torch.Tensor]] = []
     num_samples = 2 * sum(num_ranks * steps for num_ranks, steps in epochs)
 
@@ -73,12 +77,13 @@ def _run(
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None
         if len(kept) < len(job.epochs) and sys.platform == "linux":
-            kept.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+            kept.append((files, threads, len(dist.distributed_c10d._world.pg_map)))
         taken.append(next(batches[0]).tolist())
         job.training.model(torch.ones(1, 4)).sum().backward()
         job.training.optimizer.step()
 
-    def checkpoints(num_ranks: int) -> CheckpointManager:
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
         return CheckpointManager(folder / "steps", retention=2)
 
     job = ElasticJob(Scripted(rank, folder, epochs), build, checkpoints, timeout_s=60, max_retries=0)
@@ -126,7 +131,7 @@ def _forms_late(folder: Path) -> list[int]:
     job = ElasticJob(
         membership,
         build,
-        lambda _: CheckpointManager(folder / "steps"),
+        lambda *_: CheckpointManager(folder / "steps"),
         timeout_s=20,
         max_retries=1,
     )
@@ -143,10 +148,90 @@ def test_a_group_that_could_not_be_made_changes_no_names(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
-def test_epochs_leave_no_files_or_threads(tmp_path: Path) -> None:
-    """Open files and threads do not grow with the number of epochs."""
-    found = run_ranks(2, _run, tmp_path, [(2, 1)] * 20, "default")
+def test_epochs_leave_no_files_threads_or_groups(tmp_path: Path) -> None:
+    """Open files, threads and process groups do not grow with the number of epochs."""
+    num_epochs = 100 if os.environ.get("FAULTS") == "all" else 8
+    found = run_ranks(2, _run, tmp_path, [(2, 1)] * num_epochs, "default")
 
     for _, kept in found:
-        files, threads = zip(*kept, strict=True)
-        assert len(kept) == 20 and max(files[3:]) <= files[2] + 1 and max(threads[3:]) <= threads[2] + 1, kept
+        files, threads, groups = zip(*kept, strict=True)
+        assert len(kept) == num_epochs and len(set(groups)) == 1, kept
+        assert max(files[3:]) <= files[2] + 1 and max(threads[3:]) <= threads[2] + 1, kept
+
+
+def _loses_its_steps(folder: Path) -> tuple[str, list[tuple[int, int, int, bool]]]:
+    """Epochs that do not find the steps of the last one. The error, and what the job's hooks were told."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    told: list[tuple[int, int, int, bool]] = []
+    nodes: list[int] = []
+
+    def build(mesh: DeviceMesh) -> TrainingState:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
+        nodes.append(num_nodes)
+        return CheckpointManager(folder / f"steps-{len(nodes)}")  # another folder in each epoch
+
+    def on_epoch(job: ElasticJob) -> None:
+        told.append((job.num_ranks, nodes[-1], job.epochs[-1].step, job.mesh is not None))
+
+    membership = Scripted(rank, folder, [(2, 2), *([(2, 2)] * 3)])
+    job = ElasticJob(membership, build, checkpoints, timeout_s=20, max_retries=1, on_epoch=on_epoch)
+    try:
+        job.run(lambda job, step: None, 4)
+    except LifecycleError as error:
+        return str(error.got), told
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return "", told
+
+
+def test_a_job_that_lost_its_steps_does_not_start_again(tmp_path: Path) -> None:
+    """All ranks get an error, instead of training from step 0 on; hooks are told of the first epoch alone."""
+    for got, told in run_ranks(2, _loses_its_steps, tmp_path):
+        assert "has finished steps" in got and told == [(2, 1, 0, True)]
+
+
+def _fails_once(folder: Path, second: tuple[str, ...]) -> bool:
+    """An error in the first step of the first of two epochs. Whether it ends a job without retries."""
+    folder.mkdir(exist_ok=True)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    membership = Scripted(rank, folder, [(2, 2), (2, 2)])
+    real = membership.wait
+    names = [("0", "1"), second]
+
+    def wait() -> Quorum:
+        quorum = real()
+        return Quorum(quorum.epoch, names[quorum.epoch], quorum.rank, quorum.store)
+
+    membership.wait = wait  # type: ignore[method-assign]
+
+    def build(mesh: DeviceMesh) -> TrainingState:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_step(job: ElasticJob, step: int) -> None:
+        if len(job.epochs) == 1:
+            raise RuntimeError("made to fail")
+
+    job = ElasticJob(
+        membership, build, lambda *_: CheckpointManager(folder / "steps"), timeout_s=20, max_retries=0
+    )
+    try:
+        job.run(train_step, 2)
+    except RuntimeError:
+        return True
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return False
+
+
+def test_deaths_of_others_are_no_retries(tmp_path: Path) -> None:
+    """An error counts if the same members go on, and not if one of them was lost."""
+    assert run_ranks(2, _fails_once, tmp_path / "lost", ("0", "2")) == [False, False]
+    assert run_ranks(2, _fails_once, tmp_path / "same", ("0", "1")) == [True, True]

@@ -7,13 +7,13 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.processes import run_command
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
@@ -324,7 +324,7 @@ def test_plans_do_not_depend_on_the_process() -> None:
     code = "from tests.vescale_fsdp.layout.test_planner import digest; print(digest())"
     env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    other = run_command([sys.executable, "-c", code], env=env, check=True)
 
     assert other.stdout.strip() == digest()
 

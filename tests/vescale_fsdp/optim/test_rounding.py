@@ -7,7 +7,6 @@ code paths of MKL that this processor can run.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from tests.support.faults.rounding_noise import RoundingNoise
 from tests.support.optim_cases import as_plain, full_tensors, train
+from tests.support.processes import run_command
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 from vescale_fsdp.optim.shampoo_blocks import inverse_roots
 
@@ -104,12 +104,12 @@ torch.save({name: way(name, "low_rank", None)[0] for name in CASES}, sys.argv[1]
 def test_every_code_path_of_mkl_agrees(path: str, tmp_path: Path) -> None:
     """``MKL_CBWR`` chooses MKL's code for another processor (one that this processor cannot run is its default)."""
     file = tmp_path / "ways.pt"
-    subprocess.run(
+    run_command(
         [sys.executable, "-c", STEPS, str(file)],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "MKL_CBWR": path},
         check=True,
-        timeout=300,
+        timeout_s=300,
     )
     ways = torch.load(file)
     assert ways.keys() == CASES.keys()

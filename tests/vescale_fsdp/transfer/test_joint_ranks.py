@@ -6,7 +6,6 @@ import os
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,7 @@ from vescale_fsdp.checkpoint.ranks.stores import SignedStore, bound_store
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import store_of
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.transfer.plan import plan_transfer
@@ -44,12 +44,19 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
     mesh = cpu_mesh()
     full = torch.arange(48.0).view(8, 6)
     sent = 0
-    real = GroupCoordinator.decide
+    real, num_decided = GroupCoordinator.decide, 0
 
-    def late(self: GroupCoordinator, *args: str) -> str:
+    def late(self: GroupCoordinator, name: str, *args: str) -> str:
+        """Rank 0 decides first. As it has the store, its call returns when the other ranks have read the decision."""
+        nonlocal num_decided
+        num_decided += 1
+        reading = [Path(folder, f"reads-{number}-{num_decided}") for number in range(3)]
         if rank:
-            time.sleep(0.2)  # rank 0, which has the store, closes the meeting as soon as it has decided
-        return real(self, *args)
+            store_of(self.group).wait([name])
+            reading[rank].touch()
+        decision = real(self, name, *args)
+        assert rank or all(path.exists() for path in reading[1:])
+        return decision
 
     GroupCoordinator.decide = late  # type: ignore[method-assign]
     picklers = {name: getattr(dist, name) for name in dir(dist) if "_object" in name}

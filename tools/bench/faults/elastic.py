@@ -3,14 +3,15 @@
     python tools/bench/faults/elastic.py               3 alternating rounds of each; a minute or two
     python tools/bench/faults/elastic.py --rounds 5
 
-Both train the small Llama of `examples.train` on 4 ranks, gloo, and save every step to memory. Then rank 0 is killed:
+Both train the small Llama of `examples.train` on 4 ranks, gloo, and save every step to memory. Then rank 0 is killed,
+or, for ``ours``, also stopped (SIGSTOP), as if its machine had lost its power:
 
     ours        the 3 other ranks continue in their processes (`ElasticJob`)
     torchrun    ``--max-restarts``: the agent, which polls every 0.1 s, ends the other ranks and starts 4 new ones,
                 which restore from the RAM tier of the native engine
 
-Time is from the kill to the end of rank 0's next step. For ``ours`` there is also the time without detection: from the
-moment when the survivors agree.
+Time is from the signal to the end of rank 0's next step. For ``ours`` it is also divided: detection, until the
+survivors have agreed, and the rest.
 """
 
 from __future__ import annotations
@@ -87,22 +88,22 @@ def _wait(
     return lines
 
 
-def _kill_rank_0(out: Path) -> tuple[int, float]:
-    """Kill rank 0 once the job is warm; returns the job's process and the time of the kill."""
+def _kill_rank_0(out: Path, number: signal.Signals = signal.SIGKILL) -> tuple[int, float]:
+    """Kill or stop rank 0 once the job is warm; returns its process and the time of the signal."""
     pid = int(_wait(out, lambda lines: len(lines) >= WARM_STEPS)[-1]["pid"])
     killed_s = time.time()
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     return pid, killed_s
 
 
-def in_place(out: Path, memory: Path) -> tuple[float, float]:
-    """Seconds from the kill to the next step, and seconds from the survivors' agreement to it."""
+def in_place(out: Path, memory: Path, number: signal.Signals) -> tuple[float, float]:
+    """Seconds from the signal to the next step, and seconds from the survivors' agreement to it."""
     arguments = ["--out", str(out), "--steps", str(STEPS), "--seq-len", str(SEQ_LEN)]
     launcher = Launcher(out, memory, arguments)
     try:
         for _ in range(RANKS):
             launcher.start()
-        pid, killed_s = _kill_rank_0(out)
+        pid, killed_s = _kill_rank_0(out, number)
         lines = _wait(out, lambda lines: lines[-1]["pid"] != pid)
         first = next(line for line in lines if line["pid"] != pid)
         return first["at_s"] - killed_s, first["at_s"] - first["agreed_at_s"]
@@ -137,29 +138,35 @@ def restarted(out: Path, memory: Path) -> float:
 
 def measure(rounds: int) -> list[Row]:
     """Alternate rounds of both; medians."""
-    ours, beyond, theirs = [], [], []
+    found: dict[str, list[tuple[float, float]]] = {"killed": [], "stopped": [], "torchrun": []}
     for _ in range(rounds):
-        for kind in ("ours", "torchrun"):
+        for kind, times in found.items():
             out = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
             memory = Path(tempfile.mkdtemp(prefix="bench-elastic-", dir="/dev/shm"))
             try:
-                if kind == "ours":
-                    whole_s, after_s = in_place(out, memory)
-                    ours.append(whole_s)
-                    beyond.append(after_s)
+                if kind == "torchrun":
+                    times.append((restarted(out, memory), 0.0))
                 else:
-                    theirs.append(restarted(out, memory))
+                    number = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
+                    times.append(in_place(out, memory, number))
             finally:
                 shutil.rmtree(memory)
                 shutil.rmtree(out, ignore_errors=True)
-    case = f"{RANKS} ranks, rank 0 killed"
-    restart_s = statistics.median(theirs)
-    return [
-        Row(
-            case, "kill to next step", "s", statistics.median(ours), restart_s, "torchrun restart", "<= 0.35"
-        ),
-        Row(case, "agreement to next step", "s", statistics.median(beyond), None, None, "<= 2"),
-    ]
+    medians = {
+        kind: [statistics.median(each) for each in zip(*times, strict=True)] for kind, times in found.items()
+    }
+    rows = []
+    for kind, detection in (("killed", "<= 1"), ("stopped", "<= 5")):
+        case, (whole_s, after_s) = f"{RANKS} ranks, rank 0 {kind}", medians[kind]
+        detected_s = statistics.median(whole - after for whole, after in found[kind])
+        rows.append(Row(case, "detection and agreement", "s", detected_s, None, None, detection))
+        rows.append(Row(case, "agreement to next step", "s", after_s, None, None, "<= 2"))
+        if kind == "killed":
+            restart_s = medians["torchrun"][0]
+            rows.append(
+                Row(case, "kill to next step", "s", whole_s, restart_s, "torchrun restart", "<= 0.10")
+            )
+    return rows
 
 
 def main() -> None:

@@ -1,24 +1,26 @@
 """Convert an operator's arguments to this rank's pieces, and the operator's result to a ragged tensor.
 
 All rules of `operators.dispatch_table` use these functions, so each check exists once: ragged arguments must have the
-same placements, replicated arguments are cut to match, plain tensors raise unless they are 0-d, and an operator may
-write only to ragged tensors.
+same placements (`combining` brings others to them), replicated arguments are cut to match, and plain tensors raise
+unless they have one element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from operator import methodcaller
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, make_spec, spec_with
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.torch_modes import is_traced
+from vescale_fsdp.torch_private import DTensorSpec, local_of
 
 OUTSIDE_FORWARD = (
     "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
@@ -26,21 +28,42 @@ OUTSIDE_FORWARD = (
 )
 
 
+# What errors about ``out=`` tensors expected.
+SAME_SHAPE = "an out= tensor of the result's shape"
+
+
 def refuse(
-    func: torch._ops.OpOverload, tensor: RaggedDTensor | None, why: str, todo: str | None = None
+    func: torch._ops.OpOverload,
+    tensor: RaggedDTensor | None,
+    why: str,
+    todo: str | None = None,
+    expected: str = "an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
 ) -> UnsupportedOpError:
     """Return the error for an operator that cannot be computed on this tensor. The caller raises it."""
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
+    where += _optimizer_text()
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
-        expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
+        expected=expected,
         got=str(func),
         where=where,
         todo=todo
         or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
     )
+
+
+def _optimizer_text() -> str:
+    """Return the optimizer whose step is running, for an error message; "" if none is."""
+    # The stack says it exactly. A name that a hook had stored would stay after a step that failed.
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        optimizer = frame.f_locals.get("self")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return f", in a step of {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        frame = frame.f_back
+    return ""
 
 
 def name_of(func: torch._ops.OpOverload) -> str:
@@ -94,7 +117,7 @@ def summed(value: Any) -> Any:
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
-def replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
+def replicated(full: torch.Tensor, like: DTensor) -> DTensor:
     """Return a replicated stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
     mesh = like.device_mesh
     spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
@@ -106,6 +129,7 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
     """Check that an operator writes only to ragged tensors without pending sums.
 
     Raises:
+        Unlike: if it writes to a stock DTensor.
         UnsupportedOpError: if it writes to another tensor.
     """
     for name in written_names(func):
@@ -114,17 +138,28 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
         value = named[name]
         for written in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(written, RaggedDTensor):
+                if isinstance(written, DTensor):
+                    raise Unlike
+                raise refuse_written(func, like, name)
+            if written.is_expanded:
                 raise refuse(
-                    func,
-                    like,
-                    f"it writes to {name!r}, which is not ragged",
-                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors; shard them with "
-                    "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
-                    "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
-                    "gather first with .full_tensor()",
+                    func, written, f"it writes to {name!r}, which expand() has made", "clone() it first"
                 )
             if is_partial(written):
                 raise refuse(func, written, f"it writes to {name!r}, which has pending sums")
+
+
+def refuse_written(func: torch._ops.OpOverload, like: RaggedDTensor | None, name: str) -> UnsupportedOpError:
+    """Return the error for an operator that writes a ragged value to another tensor. The caller raises it."""
+    return refuse(
+        func,
+        like,
+        f"it writes to {name!r}, which is not ragged",
+        todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors; shard them with "
+        "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
+        "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
+        "gather first with .full_tensor()",
+    )
 
 
 @cache
@@ -147,76 +182,109 @@ def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: 
         for name, value in named.items()
         if name not in written and isinstance(value, torch.Tensor)
     ]
-    if read and torch.broadcast_shapes(*read) != like.shape:
-        raise refuse(
-            func, like, f"its result of shape {tuple(torch.broadcast_shapes(*read))} would resize it"
-        )
+    result, target = torch.broadcast_shapes(*read) if read else None, named[written[0]]
+    if result is not None and result != target.shape:
+        raise refuse_resize(func, like, result)
+
+
+class Unlike(Exception):
+    """Arguments have other placements or shapes than the tensor that they are combined with (see `combining`)."""
+
+
+def refuse_resize(
+    func: torch._ops.OpOverload, like: RaggedDTensor, shape: Sequence[int]
+) -> UnsupportedOpError:
+    """Return the error for an ``out=`` tensor of another shape than the result. The caller raises it."""
+    return refuse(
+        func,
+        like,
+        f"its result of shape {tuple(shape)} would resize the tensor that it is written to",
+        todo="pass an out= tensor of the result's shape, or none",
+        expected=SAME_SHAPE,
+    )
 
 
 def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
-    """Return an argument as this rank's piece, to be combined with the piece of ``like``.
+    """Return an argument as this rank's piece, to be combined with the piece of ``like``. No communication.
 
     Raises:
-        UnsupportedOpError: if the argument's elements do not correspond to those of ``like``.
-        PlacementError: if the argument is a ragged tensor of the same shape with other placements.
+        Unlike: if the argument has other placements or another shape; `combining` then brings it to those of ``like``.
+        UnsupportedOpError: for a plain tensor of more than one element.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, RaggedDTensor):
-        _check_same_cut(func, value, like)
-        return local_of(value)
+        have, want = value._spec, like._spec
+        # Gradients and optimizer state share the spec object of their parameter, so the usual case is fast.
+        if have is want:
+            return local_of(value)
+        if have.shape == want.shape and have.placements == want.placements and have.mesh == want.mesh:
+            return local_of(value)
+        raise Unlike
     if isinstance(value, DTensor):
         # Pending sums are reduced first, because most operators on a sum are not the sum of operators on its parts.
-        if value.ndim == 0 or is_partial(value):
-            value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-        if not all(p.is_replicate() for p in value.placements):
-            raise refuse(
-                func,
-                like,
-                f"it is combined with a DTensor placed {value.placements}",
-                todo="bring both to the same placements: vescale_fsdp.dtensor.redistribute(dtensor, placements)",
-            )
-        value = local_of(value)
-    elif value.ndim > 0:
-        raise refuse(
-            func,
-            like,
-            f"it is combined with a plain tensor of shape {tuple(value.shape)}, which may differ between ranks",
-            todo=f"{OUTSIDE_FORWARD}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it "
-            "ragged",
-        )
-    return value if value.ndim == 0 else _cut(func, value, like)
+        if value.ndim == 0:
+            return local_of(value.redistribute(placements=[Replicate()] * value.device_mesh.ndim))
+        if is_partial(value) or not all(p.is_replicate() for p in value.placements):
+            raise Unlike
+        return cut_like(func, local_of(value), like)
+    if value.ndim > 0 and value.numel() != 1:
+        raise refuse_plain(func, value, like)
+    if value.ndim > 0:
+        raise Unlike
+    return value
 
 
-def _check_same_cut(func: torch._ops.OpOverload, tensor: RaggedDTensor, like: RaggedDTensor) -> None:
-    """Raise unless both tensors have the same shape, mesh and placements."""
-    have, want = tensor._spec, like._spec
-    # The usual case is fast: gradients and optimizer state share the spec object of their parameter.
-    if have is want:
-        return
-    if have.shape != want.shape:
-        raise refuse(func, like, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
-    if have.placements != want.placements or have.mesh != want.mesh:
-        raise PlacementError(
-            f"{func} got two ragged tensors that are cut differently.",
-            expected=f"shape {tuple(want.shape)} placed {tuple(map(str, want.placements))}",
-            got=f"shape {tuple(have.shape)} placed {tuple(map(str, have.placements))}",
-            todo="redistribute one to the placements of the other",
-        )
+def refuse_plain(
+    func: torch._ops.OpOverload, value: torch.Tensor, like: RaggedDTensor | None
+) -> UnsupportedOpError:
+    """Return the error for a plain tensor next to a ragged one. The caller raises it."""
+    return refuse(
+        func,
+        like,
+        f"it is combined with a plain tensor of shape {tuple(value.shape)}, which may differ between ranks",
+        todo=f"{OUTSIDE_FORWARD}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it "
+        "ragged",
+    )
 
 
-def _cut(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
-    """Return this rank's piece of a replicated tensor, after it is broadcast to the shape of ``like``."""
+def cut_like(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
+    """Return this rank's piece of a replicated tensor, after it is broadcast to the shape of ``like``.
+
+    Raises:
+        Unlike: if it does not broadcast to that shape.
+    """
     shape, local = like.shape, like._local_tensor
     # Broadcasting aligns dims from the last one.
     pairs = zip(reversed(full.shape), reversed(shape), strict=False)
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
-        raise refuse(func, like, f"shape {tuple(full.shape)} does not broadcast to it")
+        raise Unlike
     expanded = full.expand(shape)
     parts = [expanded[box.slices()].reshape(-1) for box in boxes_of(like._spec)]
     if not parts:
         return full.new_empty(local.shape)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(local.shape)
+
+
+def keep_grad_placed(tensor: torch.Tensor) -> None:
+    """Let autograd bring the tensor's gradient to the tensor's own placements.
+
+    The backward of an operator on gathered or moved tensors returns a gradient with the placements of the result. It
+    would be correct, but a parameter's gradient must be cut like the parameter.
+    """
+    if not torch.is_grad_enabled() or not tensor.requires_grad:
+        return
+    if isinstance(tensor, RaggedDTensor) and not tensor.keeps_grad_placed and not is_traced(local_of(tensor)):
+        tensor.keeps_grad_placed = True
+        tensor.register_hook(partial(_placed_as, tensor._spec))
+
+
+def _placed_as(spec: DTensorSpec, grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient under the placements of ``spec``; a Partial there means Replicate for the gradient."""
+    wanted = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+    if not isinstance(grad, DTensor) or tuple(grad.placements) == wanted or grad.device_mesh != spec.mesh:
+        return grad
+    return redistribute(grad, wanted)
 
 
 def wrap_result(func: torch._ops.OpOverload, result: Any, like: RaggedDTensor) -> Any:

@@ -46,7 +46,9 @@ class Family(NamedTuple):
 FAMILIES: dict[Rule, Family] = {
     elementwise.elementwise: Family(
         "elementwise",
-        "Runs on the pieces, with scalars, 0-d tensors, ragged tensors cut alike, replicated DTensors.",
+        "Runs on the pieces, with scalars, 0-d tensors, ragged tensors cut alike, replicated DTensors. A tensor that "
+        "is cut differently, or broadcasts from rows that its rank does not have, is sent: one message, counted, and "
+        "logged once per pair of placements. The larger tensor never moves.",
         # These are elementwise, but torch does not tag them as pointwise.
         "alias complex copy_ detach detach_ elu_backward fill_ floor_divide floor_divide_ hardsigmoid_backward "
         "hardswish hardswish_ hardswish_backward hardtanh_backward huber_loss_backward leaky_relu_backward lift_fresh "
@@ -70,8 +72,8 @@ FAMILIES: dict[Rule, Family] = {
     elementwise.flat_view: Family(
         "views",
         "Views of consecutive elements: the whole tensor in another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`. A write to "
-        "the view writes the tensor. Not supported: `x.t()`, `x[:, 2]`. If another mesh axis cuts the tensor too, only "
-        "views of the tensor's own shape are supported.",
+        "the view writes the tensor. All others, such as `x.t()` and `x[:, 2]`, are views of a gathered copy: reads "
+        "give a `GatherWarning` once per operator, writes raise.",
         "_unsafe_view",
     ),
     elementwise.masked_put: Family(
@@ -84,8 +86,8 @@ FAMILIES: dict[Rule, Family] = {
     ),
     reductions.reduction: Family(
         "reductions",
-        "Over all dims; over dims that every piece contains whole (the result is ragged). Over other dims: sum, mean "
-        "and norm take one all-reduce, all other reductions gather.",
+        "Over all dims; over dims that every piece contains whole (the result is ragged); over other dims by "
+        "all-reduces of the result's size. Only reductions that return indices gather then.",
         # max and min have elementwise overloads, too, so `_BY_OVERLOAD` lists the overloads that reduce.
         " ".join(reductions.TOTALS.keys() - {"max", "min"}),
     ),
@@ -102,12 +104,16 @@ FAMILIES: dict[Rule, Family] = {
     whole_tensors.gathered: Family(
         "whole tensors",
         "All other operators that return new tensors and draw no random numbers, such as `mm` and `cat`: the tensors "
-        "are gathered, the result is replicated. Raises in combination with plain tensors.",
+        "are gathered, with a `GatherWarning` once per operator, and the result is replicated. Raises in combination "
+        "with plain tensors.",
+        # torch's own decompositions would index with plain tensors.
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d",
     ),
     whole_tensors.written_back: Family(
         "whole tensors in place",
-        "All other operators that write to their first argument only, such as `triu_`: the tensors are gathered, then "
-        "each rank keeps its piece.",
+        "All other operators that write to their first argument only, such as `triu_`, or to `out=`: the tensors are "
+        "gathered, with a `GatherWarning` once per operator, then each rank keeps its piece.",
     ),
     _decomposed: Family(
         "composite",
@@ -126,6 +132,11 @@ FAMILIES: dict[Rule, Family] = {
         "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
         "bernoulli_ normal_ uniform_",
     ),
+    random.drawn_whole: Family(
+        "other random values",
+        "Such as dropout and `exponential_`: every rank draws the values of the whole tensor, the same for any number "
+        "of ranks, and keeps its piece. Tensors that are read are gathered.",
+    ),
     random.random_like: Family("random `*_like`", "As random values in place.", "rand_like randn_like"),
     _on_local: Family("queries about storage", "Runs on this rank's piece.", "is_pinned record_stream"),
 }
@@ -135,10 +146,24 @@ _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.n
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
-# This overload has one probability per element, but `_draw` takes a single one.
-_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
+# This overload has one probability per element, but `random_fill` takes a single one.
+_BY_OVERLOAD[aten.bernoulli_.Tensor] = random.drawn_whole
 # Rules of operators that no family names. The document does not list these operators, which are hundreds.
-_OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
+# Rules of operators whose `out=` forms are computed from gathered tensors.
+_WITH_OUT = (
+    reductions.reduction,
+    reductions.along_dims,
+    elementwise.like_factory,
+    elementwise.flat_view,
+    whole_tensors.rewritten,
+)
+_OPEN = (
+    elementwise.flat_view,
+    whole_tensors.gathered,
+    whole_tensors.written_back,
+    random.drawn_whole,
+    _decomposed,
+)
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums need whole tensors
 
 
@@ -158,15 +183,17 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     """Return the function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
     namespace, _, name = func._schema.name.partition("::")
     # An operator of another library raises, because its meaning is unknown.
-    if namespace != "aten" or func in _REFUSED_OVERLOADS:
+    if namespace != "aten":
         return _unsupported
     if func in _BY_OVERLOAD:
         return _BY_OVERLOAD[func]
     if name in _BY_NAME:
         rule = _BY_NAME[name]
         # Only the elementwise rule supports `out=`; all other rules would ignore it.
-        elementwise_out = rule is elementwise.elementwise or not has_out(func)
-        return rule if elementwise_out else _unsupported
+        if rule is elementwise.elementwise or not has_out(func):
+            return rule
+        takes_lists = name.startswith("_foreach_")
+        return whole_tensors.written_back if rule in _WITH_OUT and not takes_lists else _unsupported
     if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not has_out(func):
         return elementwise.foreach
     # No family names this operator: its rule follows from torch's tags and from its schema.
@@ -177,21 +204,22 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
     if is_random:
-        # Each rank would draw from its own generator, so results would differ between ranks.
-        return _unsupported
+        return random.drawn_whole
     if func.is_view:
         # `flat_view` takes one tensor.
         single = sum("Tensor" in str(argument.type) for argument in arguments) == 1
         return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:
-        # Batch norms write to these two arguments, but their schemas do not declare it. A gathered copy would lose the
-        # writes.
-        writes_statistics = any(argument.name in ("running_mean", "running_var") for argument in arguments)
-        return _unsupported if writes_statistics else whole_tensors.gathered
+        # Batch norms write to these two arguments, but the schemas of some do not declare it.
+        writes_statistics = any(argument.name in whole_tensors.STATISTICS for argument in arguments)
+        return whole_tensors.written_back if writes_statistics else whole_tensors.gathered
     # Operators with the tag inplace_view, such as `squeeze_`, change the shape in place; a ragged tensor cannot.
-    writes_first = written == arguments[:1] and not has_out(func) and torch.Tag.inplace_view not in func.tags
-    return whole_tensors.written_back if writes_first else _unsupported
+    if torch.Tag.inplace_view in func.tags:
+        return _unsupported
+    writes_statistics = all(argument.name in whole_tensors.STATISTICS for argument in written)
+    writes_some = written == arguments[:1] or has_out(func) or writes_statistics
+    return whole_tensors.written_back if writes_some else _unsupported
 
 
 set_rules(rule_of)
@@ -225,6 +253,10 @@ def operator_table() -> str:
         "Written by `python tools/operators_table.py` from the dispatch table; a test compares the two.",
         f"Operators are those of torch {torch.__version__.split('+')[0]}. Any other operator raises",
         "`UnsupportedOpError`, a `NotImplementedError` that names the operator, the placement and what to do instead.",
+        "",
+        "Operators that gather, or bring tensors to other placements, are collectives: all ranks of the mesh must call",
+        "them. The ranks compare operator, placements and a counter first, and raise if they differ or if a rank does",
+        "not come. Reductions are collectives, too, as those of torch's DTensor.",
         "",
         "| family | support | operators |",
         "|---|---|---|",

@@ -1,6 +1,7 @@
-"""Rules of operators that need no elements of other ranks: elementwise operators, lists of tensors, copies, views.
+"""Rules of elementwise operators, lists of tensors, copies and views.
 
-These operators run on the flat pieces, and the result is cut like the input. Pending sums (Partial on another mesh
+These operators run on the flat pieces, and the result is cut like the input. If all tensors are cut alike, nothing is
+sent; `combining` brings other tensors to the pieces. Pending sums (Partial on another mesh
 axis) are reduced first, because most elementwise operators are not linear.
 
 A view that is one run of the flattened tensor is cut where the tensor is cut, and shares the piece's memory: a write to
@@ -11,13 +12,13 @@ the view is a write to the tensor::
                                             x[2:4]         elements [6, 12)   pieces of 0, 6
 
 torch computes the run: the operator runs on a meta tensor, and the result's storage offset is the start of the run.
-Other views, such as columns and transposes, are not one run of elements, and raise.
+Other views, such as columns and transposes, are views of a gathered copy, and may only be read (`gathered_views`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -28,21 +29,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives import all_reduce_in_place, wait_for
+from vescale_fsdp.dtensor.operators import combining, gathered_views
 from vescale_fsdp.dtensor.operators.arguments import (
+    Unlike,
     bind,
     check_not_resized,
     check_written,
     first_ragged,
     is_partial,
+    keep_grad_placed,
     localize,
     refuse,
+    refuse_written,
     replicated,
-    summed,
     wrap_result,
     written_names,
 )
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis, replaced
+from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of, piece_in
 
@@ -55,17 +60,27 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     assert like is not None  # torch calls a rule only if an argument is ragged
     if func._schema.is_mutable:  # in-place and ``out=`` forms, which return the tensors that they wrote to
         named = bind(func, args, kwargs)
-        check_written(func, named, like)
-        check_not_resized(func, named, like)
-        _on_pieces(func, args, kwargs, like)
         written = [named[name] for name in written_names(func) if name in named]
+        try:
+            check_written(func, named, like)
+            check_not_resized(func, named, like)
+            _on_pieces(func, args, kwargs, like)
+        except Unlike:
+            _write_combined(func, args, kwargs, written)
         return written[0] if len(written) == 1 else tuple(written)
     if is_partial(like):
-        args = tuple(summed(arg) for arg in args)
-        kwargs = {name: summed(value) for name, value in kwargs.items()}
+        args, kwargs = combining.without_sums(args, kwargs)
         like = first_ragged((*args, *kwargs.values()))
         assert like is not None
-    return wrap_result(func, _on_pieces(func, args, kwargs, like), like)
+    try:
+        return wrap_result(func, _on_pieces(func, args, kwargs, like), like)
+    except Unlike:
+        args, kwargs = combining.without_sums(args, kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        home = combining.home_of(tensors)
+        if home is None:
+            return combining.on_replicas(func, args, kwargs)
+        return wrap_result(func, combining.on_home(func, args, kwargs, home), home)
 
 
 def _on_pieces(
@@ -76,6 +91,22 @@ def _on_pieces(
         *(localize(func, arg, like) for arg in args),
         **{name: localize(func, value, like) for name, value in kwargs.items()},
     )
+
+
+def _write_combined(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Any]
+) -> None:
+    """Run an operator that writes, after its other arguments were brought to what it writes to."""
+    home = written[0]
+    same = all(
+        isinstance(other, type(home)) and other._spec.placements == home._spec.placements for other in written
+    )
+    if not same or any(other.shape != home.shape for other in written):
+        raise refuse(func, first_ragged(written), "it writes to tensors that are cut differently")
+    if isinstance(home, RaggedDTensor):
+        combining.on_home(func, args, kwargs, home)
+    else:
+        combining.on_replicas(func, args, kwargs, home)
 
 
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,50 +142,95 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view, or several views for operators such as ``split``. Each must be one run of the flattened tensor."""
+    """Return a view, or several views for operators such as ``split``.
+
+    Views that are each one run of the flattened tensor are ragged. All others are views of a gathered copy.
+    """
     tensor: RaggedDTensor = args[0]
+    if tensor.requires_grad:
+        keep_grad_placed(tensor)
     # On the meta device, because only the views' offsets, shapes and strides are used.
     views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     if isinstance(views, (list, tuple)):
-        return type(views)(_view_of(func, tensor, view) for view in views)
-    return _view_of(func, tensor, views)
+        found = [_view_of(func, tensor, view) for view in views]
+        if None not in found:
+            return type(views)(found)
+    else:
+        one = _view_of(func, tensor, views)
+        if one is None and func is aten.expand.default:
+            one = _expanded(tensor, views)
+        if one is not None:
+            return one
+    return gathered_views.view_of_copy(func, args, kwargs)
 
 
-def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor:
-    """Return a ragged view of ``tensor``.
+def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None:
+    """Return a ragged view of ``tensor``; None if the view is not one run of the tensor's elements.
 
     Args:
         view: the same view of a contiguous meta tensor of the global shape.
-
-    Raises:
-        UnsupportedOpError: if the view is not one run of the tensor's elements.
     """
-    if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype:
-        raise refuse(func, tensor, "the values of this view differ from the stored values")
-    if view.shape == tensor.shape and view.is_contiguous():
+    if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype or not view.is_contiguous():
+        return None
+    if view.shape == tensor.shape:
         local = tensor._local_tensor
         # Allowed under any placements, because the piece stays the same.
-        return wrap_result(func, local.view_as(local), tensor)  # type: ignore[no-any-return]
-    why = todo = None
-    if not view.ndim:
-        why, todo = "0-d tensors are not ragged", "take a range of one element, x[i : i + 1]"
-    elif not view.is_contiguous():
-        why = "its elements are not adjacent in the flat tensor (whole rows are)"
-    elif inner_box(tensor._spec).sizes != tuple(tensor.shape):
-        why = "another mesh axis cuts the tensor's dims"
-    if why is not None:
-        raise refuse(func, tensor, f"a view of shape {tuple(view.shape)}: {why}", todo)
-    start = int(view.storage_offset())
-    stop = start + view.numel()
-    axis, placement = ragged_axis(tensor.placements)
-    cut = RaggedShard.from_piece_numels(view.shape, placement.piece_lengths(tensor.shape).within(start, stop))
-    own = piece_of(tensor._spec)
-    # The view may begin or end on another rank, so its edges are moved into this rank's piece.
-    first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
-    return RaggedDTensor.wrap(
-        tensor._local_tensor.view(-1)[first:last],
-        make_spec(tensor.device_mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype),
+        found: RaggedDTensor = wrap_result(func, local.view_as(local), tensor)
+    elif not view.ndim or inner_box(tensor._spec).sizes != tuple(tensor.shape):
+        return None
+    else:
+        start = int(view.storage_offset())
+        stop = start + view.numel()
+        axis, placement = ragged_axis(tensor.placements)
+        lengths = placement.piece_lengths(tensor.shape).within(start, stop)
+        cut = RaggedShard.from_piece_numels(view.shape, lengths)
+        own = piece_of(tensor._spec)
+        # The view may begin or end on another rank, so its edges are moved into this rank's piece.
+        first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
+        found = RaggedDTensor.wrap(
+            tensor._local_tensor.view(-1)[first:last],
+            make_spec(tensor.device_mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype),
+        )
+    if tensor.is_expanded:
+        found.is_expanded = True
+    return found
+
+
+def _expanded(tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None:
+    """Return the result of ``expand`` with every row on the rank that owns it; None if ranks own parts of rows.
+
+    The backward of a sum over rows expands a gradient like this. The elements are copies, so they may not be written;
+    torch refuses writes to expanded tensors, too.
+    """
+    spec = tensor._spec
+    if is_partial(tensor) or not view.numel() or inner_box(spec).sizes != tuple(tensor.shape):
+        return None
+    axis, placement = ragged_axis(spec.placements)
+    lengths = placement.piece_lengths(tensor.shape)
+    kept = next(
+        (
+            d
+            for d, (n, m) in enumerate(zip(view.shape, _padded(tensor.shape, view.ndim), strict=True))
+            if n != m
+        ),
+        0,
     )
+    rows, out_rows = numel_of(_padded(tensor.shape, view.ndim)[kept:]), numel_of(view.shape[kept:])
+    if any(numel % rows for numel in lengths.distinct):
+        return None
+    cut = RaggedShard.from_piece_numels(view.shape, lengths.map(lambda numel: numel // rows * out_rows))
+    own = tensor._local_tensor.reshape(-1, *_padded(tensor.shape, view.ndim)[kept:])
+    local = own.expand(own.shape[0], *view.shape[kept:]).reshape(-1)
+    found = RaggedDTensor.wrap(
+        local, make_spec(spec.mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype)
+    )
+    found.is_expanded = True
+    return found
+
+
+def _padded(shape: Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Return a shape with ones in front."""
+    return (1,) * (ndim - len(shape)) + tuple(shape)
 
 
 # -- lists ----------------------------------------------------------------------------------------------
@@ -194,7 +270,10 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     }
     if stock:
         return _separate_calls(func, args, kwargs, stock, length)
-    _check_lists_written(func, named, likes)
+    try:
+        _check_lists_written(func, named, likes)
+    except Unlike:
+        return _write_stock(func, args, kwargs, length)
     some_ragged = first_ragged(likes)
 
     def local(value: Any) -> Any:
@@ -207,13 +286,67 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
             return localize(func, value, some_ragged)
         return value
 
-    result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    try:
+        result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    except Unlike:
+        if not func._schema.is_mutable:
+            likes = [
+                None if like is None else _home(func, list(column(index))) for index, like in enumerate(likes)
+            ]
+        pairs = [
+            pair for values in lists if len(values) == length for pair in zip(values, likes, strict=True)
+        ]
+        pieces = iter(combining.brought(func, pairs))
+
+        def combined(value: Any) -> Any:
+            """Return an argument as `local` does, with the next pieces in place of a list."""
+            is_list = isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor)
+            return [next(pieces) for _ in value] if is_list and len(value) == length else local(value)
+
+        result = func(*map(combined, args), **{name: combined(value) for name, value in kwargs.items()})
     if not isinstance(result, (list, tuple)):  # in-place operators return None
         return result
     return [
         value if like is None else wrap_result(func, value, like)
         for value, like in zip(result, likes, strict=True)
     ]
+
+
+def _home(func: torch._ops.OpOverload, values: list[Any]) -> RaggedDTensor:
+    """Return the ragged tensor at one index of the lists that has the shape of the result."""
+    home = combining.home_of([value for value in values if isinstance(value, torch.Tensor)])
+    if home is None:
+        raise refuse(
+            func,
+            first_ragged(values),
+            "tensors of a list broadcast to a shape that none of them has",
+            todo="combine these tensors one by one",
+        )
+    return home
+
+
+def _write_stock(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+) -> Any:
+    """Run a call that writes ragged tensors to stock DTensors of the first list."""
+    homes = {index: home for index, home in enumerate(args[0]) if type(home) is DTensor}
+    if not homes:  # it writes to stock DTensors of another list
+        raise refuse_written(func, first_ragged(args[0]), "lists")
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) == length
+
+    lists = [value for value in (*args, *kwargs.values()) if is_list(value)]
+    arrived = iter(
+        combining.as_stock(func, [(v[index], home) for v in lists for index, home in homes.items()])
+    )
+
+    def brought(value: Any) -> Any:
+        if not is_list(value):
+            return value
+        return [next(arrived) if index in homes else item for index, item in enumerate(value)]
+
+    return func(*map(brought, args), **{name: brought(value) for name, value in kwargs.items()})
 
 
 def _separate_calls(

@@ -4,8 +4,8 @@
                       replicated DTensor. So a nan on one rank gives nan on all ranks (an all-reduce with MAX may lose
                       the nan)
     over whole dims   every piece contains these dims whole: each rank computes its rows, and the result is ragged
-    over cut dims     sums, means and norms all-reduce what each rank's boxes contribute. Other operators, such as a
-                      maximum over rows that are cut in the middle, gather the tensor
+    over cut dims     reductions to one number all-reduce what each rank's boxes contribute. Those that return indices,
+                      and operators such as a sort or softmax over rows that are cut in the middle, gather the tensor
 
 No sum stays Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so the next operator would
 return a wrong sum (seen in cosine_embedding_loss). Norms of a finite order may stay Partial, because torch reduces
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives import all_reduce_in_place, gathered, wait_for
-from vescale_fsdp.dtensor.operators import whole_tensors
+from vescale_fsdp.dtensor.operators import combining, whole_tensors
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     first_ragged,
     is_partial,
-    localize,
+    keep_grad_placed,
     name_of,
     refuse,
     replicated,
@@ -64,6 +64,8 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
         raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")  # as torch
+    if tensor.requires_grad:
+        keep_grad_placed(tensor)
     tensor = summed(tensor)
     return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
@@ -91,7 +93,7 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return type(result)(r.view(kept) for r in result) if isinstance(result, tuple) else result.view(kept)
     if _are_whole_from(call.tensor, call.dims[0]):
         return _on_rows(call)
-    if not over_all and combines and name in _SUMMABLE:
+    if not over_all and combines and name in _OVER_CUT:
         return _over_cut_dims(call)
     return whole_tensors.gathered(func, args, kwargs)
 
@@ -107,8 +109,8 @@ def _needs_whole_tensor(call: _Call, name: str) -> bool:
         # An empty piece has no neutral value for a negative finite order. `_over_cut_dims` sums powers, which orders 0
         # and infinity do not allow.
         return (order < 0 and not math.isinf(order)) or (over_some and not 0 < order < math.inf)
-    # `_spread` computes in float64, which would drop imaginary parts.
-    return name.startswith(("std", "var")) and call.tensor.is_complex()
+    # `_spread` and `_cut_spread` compute in float64, which would drop imaginary parts. Complex numbers have no largest.
+    return name.startswith(("std", "var", "logsumexp")) and call.tensor.is_complex()
 
 
 # -- over whole dims ------------------------------------------------------------------------------------
@@ -137,17 +139,20 @@ def _on_rows(call: _Call) -> Any:
     schema = {argument.name: argument for argument in call.func._schema.arguments}
     # Some overloads take one dim, and some take a list of dims.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
+    rows = tensor._local_tensor.reshape(-1, *tensor.shape[first:])
+    # torch warns about the spread of no rows, so a rank without rows computes one that it drops.
+    has_none = rows.shape[0] == 0
     named = {
         **call.options,
-        "self": tensor._local_tensor.reshape(-1, *tensor.shape[first:]),
+        "self": rows.new_zeros(1, *rows.shape[1:]) if has_none else rows,
         "dim": shifted if takes_list else shifted[0],
     }
     if "keepdim" in schema:
         named["keepdim"] = call.keepdim
     result = call.func(**named)
     if isinstance(result, (list, tuple)):
-        return tuple(_from_rows(call, rows) for rows in result)
-    return _from_rows(call, result)
+        return tuple(_from_rows(call, each[:0] if has_none else each) for each in result)
+    return _from_rows(call, result[:0] if has_none else result)
 
 
 def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
@@ -170,34 +175,187 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
 
 # -- over cut dims --------------------------------------------------------------------------------------
 
+# Dims that pieces may cut: each rank reduces its boxes into a small tensor of the result's shape, with ``keepdim``, and
+# these tensors are all-reduced. The tensor itself is not sent.
 
-def _over_cut_dims(call: _Call) -> DTensor:
-    """Compute a sum, mean or norm over some dims that pieces may cut.
 
-    Each rank adds what its boxes contribute to a tensor of the result's shape, which is then all-reduced.
+def _over_cut_dims(call: _Call) -> Any:
+    """Run a reduction over some dims that pieces may cut; its results are replicated."""
+    result = _OVER_CUT[name_of(call.func)](call)
+
+    def as_asked(total: torch.Tensor) -> DTensor:
+        return replicated(total if call.keepdim else total.squeeze(call.dims), call.tensor)
+
+    return tuple(map(as_asked, result)) if isinstance(result, tuple) else as_asked(result)
+
+
+def _kept_shape(call: _Call) -> list[int]:
+    """Return the shape of the result with ``keepdim``."""
+    return [1 if dim in call.dims else size for dim, size in enumerate(call.tensor.shape)]
+
+
+def _merged(
+    call: _Call,
+    total: torch.Tensor,
+    part: Callable[[torch.Tensor, tuple[slice, ...]], torch.Tensor],
+    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
+) -> torch.Tensor:
+    """Merge the reductions of this rank's boxes into ``total`` and return it.
+
+    Args:
+        call: the reduction.
+        total: the neutral value of ``merge``, in the shape of the result with ``keepdim``.
+        part: reduces the values of a box, with ``keepdim``. It also gets the box's place in ``total``.
+        merge: combines the reductions of two boxes.
     """
-    tensor, dims, dtype, name = call.tensor, call.dims, call.options.get("dtype"), name_of(call.func)
-    order = None if name in ("sum", "mean") else _order(call.options)
-    local, start = tensor._local_tensor.reshape(-1), 0
-    kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
-    # torch sums integers in a wider dtype. The sum of no elements has this dtype.
-    total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
-    for box in tensor.boxes:
+    local, start = call.tensor._local_tensor.reshape(-1), 0
+    for box in call.tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
         start += box.numel
-        if order is None:
-            part = values.sum(dims, keepdim=True, dtype=dtype)
-        else:
-            part = torch.linalg.vector_norm(values, order, dim=dims, keepdim=True, dtype=dtype) ** order
-        total[tuple(slice(None) if d in dims else at for d, at in enumerate(box.slices()))] += part
-    for axis, placement in enumerate(tensor.placements):
+        place = tuple(slice(None) if d in call.dims else at for d, at in enumerate(box.slices()))
+        total[place] = merge(total[place], part(values, place))
+    return total
+
+
+def _all_reduced(call: _Call, total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce a tensor in place over the ranks that own different parts of the call's tensor, and return it."""
+    for axis, placement in enumerate(call.tensor.placements):
         if not placement.is_replicate():  # replicas have equal parts, which must be counted once
-            wait_for(all_reduce_in_place(total, dist.ReduceOp.SUM, tensor.device_mesh.get_group(axis)))
-    if name == "mean":
-        total = total / numel_of([tensor.shape[dim] for dim in dims])
-    elif order is not None:
-        total = total ** (1 / order)
-    return replicated(total if call.keepdim else total.squeeze(dims), tensor)
+            wait_for(all_reduce_in_place(total, op, call.tensor.device_mesh.get_group(axis)))
+    return total
+
+
+def _cut_sum(call: _Call) -> torch.Tensor:
+    """Compute sum, nansum or mean."""
+    dims, dtype = call.dims, call.options.get("dtype")
+    add = torch.nansum if name_of(call.func) == "nansum" else torch.sum
+    # torch sums integers in a wider dtype. The sum of no elements has this dtype.
+    zeros = torch.zeros(
+        _kept_shape(call),
+        dtype=add(call.tensor._local_tensor[:0], dtype=dtype).dtype,
+        device=call.tensor._local_tensor.device,
+    )
+    total = _merged(call, zeros, lambda values, _: add(values, dims, keepdim=True, dtype=dtype))
+    total = _all_reduced(call, total, dist.ReduceOp.SUM)
+    return total / _count(call) if name_of(call.func) == "mean" else total
+
+
+def _count(call: _Call) -> int:
+    """Return the number of elements per element of the result."""
+    return numel_of([call.tensor.shape[dim] for dim in call.dims])
+
+
+def _cut_norm(call: _Call) -> torch.Tensor:
+    """Compute a norm of finite positive order, from sums of powers."""
+    dims, dtype, order = call.dims, call.options.get("dtype"), _order(call.options)
+
+    def powers(values: torch.Tensor, _: tuple[slice, ...]) -> torch.Tensor:
+        return torch.linalg.vector_norm(values, order, dim=dims, keepdim=True, dtype=dtype) ** order
+
+    zeros = torch.linalg.vector_norm(call.tensor._local_tensor.new_zeros(1), order, dtype=dtype)
+    total = _merged(call, zeros.expand(_kept_shape(call)).clone(), powers)
+    return _all_reduced(call, total, dist.ReduceOp.SUM) ** (1 / order)
+
+
+def _cut_extreme(call: _Call, *, largest: bool) -> torch.Tensor:
+    """Compute amax or amin. A nan gives nan, as in torch."""
+    local = call.tensor._local_tensor
+    reduce = torch.amax if largest else torch.amin
+    neutral = _identity(local.dtype, largest)
+    total = _merged(
+        call,
+        local.new_full(_kept_shape(call), neutral),
+        lambda values, _: reduce(values, call.dims, keepdim=True),
+        torch.maximum if largest else torch.minimum,
+    )
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
+    if not total.is_floating_point():  # int64, because gloo has no MAX of all integer dtypes
+        return _all_reduced(call, total.to(torch.int64), op).to(total.dtype)
+    # An all-reduce may lose a nan, so a second row marks where there is one.
+    is_nan, mark = total.isnan(), 1.0 if largest else -1.0
+    rows = torch.stack([total.masked_fill(is_nan, neutral), is_nan.to(total.dtype) * mark])
+    values, marks = _all_reduced(call, rows, op).unbind()
+    return values.masked_fill(marks != 0, math.nan)
+
+
+def _cut_truth(call: _Call, *, every: bool) -> torch.Tensor:
+    """Compute all (``every``) or any."""
+    reduce = torch.all if every else torch.any
+    local = call.tensor._local_tensor
+
+    def truth(values: torch.Tensor, _: tuple[slice, ...]) -> torch.Tensor:
+        return reduce(values != 0, dim=call.dims, keepdim=True).to(torch.uint8)
+
+    total = torch.full(_kept_shape(call), int(every), dtype=torch.uint8, device=local.device)
+    total = _merged(call, total, truth, torch.minimum if every else torch.maximum)
+    op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
+    return _all_reduced(call, total, op).to(reduce(local[:0]).dtype)
+
+
+def _cut_prod(call: _Call) -> torch.Tensor:
+    """Compute prod, over one dim."""
+    (dim,), dtype, local = call.dims, call.options.get("dtype"), call.tensor._local_tensor
+    ones = torch.ones(_kept_shape(call), dtype=torch.prod(local[:0], dtype=dtype).dtype, device=local.device)
+    total = _merged(call, ones, lambda values, _: values.prod(dim, keepdim=True, dtype=dtype), torch.mul)
+    return _all_reduced(call, total, dist.ReduceOp.PRODUCT)
+
+
+def _cut_nonzero(call: _Call) -> torch.Tensor:
+    """Compute count_nonzero."""
+    zeros = torch.zeros(_kept_shape(call), dtype=torch.int64, device=call.tensor._local_tensor.device)
+    total = _merged(call, zeros, lambda values, _: (values != 0).sum(call.dims, keepdim=True))
+    return _all_reduced(call, total, dist.ReduceOp.SUM)
+
+
+def _cut_spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
+    """Compute var or std (``root``) in float64: the mean first, then the sum of squared distances from it."""
+    local, dims = call.tensor._local_tensor, call.dims
+    zeros = torch.zeros(_kept_shape(call), dtype=torch.float64, device=local.device)
+    total = _merged(call, zeros.clone(), lambda values, _: values.double().sum(dims, keepdim=True))
+    mean = _all_reduced(call, total, dist.ReduceOp.SUM) / _count(call)
+    squares = _merged(
+        call, zeros, lambda values, place: (values.double() - mean[place]).square().sum(dims, keepdim=True)
+    )
+    correction = call.options.get("correction", call.options.get("unbiased", 1))
+    # The divisor is at least 0, as in torch: a correction above the count gives inf or NaN, not a negative variance.
+    divisor = max(0.0, _count(call) - (1.0 if correction is None else float(correction)))
+    variance = _all_reduced(call, squares, dist.ReduceOp.SUM) / divisor
+    moments = (variance.sqrt() if root else variance, mean)
+    results = tuple(moment.to(local.dtype) for moment in moments)
+    return results if with_mean else results[0]
+
+
+def _cut_log_sum_exp(call: _Call) -> torch.Tensor:
+    """Compute logsumexp, relative to the largest values, so that exp does not overflow."""
+    local = call.tensor._local_tensor
+    largest = _cut_extreme(call, largest=True)
+    base = largest.masked_fill(largest.isinf(), 0.0)  # inf - inf would be nan
+    zeros = local.new_zeros(_kept_shape(call))
+    total = _merged(
+        call, zeros, lambda values, place: (values - base[place]).exp().sum(call.dims, keepdim=True)
+    )
+    return _all_reduced(call, total, dist.ReduceOp.SUM).log() + base
+
+
+_OVER_CUT: dict[str, Callable[[_Call], Any]] = {
+    "all": partial(_cut_truth, every=True),
+    "amax": partial(_cut_extreme, largest=True),
+    "amin": partial(_cut_extreme, largest=False),
+    "aminmax": lambda call: (_cut_extreme(call, largest=False), _cut_extreme(call, largest=True)),
+    "any": partial(_cut_truth, every=False),
+    "count_nonzero": _cut_nonzero,
+    "linalg_vector_norm": _cut_norm,
+    "logsumexp": _cut_log_sum_exp,
+    "mean": _cut_sum,
+    "nansum": _cut_sum,
+    "norm": _cut_norm,
+    "prod": _cut_prod,
+    "std": partial(_cut_spread, root=True),
+    "std_mean": partial(_cut_spread, root=True, with_mean=True),
+    "sum": _cut_sum,
+    "var": _cut_spread,
+    "var_mean": partial(_cut_spread, with_mean=True),
+}
 
 
 # -- over all dims ------------------------------------------------------------------------------------
@@ -421,8 +579,6 @@ TOTALS: dict[str, _Total] = {
 }
 # Reductions that have no result for a tensor without elements; torch raises, too.
 _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
-# Reductions that `_over_cut_dims` computes from sums over boxes.
-_SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
 # -- comparisons of whole tensors -----------------------------------------------------------------------
@@ -440,6 +596,7 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):
         raise refuse(func, like, "the tensor has pending sums")
-    is_same = func(localize(func, left, like), localize(func, right, like), *rest, **kwargs)
+    # The pieces of the right tensor are brought to those of the left one, or the reverse.
+    is_same = func(*combining.brought(func, [(left, like), (right, like)]), *rest, **kwargs)
     answer = torch.tensor(int(is_same), dtype=torch.int64, device=like._local_tensor.device)
     return bool(_gather_answers(answer, like).all().item())

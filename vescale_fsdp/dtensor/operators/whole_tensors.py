@@ -1,14 +1,14 @@
 """Rules of operators that need whole tensors: gather the tensors, then let torch compute.
 
     matmul, sort, qr ..    every DTensor among the arguments is gathered; the result is a replicated DTensor
-    triu_, index_fill_ ..  the arguments are gathered, and each rank keeps its piece of the written tensor
+    triu_, mm(out=) ..     the arguments are gathered, and each rank keeps its piece of the written tensor
     eye (out=)             each rank creates the whole matrix and keeps its piece
     dot, dist, mse_loss    rewritten as other operators, which have rules; nothing is gathered
     foreach max            rewritten as the maximum of each tensor
 
-These operators are collectives: all ranks must call them. A plain tensor next to a ragged tensor raises, because it may
-differ between ranks, and mostly is the input of a module whose parameters were not gathered. Operators that return
-views have no rule here, because a write to a view of a gathered copy would be lost (see `elementwise.flat_view`).
+These operators are collectives: all ranks must call them (see `gathered_views.gather_all`). A plain tensor next to a
+ragged tensor raises, because it may differ between ranks, and mostly is the input of a module whose parameters were not
+gathered. Operators that return views are in `elementwise.flat_view`.
 """
 
 from __future__ import annotations
@@ -17,57 +17,101 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.operators.arguments import (
     OUTSIDE_FORWARD,
     bind,
     check_written,
     first_ragged,
+    has_out,
+    is_partial,
     name_of,
     refuse,
+    refuse_resize,
+    refuse_written,
     replicated,
+    written_names,
 )
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.operators.gathered_views import gather_all
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.torch_private import local_of, pytree
+
+# Arguments that batch norms write to, although some of their schemas do not declare it.
+STATISTICS = ("running_mean", "running_var")
 
 
 def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the gathered tensors, and return its results as replicated DTensors."""
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None  # torch calls a rule only if an argument is ragged
-    result = func(*_whole(func, args, like), **_whole(func, kwargs, like))
+    args, kwargs = _whole(func, (args, kwargs), like)
+    result = func(*args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
 
 
 def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes to its first argument on the gathered tensors; each rank keeps its piece."""
-    written, *rest = args
-    check_written(func, bind(func, args, kwargs), written)
-    full = _whole(func, written, written).clone()  # `func` writes to it
-    func(full, *_whole(func, rest, written), **_whole(func, kwargs, written))
-    return written.copy_(replicated(full, written))
+    """Run an operator that writes to some arguments on the gathered tensors; each rank keeps its pieces of them."""
+    named = bind(func, args, kwargs)
+    declared = [name for name in written_names(func) if name in named]
+    names = [
+        *declared,
+        *(name for name in STATISTICS if named.get(name) is not None and name not in declared),
+    ]
+    names = [name for name in names if named[name] is not None]
+    written = [named[name] for name in names]
+    like = first_ragged((*args, *kwargs.values()))
+    assert like is not None
+    for name, target in zip(names, written, strict=True):
+        if not isinstance(target, DTensor):
+            raise refuse_written(func, like, name)
+        if is_partial(target):
+            raise refuse(func, like, f"it writes to {name!r}, which has pending sums")
+        if isinstance(target, RaggedDTensor) and target.is_expanded:
+            raise refuse(func, target, f"it writes to {name!r}, which expand() has made", "clone() it first")
+    if has_out(func):  # what `out=` tensors contain is not read, so it is not gathered
+        for name, target in zip(names, written, strict=True):
+            named[name] = torch.zeros(target.shape, dtype=target.dtype, device=local_of(target).device)
+        read = {name: value for name, value in named.items() if name not in names}
+        whole = {**named, **_whole(func, read, like)}
+    else:
+        whole = _whole(func, named, like)
+        whole.update({name: whole[name].clone() for name in names})  # `func` writes to them
+    result = func(**whole)  # by name, because callers may leave out arguments
+    for name, target in zip(names, written, strict=True):
+        if whole[name].shape != target.shape:
+            raise refuse_resize(func, like, whole[name].shape)
+        target.copy_(replicated(whole[name], like))
+    if any(value.alias_info is None for value in func._schema.returns):  # it returns more than it writes
+        return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
+    return written[0] if len(written) == 1 else tuple(written)
 
 
 def _whole(func: torch._ops.OpOverload, values: Any, like: RaggedDTensor) -> Any:
     """Return arguments, nested or not, with each tensor replaced by a plain tensor that is the same on all ranks.
 
     Raises:
-        UnsupportedOpError: for a plain tensor, which may differ between ranks, and for a DTensor on another mesh.
+        UnsupportedOpError: for a plain tensor of several elements, which may differ between ranks, and for a DTensor on
+            another mesh.
     """
-
-    def whole(value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            if mesh != like.device_mesh:
-                raise refuse(func, like, f"it is combined with a DTensor on another mesh, {mesh}")
-            return local_of(redistribute(value, [Replicate()] * mesh.ndim))
-        if value.ndim == 0:  # a 0-d tensor counts as a scalar
-            return value
-        why = f"it is combined with a plain tensor of shape {tuple(value.shape)}"
-        raise refuse(func, like, why, OUTSIDE_FORWARD)
-
-    return pytree.tree_map_only(torch.Tensor, whole, values)
+    leaves, tree = pytree.tree_flatten(values)
+    dtensors = []
+    for leaf in leaves:
+        if isinstance(leaf, DTensor):
+            if leaf.device_mesh != like.device_mesh:
+                raise refuse(func, like, f"it is combined with a DTensor on another mesh, {leaf.device_mesh}")
+            dtensors.append(leaf)
+        elif isinstance(leaf, torch.Tensor) and leaf.numel() != 1:  # one element counts as a scalar
+            raise refuse(
+                func,
+                like,
+                f"it is combined with a plain tensor of shape {tuple(leaf.shape)}",
+                OUTSIDE_FORWARD,
+            )
+    arrived = iter(gather_all(func, dtensors, like))
+    return pytree.tree_unflatten(
+        [next(arrived) if isinstance(leaf, DTensor) else leaf for leaf in leaves], tree
+    )
 
 
 def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ exchange flags (`UsedFlags`), one small message per mesh after the last reductio
     used on no rank            ``.grad`` is not changed (None after zero_grad)
 
 The message is always sent. Only ranks with unused parameters read it, because on an accelerator the host must wait.
+There it runs on the stream that it is created on, the gather stream, and no stream waits for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import Work, all_reduce_in_place, wait_for
+from vescale_fsdp.collectives import Work, all_reduce_at_once, all_reduce_in_place, runs_beside, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Stream, Streams
@@ -174,6 +175,9 @@ class ReducedShard(NamedTuple):
 class UsedFlags:
     """A message in flight with flags of used parameters. To create it is a collective call of the mesh's ranks.
 
+    On an accelerator all of its work, and its memory, belong to the stream on which it is created. So it can be dropped
+    at any time, and no other stream waits for it. It is read on the same stream.
+
     Args:
         mesh: the ranks that exchange flags.
         used: whether this rank has used each parameter, in the same order on all ranks.
@@ -190,12 +194,17 @@ class UsedFlags:
                 self._flags[unused] = 0
             self._work: Work | None = None
             for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1:  # MAX over one axis after another yields MAX over the whole mesh
-                    wait_for(self._work)
+                if mesh.size(axis) == 1:
+                    continue
+                # MAX over one axis after another yields MAX over the whole mesh.
+                wait_for(self._work)
+                if runs_beside(self._flags):
                     self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
+                else:
+                    all_reduce_at_once(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
 
     def wait(self) -> None:
-        """Wait for the message. On an accelerator the current stream waits."""
+        """Wait for the message on the CPU, where a process must not end before its messages; else a no-op."""
         wait_for(self._work)
         self._work = None
 

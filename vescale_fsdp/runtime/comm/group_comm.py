@@ -9,7 +9,8 @@ Gradients are divided as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a us
 fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root
 of the number of ranks, so that the sum does not overflow.
 
-The collectives themselves are in `vescale_fsdp.collectives`. With AVG, NCCL divides in its reduce-scatter only if the
+The collectives themselves are in `vescale_fsdp.collectives`, whose `two_levels` decides which reductions sum within
+nodes first. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
 fp32 and then divided (`_Native.reduce_scatter`). gloo on the CPU exchanges slices and sums them in every case.
 
@@ -43,7 +44,9 @@ from vescale_fsdp.collectives import (
     all_reduce_at_once,
     new_group,
     reduce_scatter_into,
+    reduces_beside,
     runs_beside,
+    set_nodes,
     sums_in_wider,
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -61,7 +64,7 @@ class PooledComm(Protocol):
 
 
 class ProcessGroupMemory:
-    """Memory of the process group's allocator: one `torch.cuda.MemPool`, registered with the communication library.
+    """Memory of the process group's allocator: one memory pool of torch, registered with the communication library.
 
     Args:
         group: the process group of the collectives.
@@ -69,7 +72,7 @@ class ProcessGroupMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self._group, self._device = group, device
         self._pool = self._new_pool(group, device)
 
     def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -77,7 +80,7 @@ class ProcessGroupMemory:
 
     def memory_pool(self) -> AbstractContextManager[Any]:
         """Return a context in which allocated memory belongs to the pool."""
-        return torch.cuda.use_mem_pool(self._pool)
+        return torch.get_device_module(self._device).use_mem_pool(self._pool)  # type: ignore[no-any-return]
 
     def prepare(self, buffer: torch.Tensor) -> None:
         """Do what is needed before a collective uses a buffer: nothing, because the whole pool is registered."""
@@ -263,6 +266,12 @@ class GroupComm:
         used = (self.shard_group, self.replicate_group, self.reduce_group, self._part_group)
         return [group for group in used if group is not None]
 
+    def set_nodes(self, per_node: int) -> None:
+        """Allow collectives over shards in two levels, for a number of ranks per node that all ranks have compared."""
+        for group in (self.shard_group, self.reduce_group, self._part_group):
+            if group is not None:
+                set_nodes(group, per_node)
+
     # -- collectives ----------------------------------------------------------------------------------
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
@@ -336,6 +345,12 @@ class GroupComm:
         if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
+
+    def reduces_beside(self, device: torch.device) -> bool:
+        """Return whether on the CPU a reduction over shards goes on while this rank computes."""
+        if self.settings.custom_reduce_scatter is not None:
+            return False
+        return reduces_beside(self.reduce_group or self.shard_group, device.type)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.processes import run_command
 from vescale_fsdp.conversion.cli.commands import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -133,6 +133,6 @@ def test_more_on_request(repository: Path, tmp_path: Path) -> None:
 def test_the_command(repository: Path, tmp_path: Path) -> None:
     """The option, and the line that names what stayed."""
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", str(repository), str(tmp_path / "o")]
-    run = subprocess.run([*command, "--include-asset", "*.gguf"], capture_output=True, text=True, check=True)
+    run = run_command([*command, "--include-asset", "*.gguf"], check=True)
     assert "files not copied" in run.stdout and "adapter_config.json" in run.stdout
     assert (tmp_path / "o" / "model-q4.gguf").exists() and not (tmp_path / "o" / "optimizer.pt").exists()

@@ -1,4 +1,4 @@
-"""The runtime's streams and memory in order, proven on a CPU by `tests.support.stream_recorder`.
+"""The runtime's streams and memory in order, proven on a CPU by `tests.support.async_device.stream_recorder`.
 
 Each case trains a few steps on recorded streams and expects no hazard; each missing wait is one, as the
 negative controls show.
@@ -18,13 +18,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import models
+from tests.support.async_device.stream_recorder import HOST, RecordedStream, StreamRecorder, recording
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.hooked_tensors import Int8Rows
-from tests.support.stream_recorder import RecordedStream, StreamRecorder, recording
 from tests.vescale_fsdp.runtime.comm import test_scattered_slots as test_fsdp_scattered
 from tests.vescale_fsdp.runtime.setup import test_all_gather_hooks as test_fsdp_tensor_hooks
 from vescale_fsdp import Rows, fully_shard, share_comm_ctx
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
+from vescale_fsdp.runtime.comm.gradients import UsedFlags
 from vescale_fsdp.runtime.comm.streams import Streams, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -482,3 +483,49 @@ def test_streams_of_a_device_come_first() -> None:
     assert streams is not None
     assert streams.new() is module.Stream.return_value
     module.Stream.assert_called_once_with(device=device, priority=-1)
+
+
+class Halves(nn.Module):
+    """Two layers, of which a call may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x)) if both else self.first(x)
+        return result
+
+
+def flags_of_used(both: bool) -> tuple[str, bool, list[str]]:
+    """The stream of the message; whether compute or the host waited for it; the streams on which it was read."""
+    model = fully_shard(Halves(), mesh=cpu_mesh())
+    created: list[tuple[str, int]] = []
+    read: list[str] = []
+    create, anywhere = UsedFlags.__init__, UsedFlags.anywhere
+    with recording(model) as recorder:
+
+        def note_created(flags: UsedFlags, *given: Any) -> None:
+            create(flags, *given)
+            created.append((recorder.stream, recorder.clocks[recorder.stream][recorder.stream]))
+
+        def note_read(flags: UsedFlags) -> list[bool]:
+            read.append(recorder.stream)
+            return anywhere(flags)
+
+        with (
+            mock.patch.object(UsedFlags, "__init__", note_created),
+            mock.patch.object(UsedFlags, "anywhere", note_read),
+        ):
+            model(torch.ones(2, 4), both).sum().backward()
+        assert not recorder.hazards
+        ((stream, tick),) = created
+        assert tick > 0
+        return stream, any(recorder.clocks[waiter][stream] >= tick for waiter in ("compute", HOST)), read
+
+
+def test_flags_of_used_parameters_delay_nothing() -> None:
+    """They are sent on a stream that nothing waits for, and read on it, and only where something was unused."""
+    assert run_ranks(1, flags_of_used, True) == [("stream1", False, [])]
+    ((stream, _, read),) = run_ranks(1, flags_of_used, False)
+    assert read == [stream]

@@ -1,7 +1,7 @@
 """Time, kernels and memory of AdamW's step: on flat shards, against the same AdamW per parameter.
 
-    python tools/bench/flat.py                    one rank of 64 (torch's fake process group), both models
-    python tools/bench/flat.py --world 8 --json flat.json
+    python tools/bench/optimizers/flat.py   one rank of 64 (torch's fake process group), both models
+    python tools/bench/optimizers/flat.py --world 8 --json flat.json
 
 One process has one rank's shards and gradients; the optimizers alternate on them. Kernels are the computing operators
 that a dispatch mode sees. Memory is what a step needs besides weights, gradients and state, as growth of the
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import Settings, Trainer, _high_water_bytes, _reset_high_water, _resident_bytes, start

@@ -1,0 +1,312 @@
+"""Collectives within nodes, then across them: values, the order of sums, bytes that cross the network, agreement."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.distributed import cpu_mesh, run_ranks, run_threads
+from tests.vescale_fsdp.runtime.comm.test_slices_on_gloo import GATHERED, PAIRS, allocations
+from vescale_fsdp import collectives, fully_shard
+from vescale_fsdp.collectives import (
+    Nodes,
+    all_gather_into,
+    reduce_scatter_into,
+    set_nodes,
+    two_levels,
+    wait_for,
+)
+from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.param_group import GroupState
+
+SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+PER_NODE = 2
+ROOM_BYTES = 8 << 10  # 8 KiB
+
+
+@contextmanager
+def bytes_across() -> Iterator[Counter[str]]:
+    """Bytes that this rank sends to ranks of its own node and of others."""
+    sent: Counter[str] = Counter()
+    isend = dist.isend
+
+    def counted(tensor: torch.Tensor, *args: Any, group_dst: int, **kwargs: Any) -> Any:
+        is_across = group_dst // PER_NODE != dist.get_rank() // PER_NODE
+        sent["across" if is_across else "within"] += tensor.numel() * tensor.element_size()
+        return isend(tensor, *args, group_dst=group_dst, **kwargs)
+
+    with mock.patch.object(dist, "isend", counted):
+        yield sent
+
+
+def gathers(numel: int) -> list[Counter[str]]:
+    """Two gathers under way at once, whose ends some ranks await in the other order; bytes sent, by dtype."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    set_nodes(group, PER_NODE)
+    counts = []
+    for dtype in GATHERED:
+        values = torch.arange(world * numel) % 61
+        expected = [values.to(dtype), values.flip(0).to(dtype)]
+        mine = slice(rank * numel, (rank + 1) * numel)
+        for within in (True, False):
+            fulls = [torch.zeros_like(each) for each in expected]
+            works = []
+            with bytes_across() as sent:
+                for full, each in zip(fulls, expected, strict=True):
+                    shard = full[mine] if within else each[mine].clone()
+                    shard.copy_(each[mine])
+                    works.append(all_gather_into(full, shard, group))
+                wait_for(*(works if rank else reversed(works)))
+            for full, each in zip(fulls, expected, strict=True):
+                assert torch.equal(full.view(torch.uint8), each.view(torch.uint8)), (dtype, within)
+        counts.append(sent)
+    return counts
+
+
+def direct_gathers() -> Counter[str]:
+    """The gathers above between nodes of one rank."""
+    with mock.patch(f"{__name__}.PER_NODE", 1):
+        return gathers(100)[0]
+
+
+def test_slices_are_sent_directly_between_nodes_of_one_rank() -> None:
+    """To every node once, and nothing is sent on."""
+    assert run_ranks(3, direct_gathers) == [{"across": 2 * 2 * 100 * GATHERED[0].itemsize}] * 3
+
+
+@pytest.mark.parametrize("world, numel", [(4, 1000), pytest.param(6, 77, marks=pytest.mark.part("numerics"))])
+def test_gathered_slices_cross_to_a_node_once(world: int, numel: int) -> None:
+    """Every rank sends its slice to each other node, and to its node's ranks what they lack."""
+    nodes = world // PER_NODE
+    for counts in run_ranks(world, gathers, numel):
+        for dtype, sent in zip(GATHERED, counts, strict=True):
+            slice_bytes = 2 * numel * dtype.itemsize  # of two gathers
+            assert sent == {"across": (nodes - 1) * slice_bytes, "within": nodes * slice_bytes}, dtype
+
+
+def sums(numel: int) -> list[tuple[int, Counter[str]]]:
+    """Sums and means of every pair of dtypes; bytes of room and bytes sent for each."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    set_nodes(group, PER_NODE)
+    found = []
+    for narrow, wide in PAIRS:
+        fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).to(narrow) for r in range(world)]
+        total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+        for op in [SUM] if wide is torch.int64 else [SUM, MEAN]:
+            shard, full = torch.full((numel,), 7, dtype=wide), fulls[rank].clone()
+            with (
+                allocations() as made,
+                bytes_across() as sent,
+                mock.patch.object(collectives, "_ROOM_BYTES", ROOM_BYTES),
+            ):
+                wait_for(reduce_scatter_into(shard, full, op, group))
+            torch.testing.assert_close(shard, total if op == SUM else total / world)
+        found.append((sum(made), sent))
+    return found
+
+
+@pytest.mark.parametrize(
+    "world, numel", [(4, 0), (4, 1), (4, 5000), pytest.param(6, 700, marks=pytest.mark.part("numerics"))]
+)
+def test_sums_of_a_node_cross_once(world: int, numel: int) -> None:
+    """Unless the slices of its two ranks have no more bytes than their sum, whose order is then that of one level."""
+    nodes = world // PER_NODE
+    for found in run_ranks(world, sums, numel):
+        for (narrow, wide), (room_bytes, sent) in zip(PAIRS, found, strict=True):
+            one_level = wide.itemsize >= PER_NODE * narrow.itemsize
+            crossing = PER_NODE * narrow.itemsize if one_level else wide.itemsize
+            assert sent["across"] == (nodes - 1) * numel * crossing, (narrow, wide)
+            assert sent["within"] == (1 if one_level else nodes) * numel * narrow.itemsize
+            assert room_bytes <= ROOM_BYTES
+
+
+def order_of_sums(narrow: torch.dtype) -> float:
+    """1, 0, 2^-24, 2^-24 in fp32: 1 if the small ones are added to it one by one."""
+    value = (1.0, 0.0, 2.0**-24, 2.0**-24)[dist.get_rank()]
+    set_nodes(dist.group.WORLD, PER_NODE)
+    shard = torch.empty(1)
+    full = torch.full((4,), value, dtype=narrow)
+    wait_for(reduce_scatter_into(shard, full, SUM, dist.group.WORLD))
+    return shard.item()
+
+
+def test_the_order_of_sums_is_that_of_ranks_within_nodes() -> None:
+    """The same on all ranks; bf16 slices of two ranks per node are summed one by one, as on one node."""
+    assert run_ranks(4, order_of_sums, torch.float32) == [1 + 2.0**-23] * 4
+    assert run_ranks(4, order_of_sums, torch.bfloat16) == [1.0] * 4
+
+
+def native_sums(numel: int) -> None:
+    """The reduction of NCCL, on a backend of threads: two nodes of three ranks."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    set_nodes(group, 3)
+    fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).bfloat16() for r in range(world)]
+    total = torch.stack([full.float() for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+    shard = torch.full((numel,), 7.0)
+    for op in (SUM, MEAN):
+        wait_for(reduce_scatter_into(shard, fulls[rank].clone(), op, group))
+        torch.testing.assert_close(shard, total if op == SUM else total / world)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's group of threads cannot be destroyed")
+@pytest.mark.parametrize("numel", [0, 64, 1000])
+def test_a_native_backend_sums_within_nodes_first(numel: int) -> None:
+    """In one piece and in many."""
+    with mock.patch.object(collectives, "_RECEIVED_BYTES", 3 << 10):
+        run_threads(6, native_sums, numel)
+
+
+def crossing_bytes(num_nodes: int, per_node: int, given: int, numel: int) -> tuple[float, int]:
+    """Bytes of bf16 gradients, summed in fp32, that leave the first node, and calls per rank.
+
+    The group is a fake one, which sends nothing. The backend's reduce-scatter counts as a ring, which sends all slices
+    but one to the next rank.
+    """
+    sent, calls = 0.0, 0
+    exchange, scatter = dist.all_to_all, collectives.reduce_scatter_single
+    exchange_single = dist.all_to_all_single
+
+    def count(group: dist.ProcessGroup, total_bytes: int, *, ring: bool) -> None:
+        nonlocal sent, calls
+        calls += 1
+        ranks = dist.get_process_group_ranks(group)
+        following = ranks[(group.rank() + 1) % len(ranks)]
+        peers = [following] * (len(ranks) - 1) if ring else ranks
+        sent += sum(total_bytes / len(ranks) for peer in peers if peer // per_node != 0)
+
+    def exchanged(received: Any, parts: Any, *args: Any, group: Any, **kwargs: Any) -> Any:
+        count(group, sum(part.nbytes for part in parts), ring=False)
+        return exchange(received, parts, *args, group=group, **kwargs)
+
+    def exchanged_single(received: Any, whole: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+        count(group, whole.nbytes, ring=False)
+        return exchange_single(received, whole, *args, group=group, **kwargs)
+
+    def scattered(shard: Any, full: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+        count(group, full.nbytes, ring=True)
+        return scatter(shard, full, *args, group=group, **kwargs)
+
+    world = num_nodes * per_node
+    for rank in range(per_node):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            set_nodes(dist.group.WORLD, given)
+            with (
+                mock.patch.object(dist, "all_to_all", exchanged),
+                mock.patch.object(dist, "all_to_all_single", exchanged_single),
+                mock.patch.object(collectives, "reduce_scatter_single", scattered),
+            ):
+                full = torch.zeros(world * numel, dtype=torch.bfloat16)
+                wait_for(reduce_scatter_into(torch.zeros(numel), full, MEAN, dist.group.WORLD))
+        finally:
+            dist.destroy_process_group()
+    return sent, calls // per_node
+
+
+def test_no_more_crosses_than_in_a_ring_at_any_number_of_nodes() -> None:
+    """And calls do not grow with the number of nodes; in one level an exchange would send several times as much."""
+    numel, calls = 256, set()
+    for num_nodes in (2, 8, 128):
+        world = num_nodes * 8
+        ring_bytes = 4 * numel * (world - 1)
+        sent, num_calls = crossing_bytes(num_nodes, 8, 8, numel)
+        calls.add(num_calls)
+        assert 0 < sent <= ring_bytes
+        assert crossing_bytes(num_nodes, 8, 0, numel)[0] > 2 * ring_bytes
+    assert len(calls) == 1
+    # Two ranks per node exchange bf16 in one level, which is as much as a node's sum in fp32.
+    assert crossing_bytes(8, 2, 2, numel)[0] <= 4 * numel * 15
+
+
+def nodes_found() -> list[Nodes | None]:
+    """The nodes of some groups of four ranks."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2], [0, 2], [0, 1])]
+    mine = [each for each in groups if dist.get_rank() in dist.get_process_group_ranks(each)]
+    found = []
+    for each in mine:
+        for per_node in (0, 1, 2, 4):
+            set_nodes(each, per_node)
+            found.append(two_levels(each, sent_bytes=4, summed_bytes=4))
+    return found
+
+
+def test_groups_with_and_without_two_levels() -> None:
+    """Two levels take several nodes of equally many ranks, at least two."""
+    found = run_ranks(4, nodes_found)[0]
+    # torch sorts the ranks of a group: the second is the first.
+    none = [None] * 4
+    assert found == [None, None, (2, 2), None, None, None, (2, 2), None, *none, *none, *none]
+
+
+class Step(NamedTuple):
+    """A step with gradients of two backwards, where LOCAL_WORLD_SIZE may differ between ranks."""
+
+    in_two_levels: bool  # whether reductions of fp32 would be
+    overlaps: set[bool]  # whether reductions were in flight while the next unit computed
+    full: set[int]  # units in full at that moment
+    grads: list[torch.Tensor]
+
+
+def trained(per_node: list[str], policy: MixedPrecisionPolicy) -> Step:
+    """A step of three units."""
+    torch.manual_seed(0)
+    mesh = cpu_mesh()
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 40), torch.nn.Linear(40, 8))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    units = [state_of(module) for module in model]
+    overlaps: set[bool] = set()
+    full: set[int] = set()
+
+    def watch(grad: torch.Tensor) -> None:  # the unit behind has ended its backward
+        overlaps.update(each.reduced.work is not None for each in units[0].comm.in_flight)
+        full.add(sum(group.state is not GroupState.SHARDED for unit in units for group in unit.groups))
+
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(watch) and None)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=per_node[dist.get_rank()]):
+        for _ in range(2):
+            model(torch.randn(5, 24, generator=generator)).float().pow(2).mean().backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    in_two_levels = two_levels(mesh.get_group(), sent_bytes=4, summed_bytes=4) is not None
+    return Step(in_two_levels, overlaps, full, grads)
+
+
+def test_a_step_has_the_gradients_of_one_level() -> None:
+    """Up to the order of fp32 sums, and with the same bits where ranks of two per node send bf16 gradients."""
+    for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy()):
+        expected = run_ranks(4, trained, [""] * 4, policy)[0].grads
+        exact = {"rtol": 0, "atol": 0} if policy.param_dtype is torch.bfloat16 else {}
+        for step in run_ranks(4, trained, ["2"] * 4, policy):
+            assert step.in_two_levels and step.overlaps == {True}
+            torch.testing.assert_close(step.grads, expected, **exact)
+
+
+@pytest.mark.parametrize("per_node, overlaps", [("1", True), ("2", False), ("", False)])
+def test_reductions_overlap_between_nodes_only(per_node: str, overlaps: bool) -> None:
+    """With the same bits, and no more than two units in full."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    expected = run_ranks(2, trained, [""] * 2, policy)[0].grads
+    for step in run_ranks(2, trained, [per_node] * 2, policy):
+        assert step.overlaps == {overlaps} and not step.in_two_levels
+        assert max(step.full) <= 2
+        assert all(map(torch.equal, step.grads, expected))
+
+
+def test_nodes_of_different_sizes_use_one_level() -> None:
+    """LOCAL_WORLD_SIZE then differs between ranks, which is no error."""
+    plain = MixedPrecisionPolicy()
+    expected = run_ranks(4, trained, [""] * 4, plain)[0].grads
+    for step in run_ranks(4, trained, ["2", "2", "1", "1"], plain):
+        assert not step.in_two_levels and step.overlaps == {False}
+        assert all(map(torch.equal, step.grads, expected))
