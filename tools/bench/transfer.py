@@ -5,7 +5,7 @@
 
     dense           a Llama's tensors, to shards of rows and of columns
     experts         fused experts [experts, in, out] to transposed [experts, out, in], shards of out
-    small tensors   1,000 tensors of 4 kB, cut by rows, to shards of columns
+    small tensors   1,000 tensors of 16 kB, cut by rows, to shards of columns
 
 Alternatives: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
 broadcasting it to the engine, which keeps its shard; saving to memory (``/dev/shm``) and loading from there. Medians
@@ -188,8 +188,8 @@ class Bench:
         self.planning_s = time.perf_counter() - start_s
         self.coded = Sending(rank, tiled, into_coded, links)
         fused, links = experts(max(layers // 2, 1), mesh, is_trainer=is_trainer)
-        self.experts = Sending(rank, *((fused, None) if is_trainer else (None, fused)), links)
-        small = [{f"{number}": ((64, 32), Shard(1)) for number in range(NUM_SMALL)}]
+        self.experts = Sending(rank, fused if is_trainer else None, None if is_trainer else fused, links)
+        small = [{f"{number}": ((128, 64), Shard(1)) for number in range(NUM_SMALL)}]
         self.small = Sending(
             rank,
             trainer_state(small, mesh, Element()) if is_trainer else None,

@@ -15,20 +15,31 @@ are not receivers get tensors on the meta device.
     for bucket in tensors.buckets():        checkpoint-engine: its workers read a shared buffer
         buffer.copy_(bucket.data)           1D bytes
         socket.send_pyobj([part._asdict() for part in bucket.parts])
+
+    for bucket in tensors.buckets():        SGLang's update_weights_from_tensor and _from_distributed
+        flattened = sglang_bucket(bucket)
+
+    source = vllm_source(model)             vLLM's trainer engines, the m2n engine for local shards too
+    trainer = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+
+The results of `sglang_bucket` and `vllm_source` were given to classes of the released packages. The engines, which need
+GPUs, were not run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.distribution import Distribution, RankSet
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
 from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.geometry import numel_of, round_up
 from vescale_fsdp.torch_private import local_of, versions_of
 from vescale_fsdp.transfer.description import (
@@ -44,22 +55,44 @@ from vescale_fsdp.transfer.links import Link, SourceTensor, leaves_of
 from vescale_fsdp.transfer.plan import BUDGET_BYTES, TransferPlan, plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
+if TYPE_CHECKING:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    from vllm.distributed.weight_transfer.base import WeightSource
+
 BUCKET_BYTES = 256 << 20  # 256 MiB: default size of a bucket
 _ALIGN_BYTES = 256  # tensors in a bucket start at multiples of this size: enough for any kernel of an engine
 _WHOLE = Distribution((), ())  # no axis cuts the tensor
 
 
 class WholeTensor(NamedTuple):
-    """The name, dtype and shape of a whole tensor."""
+    """The name, dtype and shape of a whole tensor, and the part of it that each receiver gets.
+
+    Attributes:
+        shard_dim: the dim of which the i-th receiver gets the i-th of ``num_shards`` equal chunks; None: it gets all.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    shard_dim: int | None = None
+    num_shards: int = 1
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what a receiver gets."""
+        return tuple(
+            size // self.num_shards if dim == self.shard_dim else size for dim, size in enumerate(self.shape)
+        )
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the tensor."""
-        return numel_of(self.shape) * self.dtype.itemsize
+        """Number of bytes that a receiver gets."""
+        return numel_of(self.local_shape) * self.dtype.itemsize
+
+    def sharded(self, num_shards: int) -> WholeTensor:
+        """Return the tensor cut along the first dim that ``num_shards`` divides; itself if there is none."""
+        dims = [dim for dim, size in enumerate(self.shape) if size and size % num_shards == 0]
+        return self._replace(shard_dim=dims[0], num_shards=num_shards) if dims else self
 
 
 class BucketPart(NamedTuple):
@@ -108,6 +141,8 @@ class WholeTensors:
         receivers: the ranks that get the values of whole tensors. Default: all ranks.
         bucket_bytes: size of a bucket; a larger tensor gets a bucket of its own.
         budget_bytes: memory for messages, as for `plan_transfer`.
+        sharded: give each receiver a chunk of each tensor instead of the whole: of the first dim that the number of
+            receivers divides (`WholeTensor.shard_dim`). Tensors without such a dim stay whole.
         ranks, group, verify: as for `Transfer`.
 
     Attributes:
@@ -131,6 +166,7 @@ class WholeTensors:
         receivers: Sequence[int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         budget_bytes: int = BUDGET_BYTES,
+        sharded: bool = False,
         ranks: Ranks = None,
         group: dist.ProcessGroup | None = None,
         verify: bool = False,
@@ -144,6 +180,7 @@ class WholeTensors:
         all_tensors = {name: name for name in source.numbers_by_name}  # a name alone is a link
         self._links = dict(links or all_tensors)
         arguments = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
+        arguments["sharded"] = sharded
         with own.together("planning whole tensors", alike=arguments):
             valid = all(0 <= rank < own.world_size for rank in self._receivers)
             # No rank twice (set), and at least one receiver (max).
@@ -153,7 +190,10 @@ class WholeTensors:
                     expected=f"some of the {own.world_size} ranks, each once",
                     got=list(self._receivers),
                 )
-            self.tensors = tuple(self._described(source, name, dtype) for name in self._links)
+            tensors = tuple(self._described(source, name, dtype) for name in self._links)
+            self.tensors = (
+                tuple(each.sharded(len(self._receivers)) for each in tensors) if sharded else tensors
+            )
             # A plan of all tensors, so that an error lists every problem. Each bucket gets a plan of its own below.
             plan = self._plan(source, self.tensors, budget_bytes)
         reads: dict[str, list[str]] = {}  # whole tensor -> source tensors
@@ -172,7 +212,7 @@ class WholeTensors:
             )
             parts, offset = [], 0
             for tensor in tensors:
-                parts.append(BucketPart(tensor.name, torch.Size(tensor.shape), tensor.dtype, offset))
+                parts.append(BucketPart(tensor.name, torch.Size(tensor.local_shape), tensor.dtype, offset))
                 offset += round_up(tensor.nbytes, _ALIGN_BYTES)
             self._buckets.append(_PlannedBucket(parts, offset, names, transfer))
 
@@ -200,8 +240,17 @@ class WholeTensors:
     ) -> TransferPlan:
         """Plan the transfer of some whole tensors to all receivers."""
         receivers = RankSet.of(self._receivers)
+        axis = Axis(len(self._receivers), 1)
+
+        def distribution(tensor: WholeTensor) -> Distribution:
+            return (
+                _WHOLE if tensor.shard_dim is None else Distribution((axis,), (ShardCut(tensor.shard_dim),))
+            )
+
         target = StateDescription.of(
-            DescribedTensor(tensor.name, dtype_name(tensor.dtype), tensor.shape, _WHOLE, receivers)
+            DescribedTensor(
+                tensor.name, dtype_name(tensor.dtype), tensor.shape, distribution(tensor), receivers
+            )
             for tensor in tensors
         )
         links: dict[str, Link] = {tensor.name: self._links[tensor.name] for tensor in tensors}
@@ -280,3 +329,79 @@ def _buckets_of(tensors: Sequence[WholeTensor], bucket_bytes: int) -> Iterator[l
         room -= needed
     if bucket:
         yield bucket
+
+
+def sglang_bucket(bucket: TensorBucket) -> FlattenedTensorBucket:
+    """Return a bucket as SGLang's ``FlattenedTensorBucket``, without a copy.
+
+    For ``update_weights_from_tensor(..., load_format="flattened_bucket")`` and ``update_weights_from_distributed`` with
+    the same ``load_format``: the fields of the result are what SGLang serializes and broadcasts.
+
+    Args:
+        bucket: a bucket of `WholeTensors.buckets`, on a receiver.
+
+    Examples:
+        >>> bucket = next(WholeTensors({"w": torch.ones(4)}).buckets())
+        >>> sglang_bucket(bucket).reconstruct_tensors()[0][0]  # doctest: +SKIP
+        'w'
+    """
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+
+    check_version("sglang")
+    metadata = []
+    for part in bucket.parts:
+        nbytes = part.shape.numel() * part.dtype.itemsize
+        stop = part.offset + nbytes
+        metadata.append(FlattenedTensorMetadata(part.name, part.shape, part.dtype, part.offset, stop, nbytes))
+    return FlattenedTensorBucket(flattened_tensor=bucket.data, metadata=metadata)
+
+
+def vllm_source(state: Any, *, ranks: Ranks = None, **options: Any) -> WeightSource:
+    """Return vLLM's ``WeightSource`` of a sharded state, for the ``trainer_init`` of its trainer engines. A collective.
+
+    ``iter_full`` yields whole tensors on all ranks (engines that broadcast, IPC). ``iter_local`` yields each rank's
+    chunk of the first dim that the number of ranks divides (the m2n engine); the metadata name that dim. Both fill one
+    bucket after another, which is freed when the next one is filled.
+
+    Args:
+        state: the state whose tensors are sent; the names are those that vLLM's ``load_weights`` expects, or ``links``
+            gives them.
+        ranks: the trainer's ranks, numbered as vLLM's trainer ranks are.
+        options: ``links``, ``dtype``, ``bucket_bytes``, ``budget_bytes``, ``verify`` of `WholeTensors`.
+
+    Examples:
+        >>> source = vllm_source({"w": torch.ones(4)})  # doctest: +SKIP
+        >>> [(meta.name, meta.shape) for meta in source.metadata]  # doctest: +SKIP
+        [('w', (4,))]
+    """
+    from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource
+
+    check_version("vllm")
+    own = transfer_ranks(ranks)
+    full = WholeTensors(state, ranks=own, **options)
+    local = WholeTensors(state, ranks=own, sharded=True, **options)
+
+    class ShardedWeights(WeightSource):  # type: ignore[misc]  # vLLM is not installed where types are checked
+        """The weights of a trainer, as whole tensors and as chunks."""
+
+        @cached_property  # vLLM requires it
+        def metadata(self) -> list[Any]:
+            owners = tuple(range(own.world_size))
+            return [
+                ParamMeta(
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.shape,
+                    owners=owners,
+                    placements=(Replicate() if tensor.shard_dim is None else Shard(tensor.shard_dim),),
+                )
+                for tensor in local.tensors
+            ]
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(full)
+
+        def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(local)
+
+    return ShardedWeights()

@@ -5,9 +5,15 @@
 
 Pass the result in place of a process group: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
-    store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures
+    store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures;
+                 then it enters that it is ready, and waits until all ranks are
     connections  gloo connects all pairs of ranks
     proof        each rank sends each other rank a signature of random numbers, one drawn by each rank
+
+After a loss, all ranks meet again at the same rendezvous: those that are left close their ranks and call `joint_ranks`
+again, and so does the process that replaces a lost one. Meetings at one store are numbered. A rank joins the first
+meeting in which its place is free, so a restarted process joins the meeting after the one that it died in. A rank that
+waits in a meeting leaves it as soon as any rank has opened the next one: a rank of the earlier meeting has died.
 
 Jobs exchange JSON and raw tensors, never pickles, which could run code in the other job. With a secret, entries of the
 store and JSON messages are signed. The signature of a message covers the random numbers and a counter, so that no
@@ -20,6 +26,7 @@ import gc
 import hashlib
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,13 +53,11 @@ from vescale_fsdp.checkpoint.ranks.stores import (
     unsign,
     within,
 )
-from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.errors import CheckpointError, LifecycleError, PlacementError
 from vescale_fsdp.torch_private import gloo_group
 
 T = TypeVar("T")
-_NAME = "joint-ranks"  # store key of the group's name, and prefix of the keys of greetings
-_REFUSED = f"{_NAME} refused"  # store key that is set when two ranks have different secrets
-_GREETING = b"here"  # any text: only its signature is checked
+_NAME = "joint-ranks"  # prefix of all keys
 _POLL_S = 0.02  # pause between two requests to the store
 _READERS_S = 5.0  # how long rank 0, which may own the store, waits for other ranks to read an error
 _NONCE_BYTES = 32  # size of a rank's random number, as of the SHA-256 digest of all numbers
@@ -72,12 +77,12 @@ def joint_ranks(
 
     Args:
         rendezvous: ``tcp://host:port``, with the host that runs rank 0 of the joint ranks; ``file:///path``, with a
-            file on shared storage that does not exist yet; or a torch store. Each call needs a new rendezvous.
+            file on shared storage that does not exist yet; or a torch store. To meet again after a loss, pass the same.
         first_rank: number of the job's rank 0 among the ranks of all jobs. The job's rank i is ``first_rank + i``.
         num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, while they connect and in each later collective.
-        interface: the network interface to listen on. Default: the interface that reaches ``rendezvous``; for a file or
-            a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
+        interface: the network interface to listen on, by its name or IPv4 address. Default: the interface that reaches
+            ``rendezvous``; for a file or a store ``GLOO_SOCKET_IFNAME``, else the loopback interface.
         secret: a secret that all jobs share. Default: VESCALE_FSDP_SECRET of the environment. Without a secret, only
             processes on one machine can connect.
 
@@ -110,22 +115,28 @@ def joint_ranks(
         )
     rank, own, timeout = first_rank + dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s)
     known, tcp = secret_of(secret), _tcp_address(rendezvous)
-    listens_on = interface or (None if tcp else os.environ.get(_INTERFACE))
-    address = address_of(listens_on) if listens_on else local_address(*tcp) if tcp else "127.0.0.1"
+    address, interface = _listening_address(interface, tcp)
     check_exposure(address, known)
-    bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, timeout), timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, deadline_s), timeout_s)
+        try:
+            # Through the store without signatures, since ranks with other secrets must be able to read a refusal.
+            name = _Meeting(bounded, rank, num_ranks, timeout_s, known).meet(deadline_s)
+            break
+        except LifecycleError:
+            # The store of rank 0 has ended: that of an earlier meeting, which this rank has found before rank 0 left
+            # it, or rank 0 was restarted. Its next store has the same address.
+            if tcp is None or rank == 0 or time.monotonic() > deadline_s:
+                raise
+            time.sleep(_POLL_S)
     store = bounded if known is None else SignedStore(bounded, known)
-    if rank == 0:  # before its greeting, so that ranks that have read all greetings find the name
-        store.set(_NAME, secrets.token_hex(8))  # random: names of groups must be unique in each process
-    # Through the store without signatures, since ranks with other secrets must be able to read a refusal.
-    _greet(bounded, rank, num_ranks, timeout_s, known)
-    name = store.get(_NAME).decode()
     # torch maps rank numbers in the default group to rank numbers in the new group. Ranks of other jobs are not in the
     # default group, so this map lists them under numbers that no rank of this job has.
     foreign = [*range(first_rank), *range(first_rank + own, num_ranks)]
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
-        with _listening_on(interface or interface_of(address)):
+        with _listening_on(interface):
             group = gloo_group(rank, numbers, name, timeout, store)
     except RuntimeError as lost:  # raised by gloo if a connection fails
         raise CheckpointError(
@@ -133,7 +144,7 @@ def joint_ranks(
             expected=f"connections between {num_ranks} ranks, all of which had arrived",
             got=f"{type(lost).__name__}: {lost}",
             where=f"rank {rank}",
-            todo="find the process that has ended; call joint_ranks again with a new rendezvous",
+            todo="find the process that has ended, and start it again; call joint_ranks again on all ranks",
         ) from lost
     # Joint rank by rank in the default group, since tensors name the ranks of their mesh by the latter.
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
@@ -159,76 +170,139 @@ def _tcp_address(rendezvous: str | dist.Store) -> tuple[str, int] | None:
     )
 
 
+def _listening_address(interface: str | None, tcp: tuple[str, int] | None) -> tuple[str, str]:
+    """Return the address and the name of the network interface that this rank listens on."""
+    named = interface or (None if tcp else os.environ.get(_INTERFACE))
+    if named is None:
+        address = local_address(*tcp) if tcp else "127.0.0.1"
+        return address, interface_of(address)
+    if named in (name for _, name in socket.if_nameindex()):
+        return address_of(named), named
+    return named, interface_of(named)
+
+
 def _open_store(
-    rendezvous: str | dist.Store, tcp: tuple[str, int] | None, rank: int, num_ranks: int, timeout: timedelta
+    rendezvous: str | dist.Store, tcp: tuple[str, int] | None, rank: int, num_ranks: int, deadline_s: float
 ) -> dist.Store:
     """Open the store of a rendezvous. Rank 0 hosts a TCP store, and the other ranks connect to it."""
     if not isinstance(rendezvous, str):
         return rendezvous
     if tcp is None:
         return dist.FileStore(urlsplit(rendezvous).path, num_ranks)
+    timeout_s = max(deadline_s - time.monotonic(), 1.0)  # torch refuses 0
+    timeout = timedelta(seconds=timeout_s)
     if rank == 0:  # not torch's own server, which would listen on all addresses
         return bound_store(*tcp, timeout)
     return within(
-        timeout.total_seconds(),
+        timeout_s,
         lambda: dist.TCPStore(*tcp, is_master=False, wait_for_workers=False, timeout=timeout),
         f"rank {rank}, at {rendezvous}",
     )
 
 
-def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
-    """Wait until all ranks have arrived, and check that all ranks have the same secret, or none has one.
+class _Meeting:
+    """One rank's part in finding all other ranks in a store.
 
-    Raises:
-        PlacementError: on all ranks, as soon as any rank has read the greeting of a rank with another secret.
-        CheckpointError: if ranks do not arrive in time; lists the missing ranks.
+    Args:
+        store: without signatures.
+        secret: this rank's secret, if it has one.
     """
 
-    def key(rank: int) -> str:
-        return f"{_NAME} {rank}"
+    def __init__(
+        self, store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None
+    ) -> None:
+        self._store, self._rank, self._num_ranks, self._timeout_s = store, rank, num_ranks, timeout_s
+        # A rank without a secret signs with an empty one, so that it and a rank with a secret detect each other.
+        self._secret = secret or b""
+        self._number = -1
 
-    # A rank without a secret signs with an empty one, so that it and a rank with a secret detect each other.
-    store.set(key(rank), sign(secret or b"", key(rank), _GREETING))
-    missing = set(range(num_ranks)) - {rank}
-    deadline_s = time.monotonic() + timeout_s
-    while missing:
-        # errors="replace", since the entry is not signed and may have any bytes.
-        refused = store.get(_REFUSED).decode(errors="replace") if store.check([_REFUSED]) else ""
-        for other in [other for other in missing if store.check([key(other)])]:
-            try:
-                unsign(secret or b"", key(other), store.get(key(other)))
-            except PlacementError:  # a signature with another secret
-                # In order, so that both ranks write the same text.
-                refused = f"ranks {min(rank, other)} and {max(rank, other)}"
-                store.set(_REFUSED, refused)
-            missing.discard(other)  # it has arrived, even with another secret
-        if refused:
-            _wait_for_readers(store, rank, num_ranks)
-            raise PlacementError(
-                "Ranks have different secrets, or some ranks have no secret.",
-                expected="the same secret on all ranks, or no secret on any rank",
-                got=f"different secrets of {refused}",
-                where=f"rank {rank}",
-                todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
+    def meet(self, deadline_s: float) -> str:
+        """Wait until all ranks are ready to connect; returns a name for their group, which no other group has.
+
+        Raises:
+            PlacementError: on all ranks, as soon as any rank has read the greeting of a rank with another secret.
+            CheckpointError: if ranks do not arrive in time; lists the missing ranks.
+            LifecycleError: if the store was lost.
+        """
+        while True:
+            self._take_place()
+            # Ready: a rank that died while it waited for others has a greeting, and is not ready.
+            if self._wait_for_all("here", deadline_s) and self._wait_for_all("ready", deadline_s):
+                return self._read(self._key("name", 0))
+
+    def _key(self, what: str, rank: int) -> str:
+        """Return a key of this meeting: in its name are the meeting, what is entered, and the rank that enters it."""
+        return f"{_NAME} {self._number} {what} {rank}"
+
+    def _take_place(self) -> None:
+        """Join the next meeting in which no process has this rank."""
+        own = b""
+        entered = None
+        while entered != own:
+            self._number += 1
+            # Random, since the process that this one replaces has the same secret.
+            own = self._signed(self._key("here", self._rank), secrets.token_hex(8).encode())
+            entered = self._store.compare_set(self._key("here", self._rank), "", own)
+        self._store.set(f"{_NAME} {self._number} open", b"1")
+
+    def _signed(self, key: str, value: bytes) -> bytes:
+        return sign(self._secret, key, value)
+
+    def _read(self, key: str) -> str:
+        return unsign(self._secret, key, self._store.get(key)).decode()
+
+    def _wait_for_all(self, what: str, deadline_s: float) -> bool:
+        """Enter ``what`` for this rank, and wait until all ranks have. Returns False if the next meeting is open."""
+        if what == "ready":
+            if self._rank == 0:  # before it is ready, so that ranks that have read this find the name
+                name = self._key("name", 0)  # random: names of groups must be unique in each process
+                self._store.set(name, self._signed(name, secrets.token_hex(8).encode()))
+            key = self._key(what, self._rank)
+            self._store.set(key, self._signed(key, b""))
+        refusal = self._key("refused", 0)
+        missing = set(range(self._num_ranks)) - {self._rank}
+        while missing:
+            # errors="replace", since the entry is not signed and may have any bytes.
+            refused = (
+                self._store.get(refusal).decode(errors="replace") if self._store.check([refusal]) else ""
             )
-        if missing and time.monotonic() > deadline_s:
-            raise CheckpointError(
-                "Some ranks did not arrive.",
-                expected=f"all {num_ranks} ranks within {timeout_s:g} s",
-                got=f"no greeting of ranks {sorted(missing)[:16]}",
-                where=f"rank {rank}",
-                todo="check these ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
-            )
-        time.sleep(_POLL_S if missing else 0)  # no pause after the last greeting
+            for other in [other for other in missing if self._store.check([self._key(what, other)])]:
+                try:
+                    self._read(self._key(what, other))
+                except PlacementError:  # a signature with another secret
+                    # In order, so that both ranks write the same text.
+                    refused = f"ranks {min(self._rank, other)} and {max(self._rank, other)}"
+                    self._store.set(refusal, refused)
+                missing.discard(other)  # it has arrived, even with another secret
+            if refused:
+                self._wait_for_readers(refusal)
+                raise PlacementError(
+                    "Ranks have different secrets, or some ranks have no secret.",
+                    expected="the same secret on all ranks, or no secret on any rank",
+                    got=f"different secrets of {refused}",
+                    where=f"rank {self._rank}",
+                    todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
+                )
+            if missing and self._store.check([f"{_NAME} {self._number + 1} open"]):
+                return False
+            if missing and time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    "Some ranks did not arrive.",
+                    expected=f"all {self._num_ranks} ranks within {self._timeout_s:g} s",
+                    got=f"no greeting of ranks {sorted(missing)[:16]}",
+                    where=f"rank {self._rank}",
+                    todo="check these ranks; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
+                )
+            time.sleep(_POLL_S if missing else 0)  # no pause after the last greeting
+        return True
 
-
-def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
-    """Count this rank as a reader of the error. Rank 0, whose process may own the store, waits for all readers."""
-    deadline_s = time.monotonic() + _READERS_S
-    num_readers = store.add(f"{_REFUSED} read", 1)
-    while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
-        num_readers = store.add(f"{_REFUSED} read", 0)  # adding 0 reads the counter
+    def _wait_for_readers(self, refusal: str) -> None:
+        """Count this rank as a reader of the error. Rank 0, whose process may own the store, waits for all readers."""
+        deadline_s = time.monotonic() + _READERS_S
+        num_readers = self._store.add(f"{refusal} read", 1)
+        while self._rank == 0 and num_readers < self._num_ranks and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            num_readers = self._store.add(f"{refusal} read", 0)  # adding 0 reads the counter
 
 
 class JointRanks(GroupCoordinator):

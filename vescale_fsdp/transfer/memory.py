@@ -42,6 +42,7 @@ class PlannedPart(NamedTuple):
     Attributes:
         number: index of the tensor in its description.
         name, dtype, shape: name, dtype and shape of the whole tensor.
+        local_shape: shape of the part; None if it is no box.
         numel: number of items of the part.
     """
 
@@ -49,6 +50,7 @@ class PlannedPart(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    local_shape: tuple[int, ...] | None
     numel: int
 
 
@@ -57,10 +59,12 @@ def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -
     parts = []
     for number in sorted(set(numbers)):
         position = description.holders_of(number).position(rank)
-        numel = 0 if position is None else description.region(number, position[0]).numel
-        if numel:
+        region = None if position is None else description.region(number, position[0])
+        if region is not None and region.numel:
             entry = description.entries[number]
-            parts.append(PlannedPart(number, entry.name, dtype_named(entry.dtype), entry.shape, numel))
+            local_shape = region.box.sizes if region.numel == region.box.numel else None
+            dtype = dtype_named(entry.dtype)
+            parts.append(PlannedPart(number, entry.name, dtype, entry.shape, local_shape, region.numel))
     return parts
 
 
@@ -77,12 +81,14 @@ def local_parts(
         CheckpointError: if a tensor is missing, or has another dtype, global shape or number of local items.
     """
     locals_by_number = {}
-    for number, name, dtype, shape, numel in parts:
+    for number, name, dtype, shape, local_shape, numel in parts:
         got = "no such tensor"
         if name in tensors:
             tensor = tensors[name]
             local = local_of(tensor)
-            if tensor.dtype is dtype and tensor.shape == shape and local.numel() == numel:
+            # A plan may be made for plain tensors that are parts, although `describe_states` takes them for whole.
+            is_planned = tensor.shape == shape or (tensor is local and tensor.shape == local_shape)
+            if is_planned and tensor.dtype is dtype and local.numel() == numel:
                 # A parameter is a leaf of autograd; others are used as they are, since there may be thousands.
                 locals_by_number[number] = local.detach() if local.requires_grad else local
                 continue
@@ -115,7 +121,7 @@ class _Flat(NamedTuple):
         """Return the items of a tensor: itself if the memory has them in order, else a copy."""
         if not _is_plain_memory(local):
             local = local.resolve_conj().resolve_neg().contiguous()
-        return cls(local, _as_carrier(local), local.storage_offset())
+        return cls(local, _as_carrier(local), int(local.storage_offset()))
 
     def view(self, casts: bool) -> tuple[torch.Tensor, int]:
         """Return the tensor of which boxes are viewed (the items if a copy casts them, else the carrier), and `offset`.
@@ -363,7 +369,7 @@ class Destination:
         self._copied: list[tuple[torch.Tensor, _Flat]] = []  # tensors that have a second copy
         for number, local in locals_by_number.items():
             if not keep_old and _is_plain_memory(local):
-                self._flats[number] = _Flat(local, _as_carrier(local), local.storage_offset())
+                self._flats[number] = _Flat(local, _as_carrier(local), int(local.storage_offset()))
                 continue
             # Fill a second copy: with `keep_old`, or because the target's items are not in order in memory.
             if number not in copies:

@@ -10,8 +10,6 @@ contiguous matrix block by block, but reads a strided one item by item, and each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from vescale_fsdp.torch_private import foreach_copy_
@@ -22,7 +20,7 @@ _MIN_STRIP_COLS = 32  # narrower strips would read less than a cache line of eac
 _MIN_TRANSPOSED_NUMEL = 1 << 14
 
 
-def gather(boxes: Sequence[torch.Tensor], run: torch.Tensor) -> None:
+def gather(boxes: list[torch.Tensor], run: torch.Tensor) -> None:
     """Copy boxes of one shape, or 1D boxes of any sizes, into a run; cast to its dtype.
 
     Args:
@@ -39,7 +37,7 @@ def gather(boxes: Sequence[torch.Tensor], run: torch.Tensor) -> None:
         torch.stack(boxes, out=run.view(len(boxes), *boxes[0].shape))
 
 
-def scatter(run: torch.Tensor, boxes: Sequence[torch.Tensor]) -> None:
+def scatter(run: torch.Tensor, boxes: list[torch.Tensor]) -> None:
     """Copy a run into boxes, cast to their dtype: the inverse of `gather`."""
     if len(boxes) == 1:
         boxes[0].copy_(run.view(boxes[0].shape))
@@ -47,7 +45,7 @@ def scatter(run: torch.Tensor, boxes: Sequence[torch.Tensor]) -> None:
         foreach_copy_(boxes, _split(run, boxes))
 
 
-def _split(run: torch.Tensor, boxes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _split(run: torch.Tensor, boxes: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return views of a run, each of the shape of a box."""
     if boxes[0].dim() == 1:
         return run.split([box.numel() for box in boxes])

@@ -115,7 +115,7 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
     ("program", "death"),
     [
         (trains, Death(1, "step 1")),
-        (meets, Death(2, "store.get joint-ranks")),
+        (meets, Death(2, "store.get joint-ranks 0 name 0")),
         (meets, Death(2, "store.compare_set #//transfer # 2")),
         (goes_on, Death(1, "store.set 0//cpu//0/rank 0")),
         (goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP)),

@@ -136,8 +136,21 @@ def one_sender_and_checkpoint_engine() -> None:
     assert seen.keys() == full.keys() and all(tensor.equal(full[name]) for name, tensor in seen.items())
 
 
+def chunks() -> None:
+    """Chunks of the first dim that both ranks divide; whole tensors where there is none."""
+    full, state = trainer()
+    sharded = WholeTensors(state, sharded=True, bucket_bytes=256)
+    dims = {tensor.name: tensor.shard_dim for tensor in sharded.tensors}
+    assert dims == {"q": 0, "k": 0, "norm": 0, "rows": None, "steps": None, "large": 0}
+    for name, tensor in sharded:
+        dim = dims[name]
+        wanted = full[name] if dim is None else full[name].chunk(2, dim)[dist.get_rank()]
+        assert tensor.shape == wanted.shape and tensor.equal(wanted), name
+
+
 def two_ranks() -> list[int]:
     """All that two ranks can show."""
+    chunks()
     sizes = whole_tensors()
     wrong_calls()
     one_sender_and_checkpoint_engine()

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
@@ -231,24 +232,26 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     assert all("[2]" in got for got in run_ranks(2, waits_for_one_that_does_not_come, str(tmp_path)))
 
 
-def meets_often(folder: str) -> list[tuple[int, int]]:
-    """Numbers of open files and threads after each connection."""
+def meets_often(folder: str, port: int, count: int) -> list[tuple[int, int, int]]:
+    """Numbers of open files, threads and process groups after each connection. All but the first meet again by TCP."""
     found = []
-    for number in range(6):
-        with joint_ranks(
-            f"file://{folder}/{number}", first_rank=0, num_ranks=2, timeout_s=60, secret="x"
-        ) as ranks:
+    for number in range(count):
+        where = f"tcp://127.0.0.1:{port}" if number else f"file://{folder}/meet"
+        with joint_ranks(where, first_rank=0, num_ranks=2, timeout_s=60, secret="x") as ranks:
             ranks.raise_together(None, "meeting")
-        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        files, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+        found.append((files, threads, len(distributed_c10d._world.pg_map)))
     return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists files and threads in /proc")
-def test_a_meeting_leaves_nothing(tmp_path: Path) -> None:
-    """Six connections leave no more files and threads than one."""
-    for found in run_ranks(2, meets_often, str(tmp_path)):
-        files, threads = zip(*found, strict=True)
-        assert len(found) == 6 and max(files) <= files[0] + 1 and max(threads) <= threads[0] + 1, found
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.part("faults"))])
+def test_a_meeting_leaves_nothing(tmp_path: Path, count: int) -> None:
+    """Many connections leave no more files, threads and groups than two."""
+    for found in run_ranks(2, meets_often, str(tmp_path), free_port(), count):
+        files, threads, groups = zip(*found, strict=True)
+        assert len(found) == count and len(set(groups)) == 1, found
+        assert max(files[1:]) <= files[1] + 1 and max(threads[1:]) <= threads[1] + 1, found
 
 
 def test_stores_that_are_signed() -> None:

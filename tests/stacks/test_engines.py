@@ -1,0 +1,194 @@
+"""What `weight_sync` gives to inference engines is taken by their own classes.
+
+Modules are loaded from the files of the packages, one by one, since importing the packages needs GPUs and much else.
+Set ``ENGINE_PACKAGES`` to folders, separated by colons, with unpacked wheels of vllm and sglang, or install them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.integrations.weight_sync import WholeTensors, sglang_bucket, vllm_source
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.quantize import Fp8Blocks
+from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.transfer.links import codes, scales
+
+# Modules that are loaded from their files; their parents are empty modules, whose own code is not run.
+LOADED = {
+    "vllm": ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.config", "vllm.utils"),
+    "sglang": ("sglang", "sglang.srt", "sglang.srt.weight_sync"),
+}
+
+
+def folder_of(package: str) -> Path | None:
+    """The folder of a package's files; None if there is none."""
+    for folder in os.environ.get("ENGINE_PACKAGES", "").split(":"):
+        if folder and Path(folder, package).is_dir():
+            return Path(folder)
+    found = importlib.util.find_spec(package)
+    return Path(found.origin).parents[1] if found and found.origin else None
+
+
+@contextmanager
+def modules_of(package: str) -> Iterator[None]:
+    """Make modules of a package importable from its files, and forget them afterwards."""
+    folder = folder_of(package)
+    assert folder is not None
+    before = set(sys.modules)
+    for name in LOADED[package]:
+        parent = ModuleType(name)
+        parent.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = parent
+    if package == "vllm":  # what annotations name, a logger, and a function that only NCCL needs
+        for name, content in {
+            "vllm.config.parallel": ("ParallelConfig", object),
+            "vllm.config.weight_transfer": ("WeightTransferConfig", object),
+            "vllm.logger": ("init_logger", logging.getLogger),
+            "vllm.utils.nccl": ("unpinned_nccl_env", None),
+        }.items():
+            sys.modules[name] = ModuleType(name)
+            setattr(sys.modules[name], *content)
+    sys.path.append(str(folder))  # where the metadata of the package is, with its version
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == package:
+                del sys.modules[name]
+
+
+def trained() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors, and this rank's ragged shards of them."""
+    full = {
+        "layers.0.w": torch.randn(6, 8).bfloat16(),
+        "layers.0.norm": torch.randn(7),
+        "layers.0.odd": torch.randn(5, 4),
+    }
+    cut = [RaggedShard((0,), (1, 2))]
+    return full, {
+        "layers.0.w": distribute_tensor(full["layers.0.w"].clone(), cpu_mesh(), cut),
+        "layers.0.norm": distribute_tensor(
+            full["layers.0.norm"].clone(), cpu_mesh(), [RaggedShard((0,), (3, 4))]
+        ),
+        "layers.0.odd": distribute_tensor(
+            full["layers.0.odd"].clone(), cpu_mesh(), [RaggedShard((0,), (0, 5))]
+        ),
+    }
+
+
+def sends_to_vllm() -> dict[str, str]:
+    """vLLM's factory makes a trainer engine without a config; its checks accept the source's metadata and tensors."""
+    full, state = trained()
+    rank = dist.get_rank()
+    with modules_of("vllm"):
+        source = vllm_source(state, bucket_bytes=256)
+        base = importlib.import_module("vllm.distributed.weight_transfer.base")
+        m2n = importlib.import_module("vllm.distributed.weight_transfer.m2n_common")
+        factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
+        assert isinstance(source, base.WeightSource)
+        assert source.implements_iter_full() and source.implements_iter_local()
+        names = source.owned_names(rank)
+        assert sorted(names) == sorted(full)
+
+        @dataclass
+        class InitInfo(base.TrainerInitInfo):  # type: ignore[misc, name-defined]
+            backend: ClassVar[str] = "kept"
+
+        class Engine(base.TrainerWeightTransferEngine):  # type: ignore[misc, name-defined]
+            """Keeps what it would send."""
+
+            init_info_cls = InitInfo
+
+            @classmethod
+            def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
+                return cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+
+            def send_weights(self) -> None:
+                for name, tensor in self.source.iter_full():
+                    self.client.append((name, tensor.clone()))
+
+        factory.WeightTransferTrainerFactory.register_engine("kept", Engine)
+        sent: list[tuple[str, torch.Tensor]] = []
+        engine = factory.WeightTransferTrainerFactory.trainer_init(
+            InitInfo(rank=rank), client=sent, source=source
+        )
+        for step in range(2):  # each round reads the weights again
+            for tensor in state.values():
+                local_of(tensor).mul_(-1 if step else 1)
+            sent.clear()
+            engine.send_weights()
+            wanted = {name: -value if step else value for name, value in full.items()}
+            assert [name for name, _ in sent] == names
+            assert all(torch.equal(tensor, wanted[name]) for name, tensor in sent)
+        # Local shards, as the m2n engine checks and plans them.
+        local = dict(source.iter_local())
+        found = {}
+        for meta in source.metadata:
+            param = m2n.m2n_param_meta(meta, dist.get_world_size())
+            m2n.check_transferable(param.name, param.dtype, param.shape)
+            assert m2n.expected_local_shape(param) == tuple(local[meta.name].shape)
+            assert local[meta.name].dtype == meta.dtype and meta.shape == full[meta.name].shape
+            placement = meta.placements[0] if meta.placements else None
+            own = -full[meta.name]
+            if placement is not None:
+                own = own.chunk(dist.get_world_size(), placement.dim)[rank]
+            assert torch.equal(local[meta.name], own)
+            found[meta.name] = "whole" if placement is None else f"dim {placement.dim}"
+    return found
+
+
+@pytest.mark.skipif(folder_of("vllm") is None, reason="needs the files of vllm")
+def test_vllm_takes_a_weight_source() -> None:
+    """Whole tensors, and chunks of the first dim that the ranks divide; a tensor without such a dim is whole."""
+    wanted = {"layers.0.w": "dim 0", "layers.0.norm": "whole", "layers.0.odd": "dim 1"}
+    assert run_ranks(2, sends_to_vllm) == [wanted] * 2
+
+
+def sends_to_sglang() -> None:
+    """SGLang's bucket gives back the tensors, codes too, from the memory of ours."""
+    full, state = trained()
+    codec = Fp8Blocks(4, 4)
+    links: dict[str, Any] = {name: name for name in full}
+    links |= {"codes": codes("layers.0.w", codec), "scale": scales("layers.0.w", codec)}
+    quantized = codec.quantize(full["layers.0.w"].float())
+    wanted = full | {"codes": quantized.codes, "scale": quantized.scales}
+    found: dict[str, torch.Tensor] = {}
+    with modules_of("sglang"):
+        for bucket in WholeTensors(state, links=links, receivers=(0,), bucket_bytes=512).buckets():
+            if dist.get_rank() == 0:
+                flattened = sglang_bucket(bucket)
+                assert flattened.get_flattened_tensor().data_ptr() == bucket.data.data_ptr()
+                again = type(flattened)(
+                    flattened_tensor=flattened.get_flattened_tensor().clone(),
+                    metadata=flattened.get_metadata(),
+                )
+                found |= dict(again.reconstruct_tensors())
+    if dist.get_rank() == 0:
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert tensor.shape == wanted[name].shape
+            assert torch.equal(tensor.view(wanted[name].dtype), wanted[name]), name
+
+
+@pytest.mark.skipif(folder_of("sglang") is None, reason="needs the files of sglang")
+def test_sglang_takes_buckets() -> None:
+    """As `update_weights_from_tensor` and `update_weights_from_distributed` rebuild them."""
+    run_ranks(2, sends_to_sglang)
