@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 # one of these at the end.
 LONG = (
     "checkpoint/save/test_fault_matrix.py",
+    "vescale_fsdp/device/test_programs.py",
     "vescale_fsdp/optim/test_rounding.py",
     "vescale_fsdp/optim/test_launches_of_steps.py",
     "vescale_fsdp/optim/test_state_dict.py",

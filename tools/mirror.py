@@ -39,7 +39,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.parts.simulated_accelerator import MemoryUse
-from vescale_fsdp import collectives, fully_shard
+from vescale_fsdp import fully_shard
+from vescale_fsdp.devices import ACCELERATORS, Accelerator
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -180,6 +181,17 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
         return self._run("all_to_all", sent[0], work)
 
+    def alltoall_base(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_numels: list[int],
+        sent_numels: list[int],
+        opts: Any = None,
+    ) -> Work:
+        assert not received_numels and not sent_numels  # equal parts
+        return self.alltoall(list(received.chunk(self._size)), list(sent.chunk(self._size)), opts)
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         return self._run("all_reduce", tensors[0], lambda: None)
 
@@ -217,8 +229,8 @@ def mirrored(world_size: int) -> Iterator[MirroredGroup]:
     group = dist.group.WORLD
     assert group is not None
     try:
-        coalescing = {"mirror": collectives._BACKENDS["nccl"]}
-        with _gaps_of_zeros(), _streams(), mock.patch.dict(collectives._BACKENDS, coalescing):
+        mirrors = dict.fromkeys(("cpu", "cuda"), Accelerator(frozenset({"mirror"})))
+        with _gaps_of_zeros(), _streams(), mock.patch.dict(ACCELERATORS, mirrors):
             yield group  # type: ignore[misc]
     finally:
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The collectives of this package, built on functions that torch 2.11-2.15, gloo and NCCL all support.
 
 Most functions start a collective and return the work to wait for; the buffers must live until the wait has ended.
-`_BACKENDS` has a class per backend, because gloo needs other calls than NCCL. Between nodes (`set_nodes`) as little as
+There is a class per kind of backend, because gloo needs other calls than NCCL. Between nodes (`set_nodes`) as little as
 possible crosses the network: `two_levels` decides which reductions first sum within nodes. Times in comments were
 measured with two ranks on one idle machine, torch 2.13 and 30 MB, by ``python tools/bench/collectives.py``.
 """
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from vescale_fsdp.devices import ACCELERATORS, current_device
 from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import (
     all_gather_single,
@@ -161,7 +162,7 @@ def reduces_beside(group: dist.ProcessGroup, device_type: str) -> bool:
 
     There the network is slower than the cores. On one node it uses the cores that would compute.
     """
-    return device_type == "cpu" and crosses_network(group) and _backend_of(group, "cpu") is _BACKENDS["gloo"]
+    return device_type == "cpu" and crosses_network(group) and _backend_of(group, "cpu") is _GLOO
 
 
 class Work(Protocol):
@@ -303,18 +304,27 @@ class _Gloo(_Native):
         return device_type == "cpu"  # by `_sum_slices`; gloo's all-reduce sums in the buffer's dtype
 
 
-_OTHER = _Native()
-_BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
+_GLOO, _NATIVE, _COALESCING = _Gloo(), _Native(), _Coalescing()
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
-    """Return the group's backend for tensors of a device type; `_Native` if `_BACKENDS` does not list it."""
-    return _BACKENDS.get(_backends_of(group).get(device_type, ""), _OTHER)
+    """Return the group's backend for tensors of a device type."""
+    name = _backends_of(group).get(device_type, "")
+    if name == "gloo":
+        return _GLOO
+    accelerator = ACCELERATORS.get(device_type)
+    return _COALESCING if accelerator is not None and name in accelerator.coalescing else _NATIVE
 
 
-def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+def device_for_messages(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Return the device if the group has a backend for it, else the current device of a type that it has one for."""
+    backends = _backends_of(group)
+    return device if device.type in backends else current_device(next(iter(backends)))
+
+
+def _backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return device type -> name of the backend."""
-    # torch returns a text such as "cpu:gloo,cuda:nccl". [::2] drops the colon of each pair.
+    # torch returns a text with a pair per device type, such as "cpu:gloo,xpu:xccl". [::2] drops the colon of each pair.
     return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
@@ -535,9 +545,15 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     for start in range(0, numel, piece_numel):
         stop = min(start + piece_numel, numel)
         room, sent = received[:, : stop - start], slices[:, start:stop]
-        wait_for(
-            dist.all_to_all(list(room.unbind()), list(sent.unbind()), group=group, async_op=runs_beside(full))
-        )
+        if (
+            room.numel() == full.numel()
+        ):  # one piece: a call whose cost for the host does not grow with the ranks
+            work = dist.all_to_all_single(received.view(-1), full, group=group, async_op=runs_beside(full))
+        else:
+            work = dist.all_to_all(
+                list(room.unbind()), list(sent.unbind()), group=group, async_op=runs_beside(full)
+            )
+        wait_for(work)
         into = shard[start:stop]
         torch.sum(room, dim=0, dtype=into.dtype, out=into)
 

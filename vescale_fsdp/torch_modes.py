@@ -187,13 +187,13 @@ class CompiledByRows:
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return a `torch.cuda.MemPool` that uses the allocator of a group's NCCL backend (torch 2.11-2.15)."""
+    """Return a memory pool that uses the allocator of a group's NCCL backend (torch 2.11-2.15)."""
     backend: Any = group._get_backend(device)
-    return torch.cuda.MemPool(backend.mem_allocator)
+    return torch.get_device_module(device).MemPool(backend.mem_allocator)
 
 
 def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
+    """Return the memory pool of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
     symmetric.set_backend("NCCL")
     dist.barrier(group=group)  # the first collective of a group creates its communicator
     return symmetric.get_mem_pool(device)

@@ -17,10 +17,10 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,43 @@ foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
+
+
+class References(NamedTuple):
+    """Numbers of references to a tensor."""
+
+    from_autograd: int  # and other parts of torch, and one for Python
+    from_python: int
+
+
+def references_to(tensor: torch.Tensor) -> References:
+    """Return the numbers of references to a tensor (torch 2.11-2.13); those of the caller are counted, too."""
+    owners = tensor._use_count()  # type: ignore[attr-defined]
+    return References(owners, sys.getrefcount(tensor) - (_OWNERS_IN_PYTHON if owners > 1 else 0))
+
+
+def _owners_in_python() -> int:
+    """Return by how much torch's own references to a tensor raise its count in Python: 0, or 1 in newer versions."""
+    tensor = torch.empty(0, requires_grad=True, device="cpu")
+    before = sys.getrefcount(tensor)
+    graph = tensor * 1.0
+    after = sys.getrefcount(tensor)
+    del graph
+    return after - before
+
+
+_OWNERS_IN_PYTHON = _owners_in_python()
+
+
+def num_storage_owners(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects refer to a storage (torch 2.11-2.13)."""
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return,attr-defined]
+
+
+def saves_by_hooks() -> bool:
+    """Return whether hooks replace what autograd saves, as in activation checkpointing (torch 2.11-2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 and 2.12 have only the old names.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -487,13 +524,16 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], 
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
-def name_groups_from(first: int) -> None:
-    """Number the next process groups of this process from ``first`` on (torch 2.11-2.15).
+def restart_group_names() -> None:
+    """Make torch number process groups from 0 again, while there is no default group (torch 2.11-2.15).
 
     Ranks of a group connect through store keys that contain the group's number. torch counts in each process, and also
     counts groups that could not be created, so ranks that were in different groups before would not find each other.
+    torch counts from 0 again when a default group is destroyed, so this creates and destroys one.
     """
-    _world.group_count = first
+    if _world.group_count:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
 
 
 def set_default_timeout(timeout: timedelta) -> None:
@@ -596,3 +636,34 @@ def decode_rendezvous(state: bytes) -> dict[str, Any]:
         "redundant": sorted(map(text, found.redundancy_list)),
         "heartbeats": {text(node): beat.timestamp() for node, beat in found.last_heartbeats.items()},
     }
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Make `torch.compile` treat a dim as of any size, unless its size is 0 or 1 (torch 2.11-2.13)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def any_number_of_compilations() -> AbstractContextManager[None]:
+    """Return a context in which `torch.compile` may compile a function any number of times (torch 2.11-2.13)."""
+    return torch._dynamo.utils.disable_cache_limit()
+
+
+def why_not_compiled(device_type: str) -> str | None:
+    """Return why `torch.compile` cannot compile for a device type on this machine (torch 2.11-2.13); None if it can."""
+    # Imported here, since the compiler's modules take a second to import.
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.utils import is_gpu
+    from torch.utils._triton import has_triton
+
+    init_backend_registration()
+    if get_scheduling_for_device(device_type) is None:
+        return f"torch.compile has no backend for {device_type}"
+    if is_gpu(device_type) and not has_triton():
+        return "Triton is not installed, or does not support this device"
+    try:
+        get_cpp_compiler()  # GPUs too: Triton compiles the code that launches its kernels
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler; install one, or name it in the environment variable CXX"
+    return None

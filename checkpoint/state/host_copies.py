@@ -11,7 +11,6 @@ Copies run on a separate stream. They are ordered with the compute stream only b
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -20,12 +19,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from vescale_fsdp.devices import available_accelerator
 from vescale_fsdp.errors import ArgumentError, CheckpointError, allows_untried
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
 
 class CopyEvent(Protocol):
-    """An event recorded on a stream, such as `torch.cuda.Event`."""
+    """An event recorded on a stream, such as `torch.Event`."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the work before the event is done."""
@@ -71,26 +71,23 @@ def copy_stream_of(device: torch.device) -> CopyStream | None:
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """Return a 1D uint8 CPU tensor of zeros, pinned if there is a GPU.
+    """Return a 1D uint8 CPU tensor of zeros, pinned if there is an accelerator.
 
     Writing zeros touches every page here: page faults during a later copy would cost more than the copy itself. torch
     rounds the size of pinned memory up to a power of two. ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins the exact size;
     this is not yet tested on a GPU.
     """
-    has_gpu = torch.cuda.is_available()
-    if has_gpu and num_bytes and allows_untried("exact_pinning"):
-        return _pinned_as_it_is(torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"))
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=has_gpu, device="cpu")
-
-
-def _pinned_as_it_is(memory: torch.Tensor) -> torch.Tensor:
-    """Pin a tensor's existing memory, without torch's rounding of the size; returns the tensor."""
-    driver: Any = torch.cuda.cudart()
-    code = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if code:  # 0 is cudaSuccess
-        raise MemoryError(f"cudaHostRegister could not pin {memory.numel()} bytes: error {code}")
-    weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())  # runs before the memory is freed
-    return memory
+    accelerator = available_accelerator()
+    if (
+        accelerator is not None
+        and accelerator.pin is not None
+        and num_bytes
+        and allows_untried("exact_pinning")
+    ):
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        accelerator.pin(memory)
+        return memory
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=accelerator is not None, device="cpu")
 
 
 class PinnedSlots(threading.local):
@@ -108,9 +105,8 @@ class PinnedSlots(threading.local):
         if busy is not None:
             busy.synchronize()
         if slot.numel() < num_bytes:
-            slot = torch.empty(
-                num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu"
-            )
+            pins = available_accelerator() is not None
+            slot = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins, device="cpu")
         self._slots.append((slot, None))
         return slot[:num_bytes]
 

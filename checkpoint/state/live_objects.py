@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, child_name, join_name
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, without_wrappers
+from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.torch_private import apply_to_tensors, local_of, storage_id
@@ -384,8 +385,7 @@ def home_device(state: Mapping[str, Any]) -> torch.device:
     if there:
         return there[0]
     kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
-    # With the index, because devices of tensors have one: "cuda" and "cuda:0" are not equal.
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return current_device(kind)
 
 
 def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint import SourceOptions, load, save
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, VescaleError
 
 ROOT = "base_model.model."
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q", "up"]}
@@ -163,7 +163,7 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     _base(tmp_path / "base")
     args = ["merge-adapter", str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "out")]
     refused = CliRunner().invoke(cli, args)
-    assert "no adapter to merge" in str(refused.exception) and "got: none" in str(refused.exception)
+    assert isinstance(refused.exception, VescaleError) and refused.exception.got == "none"
     shutil.copytree(tmp_path / "base", tmp_path / "adapter")
     refused = CliRunner().invoke(cli, args)
     assert "got: config.json, model.safetensors" in str(refused.exception) and "BASE, ADAPTER" in str(
@@ -173,7 +173,7 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 20, 24))
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 77\n"
     (tmp_path / "adapter/adapter_config.json").write_text(pointer)
-    assert "pointers of git-lfs" in str(CliRunner().invoke(cli, args).exception)
+    assert "git-lfs" in str(CliRunner().invoke(cli, args).exception)
 
 
 def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
@@ -338,10 +338,10 @@ def test_export(tmp_path: Path) -> None:
         args = ["to-hf", str(tmp_path / names[0]), str(tmp_path / f"out-{names[0]}"), "--adapter"]
         more = ["--adapter-name", "a"] if "a" in names else []
         refused = CliRunner().invoke(cli, [*args, *more])
-        assert "needs its adapter_config.json" in str(refused.exception)
+        assert "adapter_config.json" in str(refused.exception)
         if more:
             refused = CliRunner().invoke(cli, [*args, "--assets", str(assets)])
-            assert "several adapters" in str(refused.exception)
+            assert "--adapter-name" in str(refused.exception)
         assert CliRunner().invoke(cli, [*args, *more, "--assets", str(assets)]).exit_code == 0
         out = tmp_path / f"out-{names[0]}"
         assert sorted(file.name for file in out.iterdir()) == [
@@ -361,7 +361,7 @@ def test_export_with_the_config_of_another(tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "adapter"))
     assert source.kind == "adapter"
     options = ConvertOptions(assets=str(tmp_path / "other"))
-    with pytest.raises(ConversionError, match=r"rank 4, as base_model(.|\n)*rank 8"):
+    with pytest.raises(ConversionError, match=r"\b4\b.*\bbase_model(.|\n)*\b8\b"):
         convert(source, str(tmp_path / "out"), "adapter", options)
     with pytest.raises(ConversionError, check=lambda error: "merge-adapter" in error.todo):
         convert(source, str(tmp_path / "out"), "hf")

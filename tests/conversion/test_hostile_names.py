@@ -238,7 +238,7 @@ def test_names_that_are_one_when_joined_are_refused(tmp_path: Path) -> None:
         assert _saved(state, tmp_path, form) == "refused"
     torch.save(state, tmp_path / "source.pt")
     for target in ("zarr", "native"):
-        with pytest.raises(VescaleError, match=r"one name|same name|stands twice"):
+        with pytest.raises(VescaleError, check=lambda error: "'a'" in str(error.got)):
             convert(open_source(str(tmp_path / "source.pt")), str(tmp_path / "out"), target)
         assert not (tmp_path / "out").exists()
 

@@ -144,12 +144,12 @@ def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_p
     def fail(nbytes: int) -> None:
         calls.append(nbytes)
         if len(calls) == 3:
-            raise ConversionError("no more")
+            raise ConversionError("planted")
 
     options = ConvertOptions(
         max_shard_bytes=450_000, overwrite=True, memory_budget_bytes=4 * 2**20, threads=1
     )
-    with pytest.raises(ConversionError, match="no more"):
+    with pytest.raises(ConversionError, match="planted"):
         convert(open_source(str(tmp_path / "1")), target, "hf", options, progress=fail)
     left = open_store(target)
     values = {load(left.read(name)).popitem()[1][0].item() for name in left.list_files()}
@@ -236,7 +236,7 @@ def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pyte
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     fsspec.filesystem("s3").clear_instance_cache()
-    with pytest.raises(ConnectionError, match=r"EndpointConnectionError(.|\n)*credentials and the network"):
+    with pytest.raises(ConnectionError, match=r"\bEndpointConnectionError\b"):
         open_source("s3://nowhere/x")
     fsspec.filesystem("s3").clear_instance_cache()
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_reached_is_one_message(
     dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = open_source(str(tmp_path / "dcp"))
     failures = _failing(monkeypatch, method, error, 99)
-    with pytest.raises(ConnectionError, match=rf"{error}(.|\n)*memory://(.|\n)*credentials and the network"):
+    with pytest.raises(ConnectionError, match=rf"{error}(.|\n)*memory://never"):
         convert(source, f"memory://never-{tmp_path.name}", "hf")
     assert len(failures) == (1 if isinstance(error, _ClientError) else 5)
 
@@ -311,7 +311,7 @@ def test_a_source_that_fails_is_not_taken_for_the_target(
         raise OSError(errno.EIO, "Input/output error", name)
 
     monkeypatch.setattr(LocalStorage, "read_into", fails)
-    with pytest.raises(OSError, match=r"Input/output error.*distcp") as caught:
+    with pytest.raises(OSError, match=r"\bdistcp\b", check=lambda error: error.errno == errno.EIO) as caught:
         convert(source, f"{remote}/out", "hf")
     assert len(failures) == 1 and caught.value.errno == errno.EIO
 

@@ -89,5 +89,5 @@ def test_global_batch_does_not_depend_on_ranks(world_size: int) -> None:
 
 def test_ranks_must_divide_the_batch() -> None:
     """A world size that would lose windows is refused."""
-    with pytest.raises(ValueError, match="12 does not divide into 5 ranks"):
+    with pytest.raises(ValueError, match=r"\b12\b.*\b5\b"):
         Batches(torch.zeros(1000, dtype=torch.uint8)).of_rank(0, 0, 5)

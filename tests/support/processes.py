@@ -10,7 +10,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from tools.torchrun_job import abort_with_children
@@ -38,6 +41,28 @@ def wait_until(
         if time.monotonic() > deadline_s:
             raise AssertionError(f"after {limit_s} s, still waiting for {what}\n{state()}")
         time.sleep(_POLL_S)
+
+
+def receive(pipe: Connection, what: str, *, limit_s: float = 60.0) -> Any:
+    """Receive an object from another process.
+
+    Args:
+        pipe: this process's end.
+        what: names the object in the error.
+        limit_s: seconds until the wait fails.
+
+    Raises:
+        AssertionError: at the deadline.
+        EOFError: if the other process has ended without sending.
+    """
+    assert pipe.poll(limit_s), f"after {limit_s} s, still waiting for {what}"
+    return pipe.recv()
+
+
+def join(worker: BaseProcess | Thread, *, limit_s: float = 60.0) -> None:
+    """Wait for the end of a process or thread. Raises AssertionError at the deadline."""
+    worker.join(limit_s)
+    assert not worker.is_alive(), f"after {limit_s} s, still waiting for the end of {worker.name}"
 
 
 def stacks_of(processes: Iterable[tuple[int, Path]]) -> str:

@@ -32,6 +32,8 @@ CASES = {
     "blocks": Case(DecoderShape(3, 2048, 512, 5632, 256), 64),
     "ends in root": Case(DecoderShape(1, 2048, 512, 5632, 32_000), 64),
     "ends as units": Case(DecoderShape(1, 2048, 512, 5632, 32_000), 64, ends_are_units=True),
+    "tied": Case(DecoderShape(2, 512, 256, 1024, 64_000, tied=True), 64),
+    "experts": Case(DecoderShape(3, 512, 256, 512, 256, num_experts=8), 64),
 }
 
 

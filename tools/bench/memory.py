@@ -1,7 +1,7 @@
-"""Peak memory of a training step on an accelerator, simulated for one rank of 64: this package against FSDP2.
+"""Peak memory of a training step on an accelerator, simulated for one rank of many: this package against FSDP2.
 
     python tools/bench/memory.py                              the whole table, minutes
-    python tools/bench/memory.py --cases blocks --json memory.json
+    python tools/bench/memory.py --cases blocks "256 k tied, 32 ranks" --dtypes bf16 --json memory.json
 
 No GPU is needed: `tools/bench/parts/simulated_accelerator.py` explains what is counted and how. Sequences are short, so
 that weights and gradients make up the peak. In the last case activations do, and sharding makes no difference. FSDP2
@@ -15,6 +15,7 @@ computes in the same dtype and reduces in fp32. Its figure with reductions in bf
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,13 +36,13 @@ from tools.bench.parts.simulated_accelerator import (
     DecoderShape,
     MemoryUse,
     fake_group,
+    library_bytes,
     simulated_training,
 )
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
 from vescale_fsdp.optim import FlatOptimizer
 
-WORLD_SIZE = 64
 GIB = 2**30
 
 
@@ -53,9 +54,20 @@ class Case:
     tokens: int
     ends_are_units: bool = False  # embedding and head are units; else they are in the root's unit
     by_activations: bool = False  # activations make up the peak
+    mesh_shape: tuple[int, ...] = (64,)  # (ranks,) or (replicas, ranks)
 
 
+LLAMA_8B = DecoderShape(32, 4096, 1024, 14336, 128_256)
 CASES = {
+    "Llama-8B, 32 ranks": Case(LLAMA_8B, 64, mesh_shape=(32,)),
+    "Llama-8B, HSDP 4x8": Case(LLAMA_8B, 64, mesh_shape=(4, 8)),
+    "ViT-g, 32 ranks": Case(DecoderShape(40, 1536, 1536, 4096, 1000), 257, mesh_shape=(32,)),
+    "gpt-oss-20B, 32 ranks": Case(
+        DecoderShape(24, 2880, 576, 2880, 201_088, num_experts=32), 64, mesh_shape=(32,)
+    ),
+    "256 k tied, 32 ranks": Case(
+        DecoderShape(26, 2304, 1152, 9216, 256_000, tied=True), 64, mesh_shape=(32,)
+    ),
     "blocks": Case(DecoderShape(6, 4096, 1024, 14336, 256), 64),
     "ends as units": Case(DecoderShape(4, 4096, 1024, 14336, 128_256), 128, ends_are_units=True),
     "ends in root": Case(DecoderShape(4, 4096, 1024, 14336, 128_256), 128),
@@ -86,7 +98,10 @@ def measure(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> MemoryUse:
     """Memory of one rank that trains the case, by default with AdamW."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape = (
+        case.mesh_shape if dist.get_world_size() == math.prod(case.mesh_shape) else (dist.get_world_size(),)
+    )
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     function = cast(Callable[..., Any], fully_shard if ours else torch_fully_shard)
 
     def shard(model: Decoder) -> None:
@@ -119,6 +134,14 @@ def rows_of(name: str, dtypes: str) -> list[Row]:
     rows = [
         Row(title, "live peak", "GiB", mine.peak / GIB, theirs.peak / GIB, "FSDP2", live),
         Row(title, "sum of pools", "GiB", mine.reserved / GIB, theirs.reserved / GIB, "FSDP2", pools),
+        Row(
+            title,
+            "sum of pools, with an estimate of libraries",
+            "GiB",
+            (mine.reserved + library_bytes(case.mesh_shape, exchanges=dtypes == "bf16")) / GIB,
+            (theirs.reserved + library_bytes(case.mesh_shape, exchanges=False)) / GIB,
+            "FSDP2",
+        ),
     ]
     if dtypes == "bf16":
         stepped = measure(case, ours=True, policy=policy, optimizer=stepped_in_backward)
@@ -145,13 +168,14 @@ def rows_of(name: str, dtypes: str) -> list[Row]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="peak memory on an accelerator, simulated: ours, FSDP2")
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated; default: all")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--dtypes", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    cases = [(name, dtypes) for name in given.cases.split(",") for dtypes in given.dtypes]
-    with fake_group(WORLD_SIZE):
-        rows = [row for case in cases for row in rows_of(*case)]
+    rows: list[Row] = []
+    for name in given.cases:
+        with fake_group(math.prod(CASES[name].mesh_shape)):
+            rows += [row for dtypes in given.dtypes for row in rows_of(name, dtypes)]
     print_table(rows)
     if given.json:
         write_json(given.json, rows)

@@ -180,8 +180,8 @@ def largest_difference(values: Sequence[torch.Tensor], others: Sequence[torch.Te
 
 
 def backend_for(device_type: str, backend: str) -> str:
-    """The backends of the process group: offloaded tensors are on the host, where NCCL does not work."""
-    return "cpu:gloo,cuda:nccl" if (device_type, backend) == ("cuda", "nccl") else backend
+    """The backends of the process group: offloaded tensors are on the host, where others do not work."""
+    return backend if device_type == "cpu" or backend == "gloo" else f"cpu:gloo,{device_type}:{backend}"
 
 
 @contextmanager
@@ -243,9 +243,10 @@ def _compare_cases(given: argparse.Namespace) -> int:
     found: list[Found] = []
     controls: list[Found] = []
     with _ranks(given.backend):
-        if device.type == "cuda":
-            device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-            torch.cuda.set_device(device)
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            device = torch.device(device.type, dist.get_rank() % module.device_count())
+            module.set_device(device)
         for case in _wanted(given):
             found.append(compare(case, device))
             if dist.get_rank() == 0:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from vescale_fsdp import FSDPModule, PaddingPolicy, Rows
 from vescale_fsdp.collectives import Work, all_gather_into, reduce_scatter_into
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
+from vescale_fsdp.runtime.comm.streams import streams_of
 
 Act = Callable[[FSDPModule], object]
 
@@ -97,15 +98,16 @@ def _halve(shard: torch.Tensor) -> None:
 
 def _halves_together(unit: FSDPModule) -> None:
     """The mean over two halves of the ranks: an all-reduce hook that halves the sum, on a separate stream if any."""
-    stream: Any = torch.cuda.Stream(priority=-1) if _device_of(unit).type == "cuda" else None
+    streams = streams_of(_device_of(unit))
+    stream = None if streams is None else streams.new()
     unit.set_gradient_divide_factor(dist.get_world_size() / 2)
     unit.set_all_reduce_hook(_halve, stream=stream)
 
 
 def _leave_event(model: FSDPModule) -> None:
-    device = _device_of(model)
-    if device.type == "cuda":
-        model.set_post_optim_event(torch.cuda.current_stream(device).record_event())
+    streams = streams_of(_device_of(model))
+    if streams is not None:
+        model.set_post_optim_event(streams.current().record_event())  # type: ignore[arg-type]
 
 
 def _delays_replicas(model: FSDPModule, is_last: bool) -> None:

@@ -34,7 +34,7 @@ from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_model, renew_optimizer
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.data_mesh import default_mesh
-from vescale_fsdp.torch_private import forget_meshes, name_groups_from, set_default_timeout
+from vescale_fsdp.torch_private import forget_meshes, restart_group_names, set_default_timeout
 
 _logger = logging.getLogger("vescale_fsdp")
 _POLL_S = 0.02  # pause between two looks at a group that forms
@@ -216,7 +216,7 @@ class ElasticJob:
         gloo cannot be interrupted while it waits for a rank to connect. So a thread creates the group, and is abandoned
         if a member is lost.
         """
-        name_groups_from(quorum.epoch << 20)  # room for 1,048,576 groups in an epoch
+        restart_group_names()  # the store is the epoch's, so numbers need not differ between epochs
         timeout = timedelta(seconds=self._timeout_s)
         forming = Interruptible(
             lambda: dist.init_process_group(

@@ -23,7 +23,7 @@ last block, and its import loads kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,9 +34,10 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.lazy import set_module
+from vescale_fsdp.optim.compiled import CompiledFunction, compiles_on
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
-from vescale_fsdp.torch_private import foreach_copy_
+from vescale_fsdp.torch_private import foreach_copy_, storage_id
 
 MAP_NAME = "dynamic8"
 """The map's name in checkpoints. The table is computed, never stored."""
@@ -83,6 +84,63 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
+_LEAST_BIN = (127 - 24) << 7  # of 2^-24: no threshold of either map has a smaller magnitude
+_LAST_BIN = 127 << 7  # of 1
+_NUM_BINS = _LAST_BIN - _LEAST_BIN + 1
+
+
+@lru_cache(maxsize=16)  # one entry per device and map
+def _bins(signed: bool, device: torch.device) -> torch.Tensor:
+    """Compute a table from which one look-up gives the code of a number in [-1, 1].
+
+    A bin has all numbers of one sign whose fp32 bits have the same upper half: the 65,536 numbers between neighbors of
+    7 mantissa bits. Bins are so narrow that no bin has two thresholds. Let ``rank`` be the rank of a number in its bin,
+    in ascending order. If the bin's least number has code c, and the first number with code c + 1 has rank t, the entry
+    is ``(c << 16) + 0x10000 - t``; without a threshold it is ``c << 16``. So ``(entry + rank) >> 16`` is the code.
+
+    Returns:
+        int32 [bins], of positive numbers by ascending magnitude; for the signed map then those of negative numbers.
+    """
+    thresholds = _thresholds(signed, torch.device("cpu"))
+    uppers = torch.arange(_LEAST_BIN, _LAST_BIN + 1, dtype=torch.int32, device="cpu") << 16
+    tables = []
+    for sign in (1.0, -1.0) if signed else (1.0,):
+        by_magnitude = [sign * (uppers | lower).view(torch.float32) for lower in (0, 0xFFFF)]
+        least, most = by_magnitude if sign > 0 else by_magnitude[::-1]
+        code, last_code = (
+            torch.bucketize(each, thresholds, out_int32=True, right=True) for each in (least, most)
+        )
+        assert (last_code - code <= 1).all()
+        lower = thresholds[code.clamp(max=254)].view(torch.int32) & 0xFFFF
+        rank = lower if sign > 0 else 0xFFFF - lower
+        tables.append((code << 16) + torch.where(last_code > code, 0x10000 - rank, 0))
+    return torch.cat(tables).to(device)
+
+
+class _Map(NamedTuple):
+    """The tables of a map on a device. Compiled code takes them as arguments, since it cannot use a cache."""
+
+    values: torch.Tensor  # 1D [256], of `dynamic_map`
+    bins: torch.Tensor  # 1D [bins], of `_bins`
+
+    @staticmethod
+    def of(signed: bool, device: torch.device) -> _Map:
+        """Return the tables of the signed or unsigned map."""
+        return _Map(dynamic_map(signed, device), _bins(signed, device))
+
+
+def _codes_of(values: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
+    """Return the uint8 codes of fp32 values in [-1, 1]: one look-up, instead of a search by eight comparisons."""
+    bits = values.view(torch.int32)
+    # Clamped, since smaller magnitudes belong to the first bin, which has no threshold.
+    index = ((bits & 0x7FFFFFFF) >> 16).clamp(_LEAST_BIN, _LAST_BIN) - _LEAST_BIN
+    if len(bins) > _NUM_BINS:  # the signed map
+        negative = bits >> 31  # all bits set for negative numbers, else 0
+        index = index + (negative & _NUM_BINS)
+        bits = bits ^ negative  # among negative numbers, a larger magnitude has a lower rank
+    return ((bins[index] + (bits & 0xFFFF)) >> 16).to(torch.uint8)
+
+
 def zero_code(signed: bool) -> int:
     """Return the code of the value 0."""
     return 127 if signed else 0  # the signed map has 127 values below 0
@@ -98,17 +156,22 @@ def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, tor
     Returns:
         uint8 codes with the shape of ``tiles``, fp32 scales [bands, blocks].
     """
+    return _encoded(tiles, _Map.of(signed, tiles.device))
+
+
+def _encoded(tiles: torch.Tensor, map_: _Map) -> tuple[torch.Tensor, torch.Tensor]:
     scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
-    relative = tiles / scales[:, None, :, None]
-    # right=True: a value equal to threshold i gets code i + 1. out_int32: half the memory of the default int64.
-    codes = torch.bucketize(relative, _thresholds(signed, tiles.device), out_int32=True, right=True)
-    return codes.to(torch.uint8), scales
+    return _codes_of(tiles / scales[:, None, :, None], map_.bins), scales
 
 
 def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """Dequantize blocks: the fp32 values of codes and scales, which have the shapes that `encode_dynamic` returns."""
+    return _decoded(codes, scales, _Map.of(signed, codes.device))
+
+
+def _decoded(codes: torch.Tensor, scales: torch.Tensor, map_: _Map) -> torch.Tensor:
     # As int, since torch interprets a uint8 index as a mask.
-    return dynamic_map(signed, codes.device)[codes.int()] * scales[:, None, :, None]
+    return map_.values[codes.int()] * scales[:, None, :, None]
 
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether each moment uses the signed map
@@ -124,6 +187,9 @@ class AdamW8bit(BatchedOptimizer):
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
         block: elements that share a scale: ``Flat(256)``, ``Tiles(32, 32)``, ... The last block may be short.
         min_8bit_numel: parameters with fewer elements (over all ranks) have fp32 state.
+        compiled: step with functions of `torch.compile`, one per shape of block and dtype. They are compiled at the
+            first step, and round differently from eager steps in the last bit. A process that cannot compile warns
+            once, and steps eagerly.
 
     Raises:
         LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
@@ -138,7 +204,8 @@ class AdamW8bit(BatchedOptimizer):
 
     algorithm: ClassVar[str] = "adamw8bit"
     recorded: ClassVar[tuple[str, ...]] = ("state_bits", "state_block", "state_map", "min_8bit_numel")
-    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_block")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_block", "_compiled")
+    _compiled: bool = False  # of optimizers that were pickled without it
 
     def __init__(
         self,
@@ -150,10 +217,12 @@ class AdamW8bit(BatchedOptimizer):
         *,
         block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
         min_8bit_numel: int = 4096,
+        compiled: bool = False,
     ) -> None:
         check_rates(float(lr), betas, eps, weight_decay)  # float, since a learning rate may be a tensor
         grid_of((1,), block)  # raises if `block` is neither Flat nor Tiles
         self._block = block
+        self._compiled = compiled
         # As text, because every checkpoint format can store text; `parse_granularity` reads this text.
         text = f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
         defaults = {
@@ -218,22 +287,94 @@ class AdamW8bit(BatchedOptimizer):
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         """Step a batch of parameters: as blocks padded with zeros if their state is 8-bit, else as flat elements."""
         batch = [self._stepped(param) for param in params]
-        beta1, beta2 = group["betas"]
-        step = batch[0].state["step"]  # equal for all parameters of a batch
         locals_ = [local_tensor(each.param) for each in batch]
-        grad = _joined([each.laid_out(local_grad(each.param).float()) for each in batch])
-        exp_avg = _load(batch, "exp_avg").lerp(grad, 1 - beta1)
-        exp_avg_sq = _load(batch, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
-        values = _joined([each.laid_out(local.float()) for each, local in zip(batch, locals_, strict=True)])
-        # As an fp32 tensor, so that a float and a tensor as learning rate give the same rounding.
-        lr = group["lr"]
-        home = lr.device if isinstance(lr, torch.Tensor) else "cpu"
-        lr = torch.as_tensor(lr, dtype=torch.float32, device=home)
-        decayed = values - lr * group["weight_decay"] * values
-        denominator = (exp_avg_sq.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
-        _write(batch, locals_, decayed - lr * (exp_avg / (1 - beta1**step)) / denominator)
-        for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-            _store(batch, name, moment, grad)
+        if not any(local.numel() for local in locals_):
+            return
+        values = _joined([each.laid_out(local) for each, local in zip(batch, locals_, strict=True)])
+        grad = _joined([each.laid_out(local_grad(each.param)) for each in batch])
+        moments = [_load(batch, name) for name in _MOMENTS]
+        maps = [_Map.of(signed, values.device) for signed in _MOMENTS.values()]
+        rates = _rates_of(group, batch[0].state["step"])  # the count is equal for all parameters of a batch
+        if self._compiled and compiles_on(values.device.type):
+            sized = [values, grad, *(tensor for parts in moments for tensor in parts)]
+            shapes = tuple((each.dtype, each.shape[1:], len(each) == 1) for each in sized)
+            kind = (shapes, values.device, rates.lr.device, rates.lr.shape)
+            _UPDATE(kind, sized, values, grad, moments, maps, rates.as_tensors())
+        else:
+            _update(values, grad, moments, maps, rates)
+        _write(batch, locals_, values)
+        for name, parts in zip(_MOMENTS, moments, strict=True):
+            _save(batch, name, parts)
+
+
+class _Rates(NamedTuple):
+    """The rates of a step. Floats or fp32 tensors without dims; with the same values, both give the same rounding."""
+
+    lr: torch.Tensor
+    weight_decay: Any
+    eps: Any
+    weight1: Any  # of a new gradient in the average: 1 - beta1
+    weight2: Any
+    correction1: torch.Tensor  # of the average's bias
+    correction2: torch.Tensor
+
+    def as_tensors(self) -> _Rates:
+        """Return all rates as tensors, so that compiled code is the same for all values."""
+        return _Rates(*(torch.as_tensor(rate, dtype=torch.float32) for rate in self))
+
+
+def _rates_of(group: Mapping[str, Any], step: torch.Tensor) -> _Rates:
+    """Return the rates of a param group in a step, with a step count on the host."""
+    beta1, beta2 = group["betas"]
+    # As an fp32 tensor, so that a float and a tensor as learning rate give the same rounding.
+    lr = group["lr"]
+    home = lr.device if isinstance(lr, torch.Tensor) else "cpu"
+    lr = torch.as_tensor(lr, dtype=torch.float32, device=home)
+    corrections = 1 - beta1**step, 1 - beta2**step
+    return _Rates(lr, group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, *corrections)
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _update(
+    values: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[Sequence[torch.Tensor]],
+    maps: Sequence[_Map],
+    rates: _Rates,
+) -> None:
+    """Step values and their moments in place. All tensors but the scales have the shape of `_Stepped.laid_out`.
+
+    Args:
+        values, grad: of any floating-point dtype.
+        moments: the tensors of both moments, as `_load` returns them.
+        maps: the maps of both moments.
+        rates: the rates of this step.
+    """
+    grad = grad.float()
+    before = [
+        parts[0] if len(parts) == 1 else _decoded(*parts, map_)
+        for parts, map_ in zip(moments, maps, strict=True)
+    ]
+    exp_avg = before[0].lerp(grad, rates.weight1)
+    exp_avg_sq = before[1].lerp(grad.square(), rates.weight2)
+    wide = values.float()
+    decayed = wide - rates.lr * rates.weight_decay * wide
+    denominator = (exp_avg_sq.sqrt() / rates.correction2.sqrt()) + rates.eps
+    values.copy_(decayed - rates.lr * (exp_avg / rates.correction1) / denominator)
+    for parts, map_, moment in zip(moments, maps, (exp_avg, exp_avg_sq), strict=True):
+        if len(parts) == 1:
+            parts[0].copy_(moment)
+            continue
+        # 0 for elements without a finite gradient: a NaN would make the block's scale NaN, and so the whole block.
+        # Clamped, because the square of a finite gradient may be infinite.
+        finite = torch.where(grad.isfinite(), moment, 0.0).clamp(-_LARGEST, _LARGEST)
+        for target, encoded in zip(parts, _encoded(finite, map_), strict=True):
+            target.copy_(encoded)
+
+
+_UPDATE = CompiledFunction(_update)
 
 
 class _Stepped(NamedTuple):
@@ -262,32 +403,41 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
-    """Read a moment of all parameters of a batch, fp32, concatenated in the shape of `_Stepped.laid_out`."""
+def _load(batch: Sequence[_Stepped], name: str) -> list[torch.Tensor]:
+    """Return a moment of all parameters of a batch, concatenated in the shape of `_Stepped.laid_out`.
+
+    Returns:
+        uint8 codes, and fp32 scales [bands, blocks per line], if the state is 8-bit; else one fp32 tensor.
+    """
     if not batch[0].is_8bit:
-        return _joined([each.local(name) for each in batch])
-    signed = _MOMENTS[name]
-    codes = _joined([each.laid_out(each.local(f"{name}_codes"), zero_code(signed)) for each in batch])
+        return [_joined([each.local(name) for each in batch])]
+    fill = zero_code(_MOMENTS[name])
+    codes = _joined([each.laid_out(each.local(f"{name}_codes"), fill) for each in batch])
     scales = _joined([each.local(f"{name}_scales").view(-1, each.grid.scales_per_band) for each in batch])
-    return decode_dynamic(codes, scales, signed)
+    return [codes, scales]
 
 
-def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: torch.Tensor) -> None:
-    """Write a moment of all parameters of a batch into their state, encoded if the state is 8-bit."""
+def _save(batch: Sequence[_Stepped], name: str, parts: Sequence[torch.Tensor]) -> None:
+    """Copy a moment, as `_load` returns it, back into the state of the parameters."""
     if not batch[0].is_8bit:
-        _write(batch, [each.local(name) for each in batch], moment)
+        _write(batch, [each.local(name) for each in batch], parts[0])
         return
-    # 0 for elements without a finite gradient: a NaN would make the block's scale NaN, and so the whole block.
-    # nan_to_num_, because the square of a finite gradient may be infinite.
-    finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
-    codes, scales = encode_dynamic(finite, _MOMENTS[name])
+    codes, scales = parts
     _write(batch, [each.local(f"{name}_codes") for each in batch], codes)
     targets = [each.local(f"{name}_scales") for each in batch]
-    _copy(targets, list(scales.view(-1).split([each.numel() for each in targets])))
+    if not _is_view(scales, targets):
+        _copy(targets, list(scales.view(-1).split([each.numel() for each in targets])))
+
+
+def _is_view(joined: torch.Tensor, targets: Sequence[torch.Tensor]) -> bool:
+    """Return whether a joined tensor is the memory of its only part, which then needs no copy."""
+    return len(targets) == 1 and storage_id(joined) == storage_id(targets[0])
 
 
 def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out: torch.Tensor) -> None:
     """Copy a result of the batch, in the shape of `_Stepped.laid_out`, into one 1-D tensor per parameter."""
+    if _is_view(laid_out, targets):
+        return
     if batch[0].is_8bit:
         bands = [each.grid.bands_of(target.numel()) for each, target in zip(batch, targets, strict=True)]
         parts = [

@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec, ranks_by_group_rank, spec_with
 from vescale_fsdp.errors import LifecycleError, PlacementError
@@ -135,9 +136,7 @@ def default_mesh() -> DeviceMesh:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device on which this rank computes for a mesh."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return current_device(mesh.device_type)
 
 
 def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
@@ -155,7 +154,7 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
             "mesh= must be a device mesh.",
             expected="a torch.distributed.device_mesh.DeviceMesh, or None for a mesh over all ranks",
             got=repr(mesh),
-            todo='make one: init_device_mesh("cuda", (dist.get_world_size(),)), with "cpu" on gloo',
+            todo="make one: init_device_mesh(device_type, (dist.get_world_size(),)), with device_type='cpu' on gloo",
         )
     if mesh.get_coordinate() is None:
         raise PlacementError(

@@ -45,7 +45,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
 from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
-from vescale_fsdp.torch_private import is_view, note_sharded
+from vescale_fsdp.torch_private import is_view, note_sharded, saves_by_hooks
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -105,6 +105,11 @@ class FSDPState:
         self._outstanding = 0  # number of forward calls that the backward has not passed yet
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
+        self._unreached_outputs = 0  # outputs of forwards to which no backward has brought a gradient yet
+        # Whether a backward may run modules again that read the unit's parameters, as activation checkpointing does.
+        self.may_recompute = True
+        self._watches_owners = False  # whether `_note_recomputation` is a hook of the modules inside the unit
+        self._with_grad = False  # whether gradients were enabled when the root's forward began
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
         # Whether the state that load_state_dict is loading contains the unit's own tensors, which an earlier, failed
         # load has partly overwritten.
@@ -112,6 +117,9 @@ class FSDPState:
         # Number of running methods of `register_fsdp_forward_method`. Such a method may call the forward, and read
         # parameters after the call, so the forward must not reshard.
         self._methods_running = 0
+        # Now and not at the first forward, which torch.compile may be tracing.
+        if states_of(*modules):
+            self._watch_recomputation()
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
@@ -163,6 +171,21 @@ class FSDPState:
         self.schedule.units = list(below)
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
+    def _watch_recomputation(self) -> None:
+        """Notice forwards of the unit's inner modules that activation checkpointing will run again in the backward."""
+        owners = {module for group in self.groups for param in group.params for module, _ in param.owners}
+        # The unit's own modules read parameters in their forward at times that no hook sees.
+        if not owners.isdisjoint(self.modules):
+            return
+        self._watches_owners, self.may_recompute = True, False
+        for module in owners:
+            module.register_forward_pre_hook(self._note_recomputation)
+
+    def _note_recomputation(self, *unused: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled function saves what its backward reads
+            without_graph = self._with_grad and not torch.is_grad_enabled()
+            self.may_recompute = self.may_recompute or without_graph or saves_by_hooks()
+
     def renew(self, groups: list[ParamGroup]) -> None:
         """Replace the groups by groups over other ranks, and return to the state before the first forward.
 
@@ -207,6 +230,7 @@ class FSDPState:
         # In a backward, activation checkpointing recomputes the root: no new step begins.
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
+                self._with_grad = torch.is_grad_enabled()
                 schedule.begin_forward()
                 if self.post_optim_event is None:
                     self.comm.wait_for_compute()  # gathers must read the shards that the optimizer has written
@@ -305,6 +329,7 @@ class FSDPState:
             return output
         before = functools.partial(self._pre_backward, self.schedule.note(self._enter_backward))
         for tensor in watched:
+            self._unreached_outputs += 1
             if is_view(tensor):
                 warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
             tensor.register_hook(before)
@@ -323,6 +348,7 @@ class FSDPState:
 
     @_eager
     def _pre_backward(self, end: Moment, grad: torch.Tensor) -> torch.Tensor:
+        self._unreached_outputs -= 1
         self.schedule.pass_by(end)  # first do the work of later units that autograd has skipped on this rank
         self._enter_backward()
         return grad
@@ -353,6 +379,8 @@ class FSDPState:
         # After an exception in a forward, these two were not reset.
         self._entered.clear()
         self._methods_running = 0
+        if is_last:  # outputs that were not used will get no gradient
+            self._unreached_outputs, self.may_recompute = 0, not self._watches_owners
         for group in self.groups:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
@@ -378,6 +406,18 @@ class FSDPState:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
 
+    def reshard_if_unneeded(self) -> None:
+        """Free full parameters in a backward, before its end, if nothing that is left of the backward reads them.
+
+        The caller has checked `may_recompute`.
+
+        Whether memory is freed here may differ between ranks. No collective differs: a gradient that arrives at an
+        output would gather the unit again, so all outputs must have theirs.
+        """
+        # Only the root notices forwards without gradients inside its own, as reentrant checkpointing runs them.
+        if self.is_root and self.reshard_after_backward and self._unreached_outputs == 0:
+            self.comm.reshard([group for group in self.groups if not group.full_is_needed()])
+
     def _reduce(self) -> None:
         trained = [group for group in self.groups if group.trainable]
         if not trained:  # a frozen unit has nothing to reduce, and need not wait for a slot
@@ -400,8 +440,9 @@ class FSDPState:
 
     def forget_iteration(self) -> None:
         """Reset the counters, after an exception has ended a forward or a backward."""
-        self._outstanding = self._methods_running = 0
+        self._outstanding = self._methods_running = self._unreached_outputs = 0
         self._took_part = self._was_reduced = False
+        self.may_recompute = not self._watches_owners
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------

@@ -48,9 +48,11 @@ from vescale_fsdp.torch_modes import profiled, without_grad
 from vescale_fsdp.torch_private import (
     REDUCES_AS_STORED,
     DTensorSpec,
+    References,
     foreach_zero_,
     local_of,
     post_accumulate_grad_hooks,
+    references_to,
 )
 
 
@@ -171,6 +173,8 @@ class ParamGroup:
         self.label = ""  # shown in profiles; `FSDPState.set_name` sets it
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # created at the first unshard
+        # References to the full buffer and its parameters when they were new.
+        self._new_references: tuple[list[int], list[References]] | None = None
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
         self.was_gathered = False  # whether a gather has ever started
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
@@ -325,7 +329,34 @@ class ParamGroup:
                     self.full.view(param.slot), requires_grad=param.sharded.requires_grad
                 )
                 param.watched = False
+            self._new_references = self._references()
         self.full.allocate()
+
+    def _references(self) -> tuple[list[int], list[References]]:
+        """Return numbers of references to the full buffer's storages, and to the unsharded parameters."""
+        assert self.full is not None
+        params = [param.unsharded for param in self.params if param.unsharded is not None]
+        return self.full.num_owners(), [references_to(param) for param in params]
+
+    def full_is_needed(self) -> bool:
+        """Return whether the rest of a backward may read the full parameters: autograd or a user still refers to them.
+
+        The answer may differ between ranks, so no collective may depend on it.
+        """
+        # Parameters under tensor parallelism wrap the views of the buffer, and those of other classes have no buffer.
+        if self.state is not GroupState.UNSHARDED or self.full is None or self._new_references is None:
+            return True
+        storages, tensors = self._references()
+        new_storages, new_tensors = self._new_references
+        if storages != new_storages or any(param.prior.spec is not None for param in self.params):
+            return True
+        for param, new, now in zip(self.params, new_tensors, tensors, strict=True):
+            # The node that accumulates the gradient refers to the parameter, but does not read it.
+            if now.from_autograd > new.from_autograd + param.sharded.requires_grad:
+                return True
+            if now.from_python > new.from_python + len(param.owners):  # the modules refer to it now
+                return True
+        return False
 
     def bring_shard(self) -> list[torch.Tensor]:
         """Copy an offloaded shard to the unit's device, on the current stream, for the next gather.

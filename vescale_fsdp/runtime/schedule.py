@@ -277,6 +277,13 @@ class Schedule:
         """
         if self.comm.streams is None and not self._gathers_ahead(unit):
             self._prefetch_in_backward(unit)
+        # Of the units that forwards have left, this one was the first. Units that are still gathered, such as the root,
+        # have their last work ahead. That is often the backward of an embedding, which computes a gradient as large as
+        # the embedding and does not read the weights: so their memory is freed before it.
+        if self._ended and self._ended[0] is unit:
+            for other in self._ended[1:]:
+                if not other.may_recompute:
+                    other.reshard_if_unneeded()
 
     def _gathers_ahead(self, unit: FSDPState) -> bool:
         """Whether on the CPU the backward of a unit begins with the gather of the next."""

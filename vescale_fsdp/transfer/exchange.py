@@ -225,7 +225,14 @@ class Exchange:
     def _compare_checksums(self) -> None:
         """Send the checksums of sent messages to their receivers, and compare those of received messages."""
         started = []
-        for (peer, is_sent), noted in self._checksums.items():
+
+        def turn(of: tuple[int, bool]) -> tuple[int, int, int]:
+            # One order for all ranks: on NCCL two ranks that both send first would wait for each other.
+            peer, is_sent = of
+            return min(self.rank, peer), max(self.rank, peer), self.rank if is_sent else peer
+
+        for peer, is_sent in sorted(self._checksums, key=turn):
+            noted = self._checksums[peer, is_sent]
             # Sender and receiver must use the same order, and messages end in another order than they start.
             noted.sort(key=lambda item: item.number)
             sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)

@@ -31,7 +31,7 @@ would be wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
@@ -41,7 +41,9 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks.coordinator import ABORT, COMMIT, GroupCoordinator, UnreachableError
+from vescale_fsdp.devices import current_device
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError, TransferError
+from vescale_fsdp.runtime.comm.streams import Stream, streams_of
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_ids
 from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
@@ -164,6 +166,7 @@ class Transfer:
         # Not an RLock: a run in the background takes it on the caller's thread, and releases it on the worker's.
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
+        self._stream: Stream | None = None  # of transfers in the background
         self._version = version
         # The newest version of this rank: kept after a failure, so that the next version is a new number.
         self._last_version = -1 if version is None else version  # -1: without versions, the first is 0
@@ -225,12 +228,38 @@ class Transfer:
             if self._worker is None:
                 # Created at first use: most callers never run in the background. `_busy` admits one run at a time.
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
-            future = self._worker.submit(self._run, read, into, version)
+            future = self._worker.submit(self._beside(), read, into, version)
         except BaseException:  # without a future, no callback releases the lock
             self._busy.release()
             raise
         future.add_done_callback(lambda _: self._busy.release())
         return TransferHandle(future)
+
+    def _beside(self) -> Callable[[_SourceRead, Any | None, int | None], None]:
+        """Return `_run` for the worker's thread: on an accelerator, on a stream behind the caller's work so far.
+
+        The thread's own stream would be the default stream, on which training runs. There a message would wait for the
+        collectives that training has queued before it, and on another rank, whose threads took turns otherwise, these
+        collectives for the message: a deadlock.
+        """
+        kind = None if self._on_cpu_only else torch.accelerator.current_accelerator(check_available=True)
+        streams = None if kind is None else streams_of(current_device(kind.type))
+        if streams is None:
+            return self._run
+        if self._stream is None:
+            self._stream = streams.new()
+        stream = self._stream
+        stream.wait_stream(streams.current())
+
+        def run(read: _SourceRead, into: Any | None, version: int | None) -> None:
+            with streams.on(stream):
+                try:
+                    self._run(read, into, version)
+                finally:
+                    # Callers then need not wait for this stream, and may free what it reads.
+                    stream.record_event().synchronize()
+
+        return run
 
     def _claim(self, version: int | None) -> None:
         """Check ``version``, and take the lock that admits one run at a time."""

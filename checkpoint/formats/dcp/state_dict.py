@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.collectives import device_for_messages
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import fqn_of, local_of, spec_of
@@ -218,8 +219,7 @@ def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: tor
     device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
     if device.type == "meta":
         device = home
-    if device.type == "cpu" and dist.get_backend() == "nccl":  # NCCL sends only CUDA tensors
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_for_messages(dist.group.WORLD, device)
     if value is None:
         value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
     value = value.detach().to(device).contiguous()  # collectives accept only contiguous tensors

@@ -168,18 +168,18 @@ class _ReachesInside:
 def test_getattr_in_a_pickle_reaches_nothing(tmp_path: Path) -> None:
     """ShardedTensors need one nested class by getattr; no other attribute of anything is given out."""
     torch.save({"w": torch.ones(2), "x": _ReachesInside()}, tmp_path / "a.pt")
-    with pytest.raises(CorruptCheckpointError, match="an attribute '__doc__'"):
+    with pytest.raises(CorruptCheckpointError, match="__doc__"):
         open_source(str(tmp_path / "a.pt"))
 
 
 def test_missing_and_unknown_sources(tmp_path: Path) -> None:
     """Nothing there, an empty folder, a folder of something else."""
-    with pytest.raises(ConversionError, match="nothing to read"):
-        open_source(str(tmp_path / "nowhere"))
-    with pytest.raises(ConversionError, match="nothing to read"):
-        open_source(str(tmp_path))
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConversionError) as missing:
+            open_source(str(path))
+        assert missing.value.where == str(path) and "--from" not in str(missing.value.todo)
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(ConversionError, match="known format"):
+    with pytest.raises(ConversionError, check=lambda error: "a.txt" in error.got and "--from" in error.todo):
         open_source(str(tmp_path))
 
 
@@ -201,7 +201,7 @@ def test_another_name_or_number_in_a_torch_file(tmp_path: Path) -> None:
     good = (tmp_path / "good.pt").read_bytes()
     assert good.count(b"weight") == 1
     (tmp_path / "bad.pt").write_bytes(good.replace(b"weight", b"height"))
-    with pytest.raises(CorruptCheckpointError, match=r"CRC-32 .* of .*data\.pkl(.|\n)*copy the file again"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.expected.endswith("data.pkl")):
         open_source(tmp_path / "bad.pt")
 
     torch.serialization.set_crc32_options(False)
@@ -238,7 +238,7 @@ def test_safetensors_with_holes_or_overlaps(
     head = json.dumps(table).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(nbytes))
-    with pytest.raises(CorruptCheckpointError, match="damaged or incomplete"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: str(file) in error.where):
         open_source(str(file))
 
 

@@ -211,7 +211,7 @@ def test_nested_json_everywhere(tmp_path: Path) -> None:
     from vescale_fsdp.conversion.convert import convert
     from vescale_fsdp.errors import ConversionError
 
-    with pytest.raises(ConversionError, match="nested too deeply"):
+    with pytest.raises(ConversionError, check=lambda error: "config.json" in str(error.where)):
         convert(open_source(str(tmp_path / "hf")), str(tmp_path / "out"), "hf")
 
 
@@ -220,7 +220,7 @@ def test_a_state_that_holds_itself(tmp_path: Path) -> None:
     state: dict[str, object] = {"w": torch.ones(1)}
     state["self"] = state
     torch.save(state, tmp_path / "m.pt")
-    with pytest.raises(CorruptCheckpointError, match="contains itself"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.where == str(tmp_path / "m.pt")):
         open_source(str(tmp_path / "m.pt"))
 
 

@@ -117,5 +117,5 @@ def test_a_folder_of_another_step(tmp_path: Path) -> None:
     (tmp_path / "1" / "manifest.json").write_bytes((tmp_path / "2" / "manifest.json").read_bytes())
 
     assert "missing" in verify(tmp_path / "1").problems[0].text
-    with pytest.raises(CorruptCheckpointError, check=lambda error: error.got == "no file"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: "data-" in str(error.where)):
         load(tmp_path / "1", _state(0))

@@ -109,7 +109,7 @@ def test_a_pipe_in_a_files_place(tmp_path: Path) -> None:
     save(tmp_path / "c", _small())
     (data,) = (tmp_path / "c").glob("data-*/*")
     _pipe(data)
-    with pytest.raises(CorruptCheckpointError, match="named pipe"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: str(data) in f"{error.where} {error.got}"):
         load(tmp_path / "c", _small())
 
 

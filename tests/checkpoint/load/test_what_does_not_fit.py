@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def test_names_and_shapes(tmp_path: Path) -> None:
     good = _weights()
     odd = _folder(tmp_path / "odd", {"a.weight": good["a.weight"], "c.weight": torch.ones(2)})
     text = _refused(Small(), odd)
-    assert "missing in the checkpoint: b.weight" in text and "only in the checkpoint: c.weight" in text
+    assert re.search(r"missing .*: b\.weight\b.*only .*: c\.weight\b", text, re.S)
     model = Small()
     report = load(odd, model, strict=False)
     assert (report.missing, report.unexpected) == (("b.weight",), ("c.weight",))
@@ -104,7 +105,7 @@ def test_ties(tmp_path: Path) -> None:
         assert load(source, model).missing == ()
         assert model.b.weight is model.a.weight and torch.equal(model.a.weight, weights["b.weight"])
     text = _refused(Small(tied=True), _folder(tmp_path / "apart", weights))
-    assert "a.weight and b.weight" in text and "differ" in text
+    assert "a.weight" in text and "b.weight" in text and "differ" in text
     assert "a.weight" in _refused(Small(), once)  # which is no tie for a model that ties nothing
 
 
@@ -143,7 +144,9 @@ def test_the_meta_device(tmp_path: Path) -> None:
 
     with torch.device("meta"):
         model = Small(tied=True)
-    with pytest.raises(CheckpointError, check=lambda error: "a.weight and b.weight" in str(error.expected)):
+    with pytest.raises(
+        CheckpointError, check=lambda error: "a.weight" in error.expected and "b.weight" in error.expected
+    ):
         load(source, model)
     assert model.a.weight.is_meta and model.b.weight is model.a.weight
 

@@ -54,7 +54,7 @@ def test_rings_lead_to_other_nodes() -> None:
     rings = [[0, 2], [1, 3], [0, 2], [1, 3]]
 
     assert partners_in_rings(rings, list("aabb"), 1) == [[2], [3], [0], [1]]
-    with pytest.raises(CheckpointError, match=r"ranks \[0, 2\], of which \[0, 2\] are on 1 nodes"):
+    with pytest.raises(CheckpointError, check=lambda error: "[0, 2]" in f"{error.got} {error.where}"):
         partners_in_rings(rings, list("abab"), 1)
     assert partners_in_rings(rings, list("aabb"), 2) == [
         [2],

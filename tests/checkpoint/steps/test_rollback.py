@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.distributed import forkserver
+from tests.support.processes import receive
 from vescale_fsdp.checkpoint import BestOf, CheckpointManager, EverySteps, RamTier, latest, load
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.errors import CheckpointError
@@ -107,8 +109,7 @@ def _other_job(root: Path) -> Iterator[None]:
     ours, theirs = Pipe()
     job = forkserver().Process(target=_hold, args=(root, theirs), daemon=True)
     job.start()
-    assert ours.poll(60), "the other job has not saved"
-    ours.recv()
+    receive(ours, "the save of the other job")
     try:
         yield
     finally:
@@ -123,7 +124,7 @@ def test_a_root_that_another_job_holds(tmp_path: Path) -> None:
     with _other_job(tmp_path):
         manager = CheckpointManager(tmp_path)
         manager.restore(_state(0), step=1)
-        with pytest.warns(UserWarning, match="another job holds") as caught:
+        with pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as caught:
             manager.save(4, _state(4))
         assert caught[0].filename == __file__  # the line that calls `save`
         assert manager.steps() == [1, 2, 3, 4]
@@ -179,7 +180,7 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, raw: bytes) -> None:
     """It never stops a restore, and it is named."""
     _run(tmp_path, 1)
     (tmp_path / "run.json").write_bytes(raw)
-    with pytest.warns(UserWarning, match=r"run\.json is damaged"):
+    with pytest.warns(UserWarning, match=r"\brun\.json\b"):
         assert _restored(tmp_path) == 1
 
 

@@ -182,7 +182,7 @@ def test_a_step_that_another_job_writes_is_not_removed(
     held, torn = LocalStorage(tmp_path / "step-00000001"), LocalStorage(tmp_path / "step-00000002")
     with held.lock(), torn.lock():
         (tmp_path / "step-00000002" / "data-being-written").mkdir()
-        with pytest.warns(UserWarning, match="another job"):
+        with pytest.warns(UserWarning, match="step-00000001"):
             ours.save(3, state)
         assert ours.clean(older_than_s=0) == []
         assert ours.steps() == [1, 3] and (tmp_path / "step-00000002" / "data-being-written").is_dir()

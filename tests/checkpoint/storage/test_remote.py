@@ -83,7 +83,7 @@ def test_a_store_that_cannot_be_reached_is_no_damage(calm: tuple[str, Weather]) 
             )
         )
         state = _state(0)
-        with pytest.raises(OSError, match="gave up after 1 tries"):
+        with pytest.raises(OSError, match=r"\b1 tries\b"):
             impatient.restore(state)
         assert state["step"] == 0 and not state["w"].any()
     weather.calm_down()
@@ -109,7 +109,7 @@ def test_an_answer_cut_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
     load(storage, state)
     assert torch.equal(_state(5)["w"], state["w"]) and sum(cut) >= 6
     always = True
-    with pytest.raises(ConnectionError, match=r"gave up after 3 tries: OSError: .* bytes of"):
+    with pytest.raises(ConnectionError, match=r"\b3 tries: OSError\b"):
         load(storage, state)
 
 
@@ -119,9 +119,7 @@ def test_a_store_that_removes_nothing(calm: tuple[str, Weather]) -> None:
     manager = CheckpointManager(_storage(endpoint, "policy", patient=False), retention=1)
     manager.save(1, _state(1))
     weather.refuse_if = lambda method, path: method == "DELETE" or (method == "POST" and path == "/bucket")
-    with pytest.warns(
-        UserWarning, match="older steps could not be removed from s3://bucket/policy: step-00000001"
-    ):
+    with pytest.warns(UserWarning, match=r"s3://bucket/policy\b.*\bstep-00000001\b"):
         manager.save(2, _state(2))
     weather.calm_down()
     assert manager.steps() == [1, 2]
@@ -233,7 +231,7 @@ def test_two_jobs_one_prefix(calm: tuple[str, Weather]) -> None:
     late.exists = lambda name: False  # type: ignore[method-assign]  # it looked before the other committed
     save(storage, _state(1.0))
 
-    with pytest.raises(CheckpointError, check=lambda error: error.expected == "no manifest"):
+    with pytest.raises(CheckpointError, check=lambda error: error.where == storage.where):
         Saver(late, SoloCoordinator()).save(_state(2.0))
     assert torch.equal(_state(1.0)["w"], read_state(storage)["w"].read())
 
@@ -253,7 +251,7 @@ def test_damage_on_the_store_is_found(calm: tuple[str, Weather]) -> None:
         load(storage, state)
     assert torch.equal(_state(0.0)["w"], state["w"])
     storage.filesystem.rm(path)
-    with pytest.raises(CorruptCheckpointError, check=lambda error: error.got == "no file"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.where == f"s3://{path}"):
         load(storage, state)
 
 
@@ -405,7 +403,7 @@ def test_what_may_pass_is_tried_again(call: str, monkeypatch: pytest.MonkeyPatch
     for error in _DROPPED.values():
         assert _CALLS[call](_flaky(2, error)) == wanted
         assert pauses and pauses[-1] > pauses[-2]
-        with pytest.raises(ConnectionError, match="gave up after 3 tries") as caught:
+        with pytest.raises(ConnectionError, match=r"\b3 tries\b") as caught:
             _CALLS[call](_flaky(3, error))
         assert type(caught.value.__cause__) is type(error())
 
@@ -416,7 +414,7 @@ def test_patience_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     for patience_s, tries in ((remote._PATIENCE_S, 3), (0.0, 1)):
         monkeypatch.setattr(remote, "_PATIENCE_S", patience_s)
         storage = _flaky(3, _DROPPED["reset"])
-        with pytest.raises(ConnectionError, match=f"gave up after {tries} tries"):
+        with pytest.raises(ConnectionError, match=rf"\b{tries} tries\b"):
             _read(storage)
         assert len(storage.filesystem.calls) == tries
 

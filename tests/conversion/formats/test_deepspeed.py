@@ -80,7 +80,7 @@ def test_universal_of_more_than_data_parallel_ranks(tmp_path: Path) -> None:
     check(restored(str(folder), tmp_path / "out.pt"), state)
     (folder / "zero/layers.9.weight").mkdir()
     torch.save(torch.ones(2), folder / "zero/layers.9.weight/fp32.pt")
-    with pytest.raises(ConversionError, match=r"layers\.9\.weight(.|\n)*save it again"):
+    with pytest.raises(ConversionError, match=r"layers\.9\.weight"):
         open_source(str(folder))
     frozen = write_universal(tmp_path / "frozen", some_state(), stage=1)
     (frozen / "mp_rank_01_model_states.pt").write_bytes(other.read_bytes())

@@ -4,6 +4,7 @@ Those that Megatron-core wrote are in tests/stacks."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_groups_that_differ_are_named(tmp_path: Path) -> None:
     )
     source = open_source(str(folder))
     (told,) = source.warnings
-    assert "differ in wd_mult 1.0 or 0.0" in told and "lr 0.1, betas (0.9, 0.95)" in told
+    assert re.search(r"\bwd_mult 1\.0\b.*\b0\.0\b", told) and "lr 0.1, betas (0.9, 0.95)" in told
     assert not any("param_groups" in name for name in (*source.tensors, *source.values))
     assert any(name.endswith("exp_avg") for name in source.tensors)
 
@@ -215,11 +216,11 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", megatron_weights(hf_weights("llama"), "llama"), is_stacked=False)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 40}))
     options = ConvertOptions(rules="megatron-llama", assets=str(tmp_path))
-    with pytest.raises(ConversionError, match=r"40 in dim 0|at most|vocab_size"):
+    with pytest.raises(ConversionError, match=r"\b40\b|vocab_size"):
         convert(open_source(str(folder)), str(tmp_path / "hf"), "hf", options)
     dcp.save({"optimizer.state.exp_avg.w": torch.ones(2)}, checkpoint_id=str(tmp_path / "bare"), no_dist=True)
     torch.save({}, tmp_path / "bare/common.pt")
-    with pytest.raises(ConversionError, match="all of an optimizer"):
+    with pytest.raises(ConversionError, check=lambda error: error.where == str(tmp_path / "bare")):
         open_source(str(tmp_path / "bare"))
     for file in folder.glob("*.distcp"):
         file.unlink()

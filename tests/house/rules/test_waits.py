@@ -37,6 +37,7 @@ MEMBERS = "StoreMembership(timeout_s=), TorchftMembership(timeout_s=): test_stor
 IDLE = "the end of its object or process: a daemon, for which nothing waits"
 
 BOUNDS: dict[str, dict[str, str]] = {
+    "vescale_fsdp/transfer/transfer.py": {"stream.record_event().synchronize()": DEVICE},
     "checkpoint/manager.py": {
         "handle.exception()": SAVE,
         "handle.wait()": SAVE,

@@ -1,5 +1,7 @@
 """torch's own operator database, walked: every sample on ragged tensors is right or refused, never wrong.
 
+Refused is only what torch's own ``Shard(0)`` does not compute either, and the three exceptions of `refusal`.
+
 Of an operator with hundreds of samples some are taken, spread evenly: four by `make test`, forty by the part
 "numerics"; ``OP_DB=all`` takes all (`make test-faults`).
 Each sample is run twice: on plain tensors, and with every tensor of the main shape made ragged and every other
@@ -20,13 +22,16 @@ import numpy
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.dtensor.operators import dispatch_table as operators
 from vescale_fsdp.dtensor.operators import elementwise
+from vescale_fsdp.dtensor.operators.arguments import SAME_SHAPE
+from vescale_fsdp.dtensor.operators.gathered_views import READING
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, Rule, distribute_tensor, set_rules
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
@@ -84,6 +89,48 @@ def distributed(tree: Any, main: torch.Size | None, cut: RaggedShard, mesh: Devi
         return DTensor.from_local(full.clone(), mesh, [Replicate()], run_check=False)
 
     return pytree.tree_map(convert, tree)
+
+
+def in_shards(tree: Any, main: torch.Size | None, mesh: DeviceMesh) -> Any:
+    """The same with torch's own Shard(0) in place of ragged tensors."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.ndim == 0:
+            return value
+        full = value.detach().clone()
+        if value.shape == main:
+            return torch_distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+
+    return pytree.tree_map(convert, tree)
+
+
+# Refusals of what Shard(0) computes, by what the error expected. torch deprecates `out=` tensors that it has to resize:
+# its DTensor then has two shapes.
+KNOWN = {READING: "refused: a write to a view", SAME_SHAPE: "refused: out= of another shape"}
+# In place, these change the shape of a tensor.
+RESHAPING = ("squeeze",)
+
+
+def refusal(
+    op: Any, call: Callable[..., Any], tree: Any, main: torch.Size, mesh: DeviceMesh, error: Exception
+) -> str:
+    """A refusal's verdict: whether torch's Shard(0) computes the sample, and rightly."""
+    if isinstance(error, UnsupportedOpError) and error.expected in KNOWN:
+        return KNOWN[str(error.expected)]
+    if (
+        isinstance(error, UnsupportedOpError)
+        and f"aten.{op.name}_." in str(error.got)
+        and op.name in RESHAPING
+    ):
+        return "refused"
+    try:
+        want = _call(call, _copies(tree))
+        got = _call(call, in_shards(tree, main, mesh))
+        is_right = same(got, want, op.name not in UNPREDICTABLE) == ""
+    except Exception:  # noqa: BLE001  torch refuses it too, in its own ways
+        return "refused"
+    return "refused, but Shard(0) computes it" if is_right else "refused"
 
 
 def same(got: Any, want: Any, compare_values: bool) -> str:
@@ -145,8 +192,8 @@ def run_sample(op: Any, sample: Any, number: int, mesh: DeviceMesh) -> Iterator[
     for form, call in forms(op):
         try:
             got = _call(call, distributed(tree, first.shape, cut, mesh))
-        except (NotImplementedError, PlacementError):  # the latter: two views of one tensor, cut differently
-            yield form, "refused"
+        except NotImplementedError as error:
+            yield form, refusal(op, call, tree, first.shape, mesh, error)
             continue
         except Exception as error:
             if "in-place operations that require placement changes" in str(error):
@@ -163,7 +210,8 @@ def run_sample(op: Any, sample: Any, number: int, mesh: DeviceMesh) -> Iterator[
         except Exception:  # noqa: BLE001  not ours to judge
             yield form, "skipped: fails on plain tensors"
             continue
-        yield form, same(got, want, op.name not in UNPREDICTABLE) or "right"
+        is_predictable = op.name not in UNPREDICTABLE and not sample.kwargs.get("dropout_p")
+        yield form, same(got, want, is_predictable) or "right"
 
 
 def _copies(tree: Any) -> Any:
@@ -212,7 +260,7 @@ def walk(only: tuple[str, ...] | None, most: int) -> tuple[Counter[str], list[st
                     verdicts[verdict] += 1
                     if verdict == "right":
                         right.add(op.name)
-                    elif verdict != "refused" and not verdict.startswith("skipped"):
+                    elif verdict not in REFUSED and not verdict.startswith("skipped"):
                         wrong.append(f"{op.name} {form} sample {number}: {verdict}")
             except Exception as error:  # noqa: BLE001  any other error than a refusal is a finding
                 wrong.append(f"{op.name} sample {number}: {type(error).__name__} {str(error)[:200]}")
@@ -232,6 +280,8 @@ def walk_with_a_wrong_rule() -> list[str]:
     finally:
         set_rules(rule_of)
 
+
+REFUSED = ("refused", *KNOWN.values())
 
 ESSENTIAL = {
     "abs",
@@ -273,8 +323,8 @@ ESSENTIAL = {
 @pytest.mark.parametrize(
     ("most", "least_right", "least_refused"),
     [
-        (CORE_SAMPLES, 1200, 500),
-        pytest.param(MOST_SAMPLES, 5000, 1500, marks=pytest.mark.part("numerics")),
+        (CORE_SAMPLES, 1200, 150),
+        pytest.param(MOST_SAMPLES, 5000, 500, marks=pytest.mark.part("numerics")),
     ],
 )
 def test_every_sample_is_right_or_refused(most: int, least_right: int, least_refused: int) -> None:
@@ -282,7 +332,8 @@ def test_every_sample_is_right_or_refused(most: int, least_right: int, least_ref
     for verdicts, wrong, right in run_ranks(2, walk, None, most, timeout_s=1000.0):
         assert wrong == []
         assert right >= ESSENTIAL
-        assert verdicts["right"] > least_right and verdicts["refused"] > least_refused, verdicts
+        num_refused = sum(verdicts[each] for each in REFUSED)
+        assert verdicts["right"] > least_right and num_refused > least_refused, verdicts
 
 
 def test_a_wrong_rule_is_found() -> None:

@@ -16,7 +16,7 @@ from tests.support.dtensor_conformance import plain
 from vescale_fsdp.dtensor import operators
 from vescale_fsdp.dtensor.operators.dispatch_table import FAMILIES, is_supported, operator_table, rule_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
-from vescale_fsdp.errors import GatherWarning
+from vescale_fsdp.errors import GatherWarning, UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 
 aten = torch.ops.aten
@@ -55,12 +55,12 @@ def test_every_family_has_operators() -> None:
         (aten.index.Tensor, True),
         (aten.tril_.default, True),
         (aten.linear.default, True),
-        (aten.multinomial.default, False),
-        (aten.cudnn_batch_norm.default, False),
+        (aten.multinomial.default, True),
+        (aten.cudnn_batch_norm.default, True),
         (aten.t_.default, False),
         (aten._make_dual.default, False),
         (aten.sum.IntList_out, True),
-        (aten.native_dropout.default, False),
+        (aten.native_dropout.default, True),
         (aten.resize_.default, False),
         (aten.set_.source_Tensor, False),
         (aten._foreach_max.default, True),
@@ -127,6 +127,27 @@ def test_refusals_name_operator_placement_and_way_out() -> None:
         for text in texts:
             assert text.startswith(("UnsupportedOpError", "PlacementError")), text
             assert "aten." in text and "RaggedShard(dims=" in text and "what to do:" in text
+
+
+class _Mixing(torch.optim.SGD):
+    """An optimizer that adds a plain tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(torch.ones(4, 5))
+
+
+def a_step_is_refused() -> str:
+    param = torch.nn.Parameter(distribute_tensor(plain((4, 5)), cpu_mesh(), [RaggedShard((0, 1), (7, 13))]))
+    with pytest.raises(UnsupportedOpError) as caught:
+        _Mixing([param]).step()
+    return str(caught.value.where)
+
+
+def test_refusals_name_the_optimizer() -> None:
+    """In a step, the error says whose."""
+    assert all("_Mixing" in where for where in run_ranks(2, a_step_is_refused))
 
 
 def partial_dims() -> list[str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 
-from tests.vescale_fsdp.elastic.formation import Spots
+from tests.vescale_fsdp.elastic.formation import Spots, SpottedStore
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
@@ -51,6 +51,16 @@ def _manager(folder: Path, node: int, num_ranks: int) -> CheckpointManager:
     return CheckpointManager(
         folder / "steps", save_policy=EverySteps(2), retention=2, asynchronous=True, ram=ram
     )
+
+
+class _Spotted(StoreMembership):
+    """A membership whose epochs have stores with spots."""
+
+    spots: Spots
+
+    def _store_of(self, epoch: int, first: str) -> dist.Store:
+        self._kept = SpottedStore(super()._store_of(epoch, first), self.spots)  # torch keeps no reference
+        return self._kept
 
 
 def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
@@ -97,7 +107,8 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
         if step == 2 and rank == num_ranks - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    membership = StoreMembership(store, num_first=num_ranks, timeout_s=20, max_missed=20)
+    membership = _Spotted(store, num_first=num_ranks, timeout_s=20, max_missed=20)
+    membership.spots = spots
     job = ElasticJob(
         membership, build, lambda ranks, nodes: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S
     )

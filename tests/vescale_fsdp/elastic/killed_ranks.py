@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.support.distributed import cpu_mesh, forkserver, run_ranks
 from tests.support.processes import stacks_of, wait_until
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, load, save
+from vescale_fsdp.checkpoint.ranks.stores import bound_store
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.elastic import job as elastic_job
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
@@ -227,6 +229,7 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
     """The life of a process."""
     stacks = open(_stack_file(folder, os.getpid()), "w")  # noqa: SIM115  for life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.dup2(os.open(folder / f"err-{os.getpid()}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -277,15 +280,20 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
 
 
 def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: float = 240) -> None:
-    """Run a job to its end, in which each cell is carried out. Nothing of it is left running."""
+    """Run a job to its end, in which each cell is carried out. Nothing of it is left running.
+
+    After the second cell the store is lost. A new, empty one takes its place when ranks have begun another step.
+    """
     context = forkserver()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: dist.TCPStore | None = bound_store("127.0.0.1", 0, timedelta(seconds=60))
+    port = store.port
+    step_without_store = -1  # the step in which the store was lost
     living: dict[int, BaseProcess] = {}
     missing = dict.fromkeys(range(NUM_SLOTS), -1)  # slot -> number of the cell in which its process died
 
     def start(slot: int) -> None:
         living[slot] = context.Process(
-            target=process, args=(folder, store.port, slot, num_steps, cells), daemon=True
+            target=process, args=(folder, port, slot, num_steps, cells), daemon=True
         )
         living[slot].start()
         del missing[slot]
@@ -309,6 +317,11 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
                     missing[slot] = max(
                         int(mark.name.split("-")[1]) for mark in folder.glob(f"cell-*-{slot}")
                     )
+            if step_without_store < 0 and not missing and (folder / "cell-1-1").exists():
+                if _num_going_on(folder) == NUM_SLOTS:
+                    store, step_without_store = None, _last_begun(folder)
+            elif store is None and _last_begun(folder) > step_without_store:
+                store = bound_store("127.0.0.1", port, timedelta(seconds=60))
             for slot, number in list(missing.items()):
                 node = {slot, slot ^ 1}
                 if cells[number].who == "node" and slot in cells[number].victims(number):
@@ -316,8 +329,10 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
                         continue  # the other process of the node still lives
                     shutil.rmtree(folder / "memory" / str(slot // 2), ignore_errors=True)
                 is_last = number == len(cells) - 1
-                if living and (
-                    cells[number].is_prompt or (not is_last and _num_going_on(folder) == len(living))
+                if (
+                    living
+                    and store is not None
+                    and (cells[number].is_prompt or (not is_last and _num_going_on(folder) == len(living)))
                 ):
                     for each_slot in node & set(missing) if cells[number].who == "node" else {slot}:
                         start(each_slot)
@@ -329,6 +344,11 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
 
 def _stack_file(folder: Path, pid: int) -> Path:
     return folder / f"stacks-{pid}"
+
+
+def _last_begun(folder: Path) -> int:
+    """The last step that any rank has begun."""
+    return max((line["begun"] for line in lines_of(folder) if "begun" in line), default=-1)
 
 
 def _num_going_on(folder: Path) -> int:

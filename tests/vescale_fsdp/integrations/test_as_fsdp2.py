@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_fsdp
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.processes import join
 from vescale_fsdp import PaddingPolicy, RaggedDTensor, Rows
 from vescale_fsdp.errors import (
     BoundNamesWarning,
@@ -106,7 +107,7 @@ def test_threads_share_the_count() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
 
     assert len(seen) == 80 and not any(seen)
     assert all(_are_torchs())
@@ -117,7 +118,7 @@ def test_modules_that_bound_a_name_are_named(monkeypatch: pytest.MonkeyPatch) ->
     stack = ModuleType("a_stack")
     vars(stack)["shard_it"] = TORCHS_OWN[0]
     monkeypatch.setitem(sys.modules, "a_stack", stack)
-    with pytest.warns(BoundNamesWarning, match="a_stack: shard_it") as caught:
+    with pytest.warns(BoundNamesWarning, match=r"\ba_stack\b.*\bshard_it\b") as caught:
         install().uninstall()
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -132,7 +133,7 @@ def test_fsdp1_is_refused() -> None:
     with as_fsdp2(), pytest.raises(UnsupportedOpError) as refused:
         torch_fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
     assert "fsdp_version=2" in str(refused.value.expected)
-    with pytest.raises((RuntimeError, ValueError), match=r"accelerator|process group"):
+    with pytest.raises((RuntimeError, ValueError), match=r"accelerator|group"):
         torch_fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
 
 

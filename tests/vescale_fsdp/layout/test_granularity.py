@@ -217,7 +217,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names() -> None:
         check_patterns({"*.weight": Rows(2), "mlp.upproj.weight": Rows(4), "MLP.*": Rows(3)}, NAMES)
 
     assert error.value.got == "'mlp.upproj.weight', 'MLP.*'"
-    assert "'mlp.upproj.weight': mlp.up_proj.weight" in str(error.value.where)
+    assert f"{'mlp.upproj.weight'!r}: {'mlp.up_proj.weight'}" in str(error.value.where)
 
 
 def test_parse_patterns() -> None:

@@ -62,7 +62,7 @@ def test_cures_that_do_not_exist_are_left_out() -> None:
 
     assert (cures.num_shards, cures.smaller_blocks) == (None, None)
     assert cures.modules_per_unit == (4, 0.25)  # one each on four of five ranks
-    assert any("default granularity" in text for text in remedy_texts(cures, layout))
+    assert any("granularity" in text for text in remedy_texts(cures, layout))
 
 
 def test_all_blocks_are_made_smaller_where_no_single_class_helps() -> None:

@@ -31,6 +31,8 @@ from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Rows, Whole
 from vescale_fsdp.optim import AdamWOptions, Muon
+from vescale_fsdp.optim.muon import NewtonSchulz
+from vescale_fsdp.torch_private import muon_adjust_lr, zeropower_via_newtonschulz
 
 ADAMW = AdamWOptions(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -155,6 +157,30 @@ def test_bf16_parameters_do_not_depend_on_the_cut() -> None:
         assert_same(values, expected)
     for fqn, value in matrices_in_bf16("torch").items():
         torch.testing.assert_close(expected[fqn], value, rtol=2**-7, atol=2**-9)
+
+
+def test_bf16_is_torchs_but_for_the_last_subtraction() -> None:
+    """torch's own operators, step by step, with the subtraction in fp32: the same bits.
+
+    torch's kernel for the CPU first rounds the learning rate to bf16, and in tall matrices the product too; its kernel
+    for GPUs does not.
+    """
+    params = {fqn: each.clone() for fqn, each in full_tensors(SHAPES[:-1], 0, torch.bfloat16).items()}
+    momenta = {fqn: torch.zeros_like(each) for fqn, each in params.items()}
+    iterate = NewtonSchulz()
+    for step in range(3):
+        shapes = [tuple(each.shape) for each in params.values()]
+        grads = full_tensors(shapes, 100 + step, torch.bfloat16).values()
+        for (fqn, param), grad in zip(params.items(), grads, strict=True):
+            momenta[fqn].lerp_(grad, 1 - 0.95)
+            update = grad.lerp(momenta[fqn], 0.95)
+            orthogonal = zeropower_via_newtonschulz(
+                update, iterate.coefficients, iterate.steps, iterate.eps
+            ).float()
+            param.mul_(1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
+            lr = muon_adjust_lr(OPTIONS["lr"], None, param.shape)
+            param.copy_(param.float().add(orthogonal, alpha=-lr))
+    assert_same(matrices_in_bf16("plain"), params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,9 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from tests.support import models
+from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import refused
-from tests.support.stream_recorder import recording
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError

@@ -1,17 +1,20 @@
-"""Optimizers against alternatives: Muon's step, collectives and bytes, bytes of state, and loss curves.
+"""Optimizers against alternatives: steps of Muon and AdamW8bit, collectives and bytes, bytes of state, and loss curves.
 
-    python tools/bench/optimizers/optim.py   Muon on 2 and 4 gloo ranks, state bytes, collectives
+    python tools/bench/optimizers/optim.py   Muon and AdamW8bit on 2 and 4 gloo ranks, state bytes
     python tools/bench/optimizers/optim.py --json optim.json
     python tools/bench/optimizers/optim.py --curves 200 --picture loss.svg   draw losses of four optimizers too
 
-Alternatives to Muon: torch.optim.Muon on FSDP2's DTensors, and gathering every update on every rank. All alternate in
-the same processes, step by step. Figures are medians over the steps, of the slowest rank. Bytes are counted per rank
-from the collectives' sizes: (N-1)/N of the buffer for reductions and gathers, the bytes sent for all-to-alls.
+Alternatives to Muon: torch.optim.Muon on FSDP2's DTensors, and gathering every update on every rank. The alternative to
+AdamW8bit: torchao's on FSDP2's DTensors, which compiles a function per shape of parameter. All alternate in the same
+processes, step by step. Figures are medians over the steps: CPU seconds of the process, mean of the ranks, and wall
+seconds of the slowest rank. Bytes are counted per rank from the collectives' sizes: (N-1)/N of the buffer for
+reductions and gathers, the bytes sent for all-to-alls.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -19,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +137,38 @@ def matrices_on(rival: str, mesh: DeviceMesh, scale: str) -> Any:
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh, granularity=rule)
     params = [p for layer in model.model.layers for p in layer.parameters() if p.ndim == 2]
+    draw_grads(params)
+    if rival == "torch.optim.Muon":
+        return torch.optim.Muon(params, lr=0.02)
+    return GatherToAll(params) if rival == "gather to all" else Muon(params, lr=0.02)
+
+
+def draw_grads(params: Sequence[nn.Parameter]) -> None:
+    """Random gradients, the same in all steps."""
     generator = torch.Generator().manual_seed(1)
     for param in params:
         assert isinstance(param, DTensor)
         grad = torch.zeros_like(param)
         local_of(grad).normal_(generator=generator)
         param.grad = grad
-    if rival == "torch.optim.Muon":
-        return torch.optim.Muon(params, lr=0.02)
-    return GatherToAll(params) if rival == "gather to all" else Muon(params, lr=0.02)
+
+
+def alternate(steps: int, optimizers: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Median CPU seconds of a step (mean of the ranks), and median wall seconds until all ranks have stepped."""
+    cpu: dict[str, list[float]] = {name: [] for name in optimizers}
+    wall: dict[str, list[float]] = {name: [] for name in optimizers}
+    for number in range(steps + 2):
+        for name, optimizer in optimizers.items():
+            dist.barrier()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            optimizer.step()
+            spent = torch.tensor(time.process_time() - start_cpu_s, dtype=torch.float64)
+            dist.all_reduce(spent)
+            if number > 1:  # the first steps plan, compile and warm up
+                wall[name].append(time.perf_counter() - start_s)
+                cpu[name].append(spent.item() / dist.get_world_size())
+    medians = [{name: statistics.median(each) for name, each in times.items()} for times in (cpu, wall)]
+    return medians[0], medians[1]
 
 
 def muon_worker(rank: int, world: int, folder: str, steps: int, out: str, scale: str) -> None:
@@ -150,16 +176,8 @@ def muon_worker(rank: int, world: int, folder: str, steps: int, out: str, scale:
     _join(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,))
     optimizers = {rival: matrices_on(rival, mesh, scale) for rival in RIVALS}
-    seconds: dict[str, list[float]] = {rival: [] for rival in RIVALS}
     wires: dict[str, tuple[int, float]] = {}
-    for number in range(steps + 1):
-        for rival, optimizer in optimizers.items():
-            dist.barrier()
-            start_s = time.perf_counter()
-            optimizer.step()
-            dist.barrier()
-            if number:  # the first step plans and warms up
-                seconds[rival].append(time.perf_counter() - start_s)
+    cpu, wall = alternate(steps, optimizers)
     for rival, optimizer in optimizers.items():
         with Wire() as wire:
             optimizer.step()
@@ -167,22 +185,21 @@ def muon_worker(rank: int, world: int, folder: str, steps: int, out: str, scale:
         dist.all_reduce(sent)
         wires[rival] = (round(sent[0].item() / world), sent[1].item() / world)
     if rank == 0:
-        medians = {rival: statistics.median(times) for rival, times in seconds.items()}
-        Path(out).write_text(json.dumps({"seconds": medians, "wires": wires}))
+        Path(out).write_text(json.dumps({"cpu": cpu, "wall": wall, "wires": wires}))
     dist.destroy_process_group()
 
 
 def muon_rows(world: int, steps: int, scale: str) -> list[Row]:
     """Rows of Muon on ``world`` ranks."""
     found = _spawn(muon_worker, world, steps, scale)
-    times, wires = found["seconds"], found["wires"]
+    wires = found["wires"]
     rows = []
     for ours in RIVALS[:3]:
         for rival in RIVALS[3:]:
             case = f"Muon step, {scale}, {world} ranks, {ours}"
-            # The target is three times as fast: a third of the time.
-            target = "<= 0.333" if world == 4 and ours == "ours" and rival == "torch.optim.Muon" else None
-            rows.append(Row(case, "time", "s", times[ours], times[rival], rival, target))
+            target = "<= 0.10" if world == 2 and ours == "ours" and rival == "torch.optim.Muon" else None
+            rows.append(Row(case, "CPU time", "s", found["cpu"][ours], found["cpu"][rival], rival, target))
+            rows.append(Row(case, "time", "s", found["wall"][ours], found["wall"][rival], rival))
             rows.append(Row(case, "sent per rank", "MB", wires[ours][1] / 1e6, wires[rival][1] / 1e6, rival))
             rows.append(Row(case, "collectives", "1", wires[ours][0], wires[rival][0], rival))
     whole = wires["ours, whole matrices"][0]
@@ -195,6 +212,61 @@ def muon_rows(world: int, steps: int, scale: str) -> list[Row]:
             target="<= 0",
         )
     )
+    return rows
+
+
+ADAMS = ("ours, compiled", "ours, eager", "torchao")
+
+
+def adam_on(name: str, mesh: DeviceMesh, scale: str) -> Any:
+    """One of the compared 8-bit optimizers, over all parameters of the model."""
+    torch.manual_seed(0)
+    model = Llama(SHAPES[scale])
+    units = [*model.model.layers, model]
+    if name == "torchao":
+        for unit in units:
+            torch_fully_shard(unit, mesh=mesh)
+    else:
+        for unit in units:
+            fully_shard(unit, mesh=mesh, granularity=AdamW8bit.granularity())
+    params = list(model.parameters())
+    draw_grads(params)
+    if name == "torchao":
+        return importlib.import_module("torchao.optim").AdamW8bit(params, lr=1e-3)
+    return AdamW8bit(params, lr=1e-3, compiled=name == "ours, compiled")
+
+
+def adam_worker(rank: int, world: int, folder: str, steps: int, out: str, scale: str) -> None:
+    """Worker: time the steps of the 8-bit optimizers, alternating."""
+    _join(rank, world, folder)
+    mesh = init_device_mesh("cpu", (world,))
+    names = ADAMS if importlib.util.find_spec("torchao") else ADAMS[:2]
+    cpu, wall = alternate(steps, {name: adam_on(name, mesh, scale) for name in names})
+    if rank == 0:
+        Path(out).write_text(json.dumps({"cpu": cpu, "wall": wall}))
+    dist.destroy_process_group()
+
+
+def adam_rows(world: int, steps: int, scale: str) -> list[Row]:
+    """Rows of AdamW8bit on ``world`` ranks; without a rival if torchao is not installed."""
+    found = _spawn(adam_worker, world, steps, scale)
+    rows = []
+    for ours in ADAMS[:2]:
+        case = f"AdamW8bit step, {scale}, {world} ranks, {ours}"
+        for metric, times in (("CPU time", found["cpu"]), ("time", found["wall"])):
+            rival = times.get("torchao")
+            named = rival is not None and world == 2 and metric == "CPU time" and ours == ADAMS[0]
+            rows.append(
+                Row(
+                    case,
+                    metric,
+                    "s",
+                    times[ours],
+                    rival,
+                    "torchao" if rival else None,
+                    "<= 0.20" if named else None,
+                )
+            )
     return rows
 
 
@@ -345,16 +417,19 @@ def _spawn(worker: Callable[..., None], world: int, steps: int, *more: str) -> A
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="world sizes for Muon's step")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="world sizes of the timed steps")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each rival")
-    parser.add_argument("--scale", choices=SHAPES, default="small", help="whose matrices Muon steps")
+    parser.add_argument("--scale", choices=SHAPES, default="small", help="which model is stepped")
     parser.add_argument(
         "--curves", type=int, default=0, metavar="STEPS", help="train that many steps (0: not)"
     )
     parser.add_argument("--picture", type=Path, help="draw the loss curves into this file")
     parser.add_argument("--json", type=Path, help="write the rows into this file")
     options = parser.parse_args()
-    rows = [row for world in options.ranks for row in muon_rows(world, options.steps, options.scale)]
+    rows = []
+    for world in options.ranks:
+        rows += muon_rows(world, options.steps, options.scale)
+        rows += adam_rows(world, options.steps, options.scale)
     rows += state_rows()
     if options.curves:
         rows += curve_rows(2, options.curves, options.picture)

@@ -8,8 +8,8 @@ torch's caching allocator does without ``record_stream``:
     live             bytes of all storages that have memory, at one time
     pools            sum of the peaks of all pools: reserved memory is at least that
 
-Activations are those of the model's own operators under recomputation. Rounding, fragmentation and workspaces of
-libraries are not counted.
+Activations are those of the model's own operators under recomputation. Rounding and fragmentation are not counted.
+`library_bytes` estimates what cuBLAS and NCCL allocate outside of these pools.
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ class _Allocator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # operators on its local tensors are dispatched here again
+        if func is torch.ops.aten.add.Tensor and _sums_gradients(args):
+            func = torch.ops.aten.add_.Tensor
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if type(tensor) is FakeTensor:
@@ -170,6 +172,18 @@ class _Allocator(TorchDispatchMode):
             return result
 
         return mock.patch.object(torch.UntypedStorage, "resize_", watched)
+
+
+def _sums_gradients(args: Any) -> bool:
+    """Whether autograd adds two gradients of a matrix that is used twice, such as a tied embedding.
+
+    Autograd adds plain tensors in place, but fake ones out of place, because they are a subclass.
+    """
+    return (
+        torch._C._current_graph_task_id() >= 0  # in a backward
+        and not torch.is_grad_enabled()  # not in a forward that is computed again
+        and all(type(each) is FakeTensor and each.ndim == 2 for each in args)
+    )
 
 
 @contextmanager
@@ -213,6 +227,23 @@ class DecoderShape:
     kv: int
     mlp: int
     vocab: int
+    tied: bool = False  # whether the embedding is the head
+    num_experts: int = 0  # grouped experts with gate and up in one matrix each; 0: a dense MLP
+
+
+class _Experts(nn.Module):
+    """The matrices of all experts of a layer; each expert gets every token, because only sizes matter here."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(shape.num_experts, shape.hidden, 2 * shape.mlp))
+        self.down = nn.Parameter(torch.empty(shape.num_experts, shape.mlp, shape.hidden))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        tokens = rows[0, :1].expand(len(self.down), 1, -1)
+        gate, up = (tokens @ self.gate_up).chunk(2, -1)
+        result: torch.Tensor = rows + (nn.functional.silu(gate) * up @ self.down).sum(0)
+        return result
 
 
 class _Layer(nn.Module):
@@ -224,8 +255,10 @@ class _Layer(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
         self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
         self.k, self.v = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(hidden, mlp, bias=False) for _ in range(2))
-        self.down = nn.Linear(mlp, hidden, bias=False)
+        self.experts = _Experts(shape) if shape.num_experts else None
+        if self.experts is None:
+            self.gate, self.up = (nn.Linear(hidden, mlp, bias=False) for _ in range(2))
+            self.down = nn.Linear(mlp, hidden, bias=False)
         self.repeats = hidden // kv
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -233,6 +266,8 @@ class _Layer(nn.Module):
         mixed = self.k(seen).repeat(1, 1, self.repeats) * self.v(seen).repeat(1, 1, self.repeats)
         rows = rows + self.o(self.q(seen) + mixed)
         seen = self.norms[1](rows)
+        if self.experts is not None:
+            return rows + self.experts(seen)
         result: torch.Tensor = rows + self.down(nn.functional.silu(self.gate(seen)) * self.up(seen))
         return result
 
@@ -246,6 +281,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = self.embed(tokens)
@@ -253,6 +290,31 @@ class Decoder(nn.Module):
             rows = torch.utils.checkpoint.checkpoint(layer, rows, use_reentrant=False)
         result: torch.Tensor = self.head(self.norm(rows))
         return result
+
+
+_CUBLAS_BYTES = 2 * 32 * 2**20  # a workspace of 32 MiB on Hopper for the forward's thread, and for autograd's
+_NCCL_BUFFER_BYTES = 4 * 2**20  # NCCL_BUFFSIZE's default, per channel, peer and direction
+_NCCL_CHANNELS = 16
+_RANKS_PER_NODE = 8
+
+
+def library_bytes(mesh_shape: tuple[int, ...], *, exchanges: bool) -> int:
+    """An estimate of the memory of cuBLAS's workspaces and NCCL's buffers. It is arithmetic: no GPU has confirmed it.
+
+    Each axis of the mesh has a communicator, whose rings have two peers per channel. An exchange of slices needs more:
+    a buffer per direction for each peer in the node, and per channel for the network, whose peers share buffers.
+
+    Args:
+        mesh_shape: (ranks,) or (replicas, ranks).
+        exchanges: whether gradients are exchanged by an all-to-all over the last axis.
+    """
+    axes = [size for size in mesh_shape if size > 1]
+    buffers = 2 * _NCCL_CHANNELS * len(axes)
+    if exchanges:
+        buffers += 2 * (min(mesh_shape[-1], _RANKS_PER_NODE) - 1)
+        if mesh_shape[-1] > _RANKS_PER_NODE:
+            buffers += 2 * _NCCL_CHANNELS
+    return _CUBLAS_BYTES + buffers * _NCCL_BUFFER_BYTES
 
 
 @contextmanager

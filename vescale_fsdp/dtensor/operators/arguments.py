@@ -7,7 +7,8 @@ unless they have one element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from operator import methodcaller
 from typing import Any
@@ -27,21 +28,42 @@ OUTSIDE_FORWARD = (
 )
 
 
+# What errors about ``out=`` tensors expected.
+SAME_SHAPE = "an out= tensor of the result's shape"
+
+
 def refuse(
-    func: torch._ops.OpOverload, tensor: RaggedDTensor | None, why: str, todo: str | None = None
+    func: torch._ops.OpOverload,
+    tensor: RaggedDTensor | None,
+    why: str,
+    todo: str | None = None,
+    expected: str = "an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
 ) -> UnsupportedOpError:
     """Return the error for an operator that cannot be computed on this tensor. The caller raises it."""
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
+    where += _optimizer_text()
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
-        expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
+        expected=expected,
         got=str(func),
         where=where,
         todo=todo
         or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
     )
+
+
+def _optimizer_text() -> str:
+    """Return the optimizer whose step is running, for an error message; "" if none is."""
+    # The stack says it exactly. A name that a hook had stored would stay after a step that failed.
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        optimizer = frame.f_locals.get("self")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return f", in a step of {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        frame = frame.f_back
+    return ""
 
 
 def name_of(func: torch._ops.OpOverload) -> str:
@@ -162,11 +184,24 @@ def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: 
     ]
     result, target = torch.broadcast_shapes(*read) if read else None, named[written[0]]
     if result is not None and result != target.shape:
-        raise refuse(func, like, f"its result of shape {tuple(result)} would resize {tuple(target.shape)}")
+        raise refuse_resize(func, like, result)
 
 
 class Unlike(Exception):
     """Arguments have other placements or shapes than the tensor that they are combined with (see `combining`)."""
+
+
+def refuse_resize(
+    func: torch._ops.OpOverload, like: RaggedDTensor, shape: Sequence[int]
+) -> UnsupportedOpError:
+    """Return the error for an ``out=`` tensor of another shape than the result. The caller raises it."""
+    return refuse(
+        func,
+        like,
+        f"its result of shape {tuple(shape)} would resize the tensor that it is written to",
+        todo="pass an out= tensor of the result's shape, or none",
+        expected=SAME_SHAPE,
+    )
 
 
 def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:

@@ -106,6 +106,9 @@ FAMILIES: dict[Rule, Family] = {
         "All other operators that return new tensors and draw no random numbers, such as `mm` and `cat`: the tensors "
         "are gathered, with a `GatherWarning` once per operator, and the result is replicated. Raises in combination "
         "with plain tensors.",
+        # torch's own decompositions would index with plain tensors.
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d",
     ),
     whole_tensors.written_back: Family(
         "whole tensors in place",
@@ -129,6 +132,11 @@ FAMILIES: dict[Rule, Family] = {
         "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
         "bernoulli_ normal_ uniform_",
     ),
+    random.drawn_whole: Family(
+        "other random values",
+        "Such as dropout and `exponential_`: every rank draws the values of the whole tensor, the same for any number "
+        "of ranks, and keeps its piece. Tensors that are read are gathered.",
+    ),
     random.random_like: Family("random `*_like`", "As random values in place.", "rand_like randn_like"),
     _on_local: Family("queries about storage", "Runs on this rank's piece.", "is_pinned record_stream"),
 }
@@ -138,8 +146,8 @@ _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.n
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
-# This overload has one probability per element, but `_draw` takes a single one.
-_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
+# This overload has one probability per element, but `random_fill` takes a single one.
+_BY_OVERLOAD[aten.bernoulli_.Tensor] = random.drawn_whole
 # Rules of operators that no family names. The document does not list these operators, which are hundreds.
 # Rules of operators whose `out=` forms are computed from gathered tensors.
 _WITH_OUT = (
@@ -149,7 +157,13 @@ _WITH_OUT = (
     elementwise.flat_view,
     whole_tensors.rewritten,
 )
-_OPEN = (elementwise.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
+_OPEN = (
+    elementwise.flat_view,
+    whole_tensors.gathered,
+    whole_tensors.written_back,
+    random.drawn_whole,
+    _decomposed,
+)
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums need whole tensors
 
 
@@ -169,7 +183,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     """Return the function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
     namespace, _, name = func._schema.name.partition("::")
     # An operator of another library raises, because its meaning is unknown.
-    if namespace != "aten" or func in _REFUSED_OVERLOADS:
+    if namespace != "aten":
         return _unsupported
     if func in _BY_OVERLOAD:
         return _BY_OVERLOAD[func]
@@ -190,21 +204,22 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
     if is_random:
-        # Each rank would draw from its own generator, so results would differ between ranks.
-        return _unsupported
+        return random.drawn_whole
     if func.is_view:
         # `flat_view` takes one tensor.
         single = sum("Tensor" in str(argument.type) for argument in arguments) == 1
         return elementwise.flat_view if single else _unsupported
     written = [argument for argument in arguments if argument.alias_info is not None]
     if not written:
-        # Batch norms write to these two arguments, but their schemas do not declare it. A gathered copy would lose the
-        # writes.
-        writes_statistics = any(argument.name in ("running_mean", "running_var") for argument in arguments)
-        return _unsupported if writes_statistics else whole_tensors.gathered
+        # Batch norms write to these two arguments, but the schemas of some do not declare it.
+        writes_statistics = any(argument.name in whole_tensors.STATISTICS for argument in arguments)
+        return whole_tensors.written_back if writes_statistics else whole_tensors.gathered
     # Operators with the tag inplace_view, such as `squeeze_`, change the shape in place; a ragged tensor cannot.
-    writes_first = written == arguments[:1] and torch.Tag.inplace_view not in func.tags
-    return whole_tensors.written_back if writes_first or has_out(func) else _unsupported
+    if torch.Tag.inplace_view in func.tags:
+        return _unsupported
+    writes_statistics = all(argument.name in whole_tensors.STATISTICS for argument in written)
+    writes_some = written == arguments[:1] or has_out(func) or writes_statistics
+    return whole_tensors.written_back if writes_some else _unsupported
 
 
 set_rules(rule_of)

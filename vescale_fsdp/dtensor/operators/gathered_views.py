@@ -110,6 +110,10 @@ def _frames_to_caller() -> int:
 # -- views ----------------------------------------------------------------------------------------------
 
 
+# What errors about writes to views expected.
+READING = "an operator that reads the view"
+
+
 class GatheredView(DTensor):
     """A view of the gathered copy of a ragged tensor: a replicated DTensor that may only be read.
 
@@ -178,7 +182,7 @@ def _check_not_written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
 def _refuse(func: torch._ops.OpOverload, view: GatheredView, why: str, todo: str) -> NoReturn:
     raise UnsupportedOpError(
         f"{func} cannot be computed on a view of a sharded tensor: {why}.",
-        expected="an operator that reads the view",
+        expected=READING,
         got=str(func),
         where=f"view of shape {tuple(view.shape)} of a {view.source}",
         todo=todo,

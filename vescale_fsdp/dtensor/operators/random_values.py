@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -35,11 +36,15 @@ from vescale_fsdp.collectives import broadcast_in_place, wait_for
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     check_written,
+    cut_like,
+    first_ragged,
+    has_out,
     is_partial,
     name_of,
     refuse,
     wrap_result,
 )
+from vescale_fsdp.dtensor.operators.whole_tensors import gathered, written_back
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
 from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
@@ -197,6 +202,50 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         a, b = named.get("p", 0.5), 0.0
     tensor._local_tensor.copy_(_draw(kind, tensor, a, b))
     return tensor
+
+
+# Operators that fill their first argument, and do not read it.
+_FILLS = ("cauchy_", "exponential_", "geometric_", "log_normal_", "random_")
+
+
+def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run any other random operator, such as dropout or exponential_, on whole tensors.
+
+    Every rank draws all values with torch's generator, from one seed, and keeps its piece: so they are the same for any
+    number of ranks, at the cost of a whole tensor in memory. What the operator reads is gathered.
+    """
+    like = first_ragged((*args, *kwargs.values()))
+    assert like is not None  # torch calls a rule only if an argument is ragged
+    named = bind(func, args, kwargs)
+    if named.get("generator") is not None:
+        _check(func, like, named)
+    seed = Random("{} {}".format(*_streams.take(like.device_mesh))).getrandbits(63)
+    device = like._local_tensor.device
+    names = [argument.name for argument in func._schema.arguments]
+    if "generator" in names:
+        own = torch.Generator(device).manual_seed(seed)
+        # Some operators take it by position.
+        args = tuple(own if name == "generator" else arg for name, arg in zip(names, args, strict=False))
+        if names.index("generator") >= len(args):
+            kwargs = {**kwargs, "generator": own}
+        return _drawn(func, args, kwargs, like)
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        torch.manual_seed(seed)
+        return _drawn(func, args, kwargs, like)
+
+
+def _drawn(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like: RaggedDTensor
+) -> Any:
+    """Run a random operator on whole tensors; ``like`` is its first ragged argument."""
+    if name_of(func) not in _FILLS or has_out(func):
+        return (written_back if func._schema.is_mutable else gathered)(func, args, kwargs)
+    check_written(func, bind(func, args, kwargs), like)
+    full = torch.zeros(like.shape, dtype=like.dtype, device=like._local_tensor.device)
+    func(full, *args[1:], **kwargs)
+    like._local_tensor.copy_(cut_like(func, full, like))
+    return like
 
 
 def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     is_partial,
     name_of,
     refuse,
+    refuse_resize,
     refuse_written,
     replicated,
     written_names,
@@ -35,6 +36,9 @@ from vescale_fsdp.dtensor.operators.arguments import (
 from vescale_fsdp.dtensor.operators.gathered_views import gather_all
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.torch_private import local_of, pytree
+
+# Arguments that batch norms write to, although some of their schemas do not declare it.
+STATISTICS = ("running_mean", "running_var")
 
 
 def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,7 +53,12 @@ def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that writes to some arguments on the gathered tensors; each rank keeps its pieces of them."""
     named = bind(func, args, kwargs)
-    names = [name for name in written_names(func) if name in named]
+    declared = [name for name in written_names(func) if name in named]
+    names = [
+        *declared,
+        *(name for name in STATISTICS if named.get(name) is not None and name not in declared),
+    ]
+    names = [name for name in names if named[name] is not None]
     written = [named[name] for name in names]
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None
@@ -68,15 +77,13 @@ def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     else:
         whole = _whole(func, named, like)
         whole.update({name: whole[name].clone() for name in names})  # `func` writes to them
-    positional = [a.name for a in func._schema.arguments if not a.kwarg_only and a.name in whole]
-    func(
-        *(whole[name] for name in positional),
-        **{name: value for name, value in whole.items() if name not in positional},
-    )
+    result = func(**whole)  # by name, because callers may leave out arguments
     for name, target in zip(names, written, strict=True):
         if whole[name].shape != target.shape:
-            raise refuse(func, like, f"its result of shape {tuple(whole[name].shape)} would resize {name!r}")
+            raise refuse_resize(func, like, whole[name].shape)
         target.copy_(replicated(whole[name], like))
+    if any(value.alias_info is None for value in func._schema.returns):  # it returns more than it writes
+        return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
     return written[0] if len(written) == 1 else tuple(written)
 
 

@@ -27,7 +27,7 @@ from vescale_fsdp.collectives import Work
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_modes import without_grad
-from vescale_fsdp.torch_private import restore_version, version_of
+from vescale_fsdp.torch_private import num_storage_owners, restore_version, version_of
 
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
 
@@ -106,6 +106,11 @@ class DBuffer:
             )
             for run in slot.runs
         ]
+
+    def num_owners(self) -> list[int]:
+        """Return how many tensors and objects refer to each storage: more than at first if autograd has saved views."""
+        copies = [self._copies[fqn].untyped_storage() for fqn in self._copies]
+        return [num_storage_owners(storage) for storage in (self._storage, *copies)]
 
     def padding(self) -> list[torch.Tensor]:
         """Return the parts of the buffer outside all tensors: 1-D views, in order."""

@@ -64,7 +64,7 @@ class PooledComm(Protocol):
 
 
 class ProcessGroupMemory:
-    """Memory of the process group's allocator: one `torch.cuda.MemPool`, registered with the communication library.
+    """Memory of the process group's allocator: one memory pool of torch, registered with the communication library.
 
     Args:
         group: the process group of the collectives.
@@ -72,7 +72,7 @@ class ProcessGroupMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self._group, self._device = group, device
         self._pool = self._new_pool(group, device)
 
     def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -80,7 +80,7 @@ class ProcessGroupMemory:
 
     def memory_pool(self) -> AbstractContextManager[Any]:
         """Return a context in which allocated memory belongs to the pool."""
-        return torch.cuda.use_mem_pool(self._pool)
+        return torch.get_device_module(self._device).use_mem_pool(self._pool)  # type: ignore[no-any-return]
 
     def prepare(self, buffer: torch.Tensor) -> None:
         """Do what is needed before a collective uses a buffer: nothing, because the whole pool is registered."""

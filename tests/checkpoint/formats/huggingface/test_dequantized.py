@@ -131,12 +131,12 @@ def test_what_cannot_be_dequantized_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "plain.safetensors")
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ConversionError, match="nothing to dequantize"):
+    with pytest.raises(ConversionError, check=lambda error: "--dequantize" in error.todo):
         load(tmp_path / "plain.safetensors", model, source=SourceOptions(dequantize="bf16"))
-    for text in ("int8", "*.w=bf16"):
-        with pytest.raises(ConversionError, match="cannot be cast"):
+    for text, got in (("int8", "int8"), ("*.w=bf16", "*.w=bf16")):
+        with pytest.raises(ConversionError, check=lambda error: error.got == got):  # noqa: B023
             load(tmp_path / "fp8", model, source=SourceOptions(dequantize=text))
-        with pytest.raises(ConversionError, match="cannot be cast"):
+        with pytest.raises(ConversionError, check=lambda error: error.got == got):  # noqa: B023
             convert(
                 open_source(str(tmp_path / "fp8")),
                 str(tmp_path / "out"),
@@ -145,5 +145,5 @@ def test_what_cannot_be_dequantized_is_refused(tmp_path: Path) -> None:
             )
     with pytest.raises(VescaleError):
         load(tmp_path / "fp8", model)
-    with pytest.warns(UserWarning, match=r"left out: a\.input_scale"):
+    with pytest.warns(UserWarning, match=r"a\.input_scale"):
         load(tmp_path / "compressed", model, source=SourceOptions(dequantize="bf16"), strict=False)

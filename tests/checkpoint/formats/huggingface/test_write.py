@@ -53,19 +53,6 @@ def test_every_dtype_and_shape_arrives_unchanged(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == ["model.safetensors"]
 
 
-def test_strided_tensors_are_written_row_major(tmp_path: Path) -> None:
-    """DCP keeps the strides of a transposed tensor; the safetensors file holds its values in order."""
-    tensors = {
-        "transposed": torch.randn(40, 30).t(),
-        "permuted": torch.randn(4, 5, 6).permute(2, 0, 1),
-        "expanded": torch.randn(3, 1).expand(3, 5),
-    }
-    _save({"model": tensors}, tmp_path / "dcp")
-    _convert(tmp_path / "dcp", tmp_path / "out")
-    loaded = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(same_bytes(loaded[name], tensor) for name, tensor in tensors.items())
-
-
 def test_small_budget_cuts_large_tensors(tmp_path: Path) -> None:
     """A tensor many times larger than the buffers arrives whole, also when it is not one run in the file."""
     tensors = {"big": torch.randn(1000, 3001), "turned": torch.randn(3001, 700).t()}
@@ -283,7 +270,7 @@ def test_target_may_not_touch_the_source(tmp_path: Path, place: str) -> None:
     """Over, inside and around the source are refused, with the source unharmed."""
     _save({"model": {"w": torch.ones(3)}}, tmp_path / "dcp")
     before = sorted(os.listdir(tmp_path / "dcp"))
-    with pytest.raises(ConversionError, match="inside nor around the source"):
+    with pytest.raises(ConversionError, check=lambda error: error.where == str(tmp_path / place)):
         _convert(tmp_path / "dcp", tmp_path / place, overwrite=True)
     assert sorted(os.listdir(tmp_path / "dcp")) == before
 
@@ -296,7 +283,9 @@ def test_damage_found_while_copying_leaves_nothing(tmp_path: Path) -> None:
     at = raw.rfind(b"FloatStorage")  # the pickle of the last tensor
     raw[at : at + 12] = b"FloatSt0rage"
     data.write_bytes(raw)
-    with pytest.raises(CorruptCheckpointError, match=r"CRC-32 .* of archive/data\.pkl(.|\n)*model\.w4"):
+    with pytest.raises(
+        CorruptCheckpointError, check=lambda error: "data.pkl" in error.expected and "model.w4" in error.where
+    ):
         _convert(tmp_path / "dcp", tmp_path / "out", max_shard_bytes=4000)
     assert not (tmp_path / "out").exists()
 
@@ -443,7 +432,7 @@ def test_models_of_diffusers_keep_their_file_names(tmp_path: Path, max_shard_byt
     assert [file.name for file in report.plan.files] == [single]
     with pytest.raises(ConversionError) as caught:
         open_source(str(tmp_path / "out"))
-    assert "folder of one checkpoint" in str(caught.value.todo)
+    assert caught.value.where == str(tmp_path / "out") and single in str(caught.value.got)
 
 
 def test_variants_beside_a_model_of_diffusers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from tests.support.dtype_zoo import make_tensor, same_bytes
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
 from vescale_fsdp.conversion.cli.main import cli
@@ -144,22 +144,19 @@ def test_granularity_by_patterns(tmp_path: Path) -> None:
         for slot in layout.slots
     }
     assert blocks == {"embed.weight": 8, "w1": 24, "w2": 8}
-    with pytest.raises(LayoutError, match=r"matches no parameter(.|\n)*'w3'"):
+    with pytest.raises(LayoutError, check=lambda error: error.got == "'w3'"):
         _convert(tmp_path / "hf", tmp_path / "c", "native", ranks=2, granularity=["w3=rows:2"])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_zoo_through_native(tmp_path: Path, ranks: int) -> None:
-    """Every type and shape, values of all kinds and a tensor above the stripe size survive."""
-    extra = {"big": make_tensor((1700, 1000), torch.float32), "nested": {"list": [1, (2, "x")], "none": None}}
-    torch.save({"model": {**zoo()}, "extra": extra, 5: "five"}, tmp_path / "a.pt")
+def test_a_tensor_above_the_stripe_size_is_carried_whole(tmp_path: Path, ranks: int) -> None:
+    """In one file, and cut into those of ranks; other leaves are rows of ``test_conformance.py``."""
+    big = make_tensor((1700, 1000), torch.float32)
+    torch.save({"model": {"big": big}}, tmp_path / "a.pt")
     _convert(tmp_path / "a.pt", tmp_path / "native", "native", ranks=ranks)
     assert verify(tmp_path / "native").ok
     _convert(tmp_path / "native", tmp_path / "b.pt", "torch")
-    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert _same(loaded["model"], zoo()) and loaded[5] == "five"
-    assert same_bytes(loaded["extra"]["big"], extra["big"])  # type: ignore[arg-type]
-    assert loaded["extra"]["nested"] == extra["nested"]
+    assert same_bytes(torch.load(tmp_path / "b.pt", weights_only=True)["model"]["big"], big)
 
 
 def test_inspect_draws_a_layout(tmp_path: Path) -> None:
@@ -184,7 +181,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     file.write_bytes(bad)
     assert any("00001" in problem.where for problem in verify(open_source(str(tmp_path / "b"))).problems)
     file.write_bytes(good[:-3])
-    with pytest.raises(CorruptCheckpointError, match="wrong size"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.got == f"{len(good) - 3} bytes"):
         open_source(str(tmp_path / "b"))
     file.unlink()
     with pytest.raises(CorruptCheckpointError, match="missing"):

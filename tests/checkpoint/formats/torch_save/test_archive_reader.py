@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,9 @@ from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedByt
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
-from vescale_fsdp.conversion.convert import convert
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -122,3 +125,35 @@ def test_devices_are_read_as_texts(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(3)}, **devices}, tmp_path / "a.pt")
     values = {name: read() for name, read in open_source(str(tmp_path / "a.pt")).values.items()}
     assert values == {"gpu": "cuda:1", "host": "cpu"}
+
+
+def test_torch_and_zip_read_what_is_written(tmp_path: Path) -> None:
+    """With and without mmap; every record's CRC is right, also of a tensor that is written in several segments."""
+    state: dict[str, Any] = {"model": {"big": torch.randn(1100, 1000), "small": torch.arange(3)}, "step": 1}
+    torch.save(state, tmp_path / "a.pt")
+    options = ConvertOptions(memory_budget_bytes=4 * 2**20, threads=2)
+    convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "b.pt"), "torch", options)
+    for mmap in (False, True):
+        loaded = torch.load(tmp_path / "b.pt", weights_only=True, mmap=mmap)
+        assert loaded["step"] == 1 and loaded["model"].keys() == state["model"].keys()
+        assert all(torch.equal(loaded["model"][name], value) for name, value in state["model"].items())
+    with zipfile.ZipFile(tmp_path / "b.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_a_damaged_file_and_one_of_another_kind_are_told_apart(tmp_path: Path) -> None:
+    """A truncated file, a file that is none, and a pickle that names code."""
+    torch.save({"w": torch.randn(100)}, tmp_path / "a.pt")
+    good = (tmp_path / "a.pt").read_bytes()
+    for bad in (good[:-30], good[: len(good) // 2], good[:4]):
+        (tmp_path / "a.pt").write_bytes(bad)
+        with pytest.raises(CorruptCheckpointError, check=lambda error: error.where == str(tmp_path / "a.pt")):
+            open_source(str(tmp_path / "a.pt"))
+    (tmp_path / "a.pt").write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(ConversionError, check=lambda error: error.where == str(tmp_path / "a.pt")):
+        open_source(str(tmp_path / "a.pt"))
+    torch.save({"w": torch.randn(2), "where": Path("x")}, tmp_path / "b.pt")
+    with pytest.raises(
+        ConversionError, check=lambda error: "pathlib" in error.got and "--trust-pickle" in error.todo
+    ):
+        open_source(str(tmp_path / "b.pt"))

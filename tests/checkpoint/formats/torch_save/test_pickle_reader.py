@@ -4,6 +4,7 @@ wrappers. Each is read as torch reads it, or refused by name."""
 from __future__ import annotations
 
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,40 @@ def test_attributes_of_parameters_are_no_values(tmp_path: Path) -> None:
     torch.save({"w": _with_attribute()}, tmp_path / "a.pt")
     convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "o.pt"), "torch")
     assert torch.load(tmp_path / "o.pt", weights_only=True)["w"].tolist() == [1.0, 1.0]
+
+
+def test_what_torch_reads_with_weights_only_can_be_read(tmp_path: Path) -> None:
+    """A scheduler with a Counter, Parameters and tensors with attributes."""
+    weight, tagged = torch.nn.Parameter(torch.randn(3)), torch.randn(2)
+    weight.tag = tagged.tag = "x"  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([weight])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    state = {
+        "model": OrderedDict(w=weight, t=tagged),
+        "scheduler": scheduler.state_dict(),
+        "few": [{"n": Counter("aa")}],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    dcp.save(
+        {**state, "model": {"w": weight.data, "t": tagged}}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    for source in ("a.pt", "dcp"):
+        out = tmp_path / f"from {source}.pt"
+        convert(open_source(str(tmp_path / source)), str(out), "torch")
+        loaded = torch.load(out, weights_only=True)
+        assert torch.equal(loaded["model"]["w"], weight) and torch.equal(loaded["model"]["t"], tagged)
+        milestones = {
+            int(key): count for key, count in loaded["scheduler"]["milestones"].items()
+        }  # DCP: texts
+        assert milestones == {3: 1, 5: 1} and loaded["few"] == [{"n": {"a": 2}}]
+
+
+def test_values_that_are_no_data_are_refused(tmp_path: Path) -> None:
+    """A trusted value that is an object cannot be written: the error names it and its type."""
+    torch.save({"w": torch.randn(2), "bad": Path("x")}, tmp_path / "a.pt")
+    source = open_source(str(tmp_path / "a.pt"), trust_pickle=True)
+    with pytest.raises(
+        ConversionError, check=lambda error: "Path" in error.got and "--exclude" in error.todo
+    ):
+        convert(source, str(tmp_path / "b.pt"), "torch")
+    assert not (tmp_path / "b.pt").exists()

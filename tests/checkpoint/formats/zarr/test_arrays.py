@@ -15,7 +15,7 @@ import zarr
 from safetensors.torch import load_file
 
 from tests.support.checkpoint_states import full
-from tests.support.dtype_zoo import same_bytes, zoo
+from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import load, verify
 from vescale_fsdp.checkpoint.formats.zarr import plan as to_zarr
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
@@ -25,16 +25,6 @@ from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.layout.dtypes import dtype_from_torch
-
-
-def _raw(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bytes as the array type zarr stores."""
-    kind = dtype_from_torch(str(tensor.dtype)).zarr_name
-    flat = (
-        tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-    )
-    return flat.view(kind).reshape(tensor.shape)
 
 
 @pytest.fixture
@@ -61,19 +51,14 @@ def _save(state: dict[str, Any], path: Path) -> None:
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
-def test_the_zarr_library_reads_every_tensor(tmp_path: Path, small_chunks: None) -> None:
-    """zarr.open gives values, shapes and logical types of the whole zoo, its crc32c checks included."""
-    tensors = {**zoo(), "tall": torch.arange(35.0).view(7, 5)}
-    _save({"model": tensors, "step": 3}, tmp_path / "dcp")
+def test_small_chunks_are_whole_rows(tmp_path: Path, small_chunks: None) -> None:
+    """The last one short; the values of every leaf that the zarr library reads are rows of ``test_conformance.py``."""
+    _save({"model": {"tall": torch.arange(35.0).view(7, 5)}}, tmp_path / "dcp")
     convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
-    group = _arrays(tmp_path / "zarr")
-    assert group["model/tall"].nchunks == 4 and group["model/tall"].chunks == (2, 5)
-    for name, tensor in tensors.items():
-        array = group[f"model/{name}"]
-        assert array.shape == tuple(tensor.shape)
-        assert array.attrs["name"] == f"model/{name}"
-        assert array.attrs["logical_dtype"] == str(tensor.dtype).removeprefix("torch.")
-        assert np.asarray(array[...]).tobytes() == _raw(tensor).tobytes(), name
+    array = _arrays(tmp_path / "zarr")["model/tall"]
+    assert isinstance(array, zarr.Array)
+    assert array.nchunks == 4 and array.chunks == (2, 5) and array.attrs["name"] == "model/tall"
+    assert np.array_equal(np.asarray(array[...]), np.arange(35.0).reshape(7, 5))
 
 
 def test_a_flipped_bit_is_seen_by_zarr(tmp_path: Path) -> None:
@@ -124,7 +109,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     chunk = tmp_path / "zarr" / "w" / "c" / "0" / "0"
     good = chunk.read_bytes()
     chunk.write_bytes(good[:-1])
-    with pytest.raises(CorruptCheckpointError, match=r"wrong size(.|\n)*w/c/0/0"):
+    with pytest.raises(
+        CorruptCheckpointError,
+        check=lambda error: error.got == f"{len(good) - 1} bytes" and error.where.endswith("w/c/0/0"),
+    ):
         open_source(str(tmp_path / "zarr"))
     chunk.write_bytes(good)
     (tmp_path / "zarr" / "w" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
@@ -173,7 +161,7 @@ def test_damage_in_what_zarr_decodes_is_named(tmp_path: Path) -> None:
     for bad in (good[:20], b"\0" * len(good)):
         chunk.write_bytes(bad)
         source = open_source(str(tmp_path / "zarr"))
-        with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json(.|\n)*copy the hierarchy again"):
+        with pytest.raises(CorruptCheckpointError, check=lambda error: error.where.endswith("w/zarr.json")):
             convert(source, str(tmp_path / "out"), "hf")
         assert not (tmp_path / "out" / "model.safetensors").exists()
     chunk.write_bytes(good)

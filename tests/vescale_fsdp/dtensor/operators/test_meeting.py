@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch.distributed.tensor import DTensor
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts, messages
+from vescale_fsdp import fully_shard
 from vescale_fsdp.dtensor import meeting, set_implicit_gathers
+from vescale_fsdp.dtensor.operators import gathered_views
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import GatherWarning, LifecycleError, UnsupportedOpError
+from vescale_fsdp.runtime.comm import order_watch
 
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.GatherWarning")
 
@@ -128,6 +132,7 @@ def test_operators_are_in_the_order_of_collectives() -> None:
 def warned() -> list[tuple[str, str]]:
     """Warnings of several reads: category and text."""
     x, _ = pair()
+    gathered_views._warned.clear()  # another test of this process may have warned
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -215,3 +220,66 @@ def test_compiled_operators_meet_where_they_run() -> None:
 def test_compiled_reductions_and_gathers() -> None:
     """Results that need other ranks' elements were uninitialized memory."""
     assert run_ranks(2, compiled, tuple(COMPILED)) == [2, 2]
+
+
+# -- in training ----------------------------------------------------------------------------------------
+
+
+def model_of(shard: bool) -> Any:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    if not shard:
+        return model
+    fully_shard(model[0], mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def logging_on_rank_0() -> str:
+    """Rank 0 reads a column between two steps, others train on: the error on this rank."""
+    model = model_of(True)
+
+    def train() -> None:
+        for step in range(3):
+            model(plain((4, 5), step)).sum().backward()
+            if step == 1 and dist.get_rank() == 0:
+                _ = model[0].weight[:, 0]
+
+    with mock.patch.object(order_watch, "BOUND_S", 0.5), pytest.raises(LifecycleError) as caught:
+        train()
+    return f"{caught.value.expected} {caught.value.got}"
+
+
+def test_logging_on_one_rank_in_training_raises_on_all() -> None:
+    """The order of collectives contains operators, so that all ranks raise within its bound, and name the operator."""
+    for text in run_ranks(2, logging_on_rank_0):
+        assert "aten.s" in text and "gather of" in text
+
+
+def hand_written_terms(first: bool) -> None:
+    """Terms of a loss on sharded parameters, before or after the model's own gradients, against a plain model."""
+    sharded, whole = model_of(True), model_of(False)
+    x = plain((4, 5))
+
+    def own(model: Any) -> None:
+        model(x).square().sum().backward()
+
+    def terms(model: Any) -> None:
+        for p in model.parameters():
+            total = p.sum()
+            (total.full_tensor() if isinstance(total, DTensor) else total).backward()
+            if p.ndim == 2:
+                column = p[:, 0].square().sum()
+                (column.full_tensor() if isinstance(column, DTensor) else column).backward()
+
+    for model in (sharded, whole):
+        for part in (terms, own) if first else (own, terms):
+            part(model)
+    for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert isinstance(p.grad, RaggedDTensor) and p.grad.placements == p.placements
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hand_written_terms_add_to_gradients(first: bool) -> None:
+    """Before and after the backward of the model: the sums of both, cut like the parameter."""
+    run_ranks(2, hand_written_terms, first)

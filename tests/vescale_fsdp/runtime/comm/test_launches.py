@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import models
+from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.stream_recorder import recording
 from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.gradients import UnshardedGrads

@@ -92,7 +92,7 @@ def of_the_group(method: str, arguments: list[Any]) -> None:
     with (
         mock.patch.dict(os.environ, {"VESCALE_FSDP_UNTRIED": "memory_pools"}),
         mock.patch.object(group_comm, "meet_over", lambda buffer, group: met.append(storage_id(buffer))),
-        mock.patch.object(torch.cuda, "use_mem_pool", pool),
+        mock.patch.object(torch.cpu, "use_mem_pool", pool, create=True),
         patches[0],
         patches[1],
         growing(pool) as found,

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 
 from tests.support import models
+from tests.support.async_device.stream_recorder import Collective, RecordedStream, recording
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.stream_recorder import Collective, RecordedStream, recording
 from tests.vescale_fsdp.runtime.comm.test_streams import shard, step
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.stream_recorder import recording
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.fsdp_state import FSDPState
 from vescale_fsdp.runtime.schedule import Schedule

@@ -1,4 +1,4 @@
-"""The runtime's streams and memory in order, proven on a CPU by `tests.support.stream_recorder`.
+"""The runtime's streams and memory in order, proven on a CPU by `tests.support.async_device.stream_recorder`.
 
 Each case trains a few steps on recorded streams and expects no hazard; each missing wait is one, as the
 negative controls show.
@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import models
+from tests.support.async_device.stream_recorder import HOST, RecordedStream, StreamRecorder, recording
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.hooked_tensors import Int8Rows
-from tests.support.stream_recorder import HOST, RecordedStream, StreamRecorder, recording
 from tests.vescale_fsdp.runtime.comm import test_scattered_slots as test_fsdp_scattered
 from tests.vescale_fsdp.runtime.setup import test_all_gather_hooks as test_fsdp_tensor_hooks
 from vescale_fsdp import Rows, fully_shard, share_comm_ctx

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.stream_recorder import recording
+from tests.support.async_device.stream_recorder import recording
+from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.nested_tensors import tensors_of
@@ -292,3 +292,88 @@ def test_frozen_units_reduce_nothing() -> None:
     for waits, with_grads in run_ranks(1, reductions_of_frozen_units):
         assert waits == 2  # `_reduce`, and `reduce` of its one group
         assert with_grads == {"projector.weight", "projector.bias"}
+
+
+class Held(torch.autograd.Function):
+    """An identity whose node refers to a weight without saving it for the backward, and reads it there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        assert ctx.weight.norm() > 0
+        return grad, None
+
+
+class Tied(nn.Module):
+    """The root owns an embedding that is also the head, and a norm behind the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.head.weight = self.embed.weight
+        generator = torch.Generator().manual_seed(2)  # the ranks are threads, which share torch's own
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator)
+        self.seen: list[bool] = []
+
+    def forward(self, tokens: torch.Tensor, way: str) -> Any:
+        if way.startswith("checkpoint"):
+            x = checkpoint(self.embed, tokens, use_reentrant=False)
+        else:
+            x = self.embed(tokens)
+        rows = x
+        x.register_hook(lambda grad: self.seen.append(isinstance(self.embed.weight, DTensor)))
+        if way == "norm":
+            x = self.norm(x)
+        if way == "held":
+            x = Held.apply(x, self.embed.weight)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = self.head(x)
+        return (x, rows) if way == "second output" else x
+
+
+def losses_of(model: nn.Module, way: str, rank: int) -> None:
+    """Gradients of two forwards."""
+    for step in range(2):
+        tokens = torch.arange(6) * (step + 2 * rank + 1) % 12
+        outputs = model(tokens, way)
+        every = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.stack([each.square().mean() for each in every]).sum().backward()
+
+
+def tied_root(way: str) -> list[bool]:
+    """Whether the root was sharded before the backward of its embedding; gradients are those of the plain model."""
+    model, plain = Tied(), Tied()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=cpu_mesh())
+    model.set_reshard_after_backward(way != "not resharded")  # type: ignore[operator]
+    losses_of(model, way, dist.get_rank())
+    for rank in range(dist.get_world_size()):
+        losses_of(plain, way, rank)
+    for module in (*model.layers, model):
+        module.reshard()  # type: ignore[operator]
+    for name, param in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        if expected is not None:
+            assert param.grad is not None
+            got = param.grad.full_tensor()  # type: ignore[attr-defined]
+            torch.testing.assert_close(got, expected / dist.get_world_size())
+    return model.seen
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11's threaded process group cannot be destroyed"
+)
+@pytest.mark.parametrize("way", ["plain", "norm", "held", "checkpoint", "second output", "not resharded"])
+def test_an_embedding_needs_no_weights_in_its_backward(way: str) -> None:
+    """The root's memory is free before the embedding's gradient is computed, unless something may still read it."""
+    for seen in run_threads(2, tied_root, way):
+        assert seen == [way == "plain"] * 2

@@ -1,0 +1,78 @@
+"""Training, saves, loads and transfers on a device whose streams run in any order: values, and no unordered access.
+
+`make test` runs a sample of (program, order), which changes with the seed; `make test-device` runs every program in
+12 fixed orders, and 500 random ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support.async_device import ORDERS, TYPE, Order, hazards, in_order, needs_device, run_on_device
+from tests.vescale_fsdp.device.programs import PROGRAMS
+from tools.gpu import parity
+from tools.gpu.switches import CASES
+
+pytestmark = needs_device()
+
+IS_LONG = os.environ.get("DEVICE") == "all"
+NUM_RANDOM = 500
+PARITY = {case.name: case for case in CASES}
+NAMES = (*PARITY, *PROGRAMS)
+
+
+def world_size(name: str) -> int:
+    """Number of ranks of a program."""
+    return PROGRAMS[name].world_size if name in PROGRAMS else 2
+
+
+@cache
+def _reference(name: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return PROGRAMS[name].run(torch.device("cpu"))
+
+
+def run(name: str, order: Order) -> list[str]:
+    """Run a program in an order; returns what was wrong."""
+    device = torch.device(TYPE, 0)
+    if name in PARITY:
+        with in_order(order):
+            found = parity.compare(PARITY[name], device)
+        wrong = [] if found.is_right else [str(found)]
+    else:
+        expected = _reference(name)
+        with in_order(order):
+            torch.manual_seed(0)
+            results = PROGRAMS[name].run(device)
+        apart = parity.largest_difference(results, expected)
+        wrong = [] if apart <= PROGRAMS[name].apart else [f"{apart} from the CPU's values"]
+    return wrong + hazards()
+
+
+def _sample() -> list[tuple[str, Order]]:
+    """Every program of this folder once, and a third of the parity cases, in orders that a seed draws."""
+    draw = random.Random(int(os.environ.get("SEED", "0")))
+    names = [*PROGRAMS, *draw.sample([case.name for case in CASES if not case.compiled], len(CASES) // 3)]
+    return [(name, draw.choice(ORDERS)) for name in names]
+
+
+def _long() -> list[tuple[str, Order]]:
+    draw = random.Random(int(os.environ.get("SEED", "0")))
+    every = [(name, order) for name in NAMES for order in ORDERS]
+    return every + [(draw.choice(NAMES), ("random", draw.randrange(100, 10**6))) for _ in range(NUM_RANDOM)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "order"), _long() if IS_LONG else _sample(), ids=lambda value: str(value).replace("'", "")
+)
+def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
+    """Its values are those of the CPU or of a plain model, and events order all accesses of memory."""
+    results = run_on_device(world_size(name), run, name, order)
+
+    assert results == [[]] * world_size(name)

@@ -1,0 +1,71 @@
+"""Every wait of the runtime and of checkpoints for a stream or an event is needed: without it, some program is wrong.
+
+`make test` runs a sample of the waits, `make test-device` all of them; each is removed from the programs that execute
+it until one has wrong values, an unordered access, or an error.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.support.async_device import needs_device, run_on_device
+from tests.support.async_device.waits import Wait, all_waits, executed, without
+from tests.support.distributed import RankError, RankTimeout
+from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, run, world_size
+
+pytestmark = needs_device()
+
+WAITS = all_waits()
+ORDERS = (("sides last", 0), ("sides first", 0), ("late", 0), ("uneven", 0))
+
+# Why a wait may be removed and nothing is wrong: not tested here, but elsewhere.
+ELSEWHERE: dict[tuple[str, str], str] = {}
+
+
+def _executed(name: str) -> list[tuple[str, int]]:
+    executed.clear()
+    run(name, ("early", 0))
+    return sorted(executed)
+
+
+@cache
+def _programs_of() -> dict[Wait, list[str]]:
+    programs: dict[Wait, list[str]] = {wait: [] for wait in WAITS}
+    for name in NAMES:
+        lines = run_on_device(world_size(name), _executed, name, timeout_s=300)[0]
+        for wait in WAITS:
+            if any(file == wait.file and wait.first <= line <= wait.last for file, line in lines):
+                programs[wait].append(name)
+    return programs
+
+
+def _run_without(wait: Wait, name: str, order: tuple[str, int]) -> list[str]:
+    with without(wait):
+        return run(name, order)
+
+
+def _id(wait: Wait) -> str:
+    return f"{wait.file}:{wait.first} {wait.text}"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not IS_LONG, reason="runs in make test-device")
+@pytest.mark.parametrize("wait", WAITS, ids=_id)
+def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
+    if (wait.file, wait.text) in ELSEWHERE:
+        pytest.skip(ELSEWHERE[wait.file, wait.text])
+    programs = _programs_of()[wait]
+    assert programs, "no program executes this wait"
+    for name in programs:
+        for order in ORDERS:
+            try:
+                results = run_on_device(world_size(name), _run_without, wait, name, order, timeout_s=300)
+            except (RankError, RankTimeout) as error:
+                print(f"{_id(wait)}: {name}, {order}: {str(error).splitlines()[-1]}")
+                return
+            if any(results):
+                print(f"{_id(wait)}: {name}, {order}: {next(filter(None, results))[0]}")
+                return
+    pytest.fail(f"right without the wait: {', '.join(programs)}")
