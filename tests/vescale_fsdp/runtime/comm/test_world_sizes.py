@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support.distributed import cpu_mesh
-from tests.support.stream_recorder import recording
+from tests.support.async_device.stream_recorder import recording
 from tests.vescale_fsdp.runtime.comm.test_launches import Launches
 from tools.bench.parts.simulated_accelerator import fake_group
 from vescale_fsdp import fully_shard, torch_modes
