@@ -33,6 +33,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LifecycleError
@@ -589,11 +590,11 @@ class ParamGroup:
             if sharded.grad is None:
                 assert isinstance(sharded, RaggedDTensor)
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
-            elif sharded.grad.placements == param.spec.placements:  # type: ignore[attr-defined]
-                local_of(sharded.grad).add_(piece)
-            else:  # a user's own gradient, replicated or cut differently
-                sharded.grad = redistribute(sharded.grad, param.spec.placements)  # type: ignore[call-overload]
-                local_of(sharded.grad).add_(piece)
+                continue
+            if isinstance(sharded.grad, DTensor) and sharded.grad.placements != param.spec.placements:
+                # A user's own gradient, replicated or cut differently.
+                sharded.grad = redistribute(sharded.grad, param.spec.placements)
+            local_of(sharded.grad).add_(piece)
         for param in params:  # a second loop: a hook may read the gradients of other parameters
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
