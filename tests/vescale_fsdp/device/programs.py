@@ -36,11 +36,13 @@ class Program:
     """Args:
     run: the program.
     world_size: its number of ranks.
+    fresh: see `run_on_device`.
     apart: allowed difference from the CPU's values: of the order of sums, or of 16 or 8 bits.
     """
 
     run: Callable[[torch.device], Values]
     world_size: int = 2
+    fresh: bool = False
     apart: float = 2e-5
 
 
@@ -215,7 +217,7 @@ def _replicated_towers(device: torch.device) -> Values:
     return _trained(shard(model, units, device, mesh, **HALF), device)
 
 
-@_program("tensor parallel", world_size=4)
+@_program("tensor parallel", world_size=4, fresh=True)
 def _tensor_parallel(device: torch.device) -> Values:
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data", "tensor"))
     model = blocks().to(device)
