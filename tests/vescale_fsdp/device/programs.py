@@ -138,7 +138,8 @@ def blocks(count: int = 3) -> nn.Sequential:
 
 def rows(step: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator).to(device)
+    # Without a wait of the host, which would order the next forward behind the optimizer's step.
+    return torch.randn(4, WIDTH, generator=generator).to(device, non_blocking=True)
 
 
 def shard(
@@ -403,8 +404,10 @@ def _async_save(device: torch.device) -> Values:
         handles = []
         for step in (1, 2):
             state = {"model": model, "optimizer": optimizer}
+            loss_of(model, step, device).backward()
             handles.append(async_save(folder / str(step), state, optimizer=optimizer))
-            train(model, optimizer, device, [step])
+            optimizer.step()
+            optimizer.zero_grad()
         for handle in handles:
             handle.wait()
         found += values(model)
