@@ -87,7 +87,8 @@ class Found:
 
 def _rows(step: int, rank: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator).to(device)
+    # Without a wait of the host, which would order the next forward behind the optimizer's step.
+    return torch.randn(4, WIDTH, generator=generator).to(device, non_blocking=True)
 
 
 def _train(

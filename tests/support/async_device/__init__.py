@@ -234,8 +234,14 @@ def _join_device() -> str:
 _pool = Pool(_join_device)
 
 
-def run_on_device(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_on_device(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, fresh: bool = False
+) -> list[Any]:
     """`run_ranks`, with a device for each rank: ``fn`` may use ``torch.device("sim")`` and process groups on it.
+
+    Args:
+        fresh: in new processes. DTensor remembers groups by equal meshes, per thread; what autograd's thread of the
+            device remembers, a worker cannot clear after a call.
 
     Returns:
         In rank order what ``fn`` returned, after the device's work has ended.
@@ -244,6 +250,8 @@ def run_on_device(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s
         RankError, RankTimeout: as `run_ranks`.
     """
     build()
+    if fresh:
+        _pool.close()
     return _pool.run(world_size, _call, (fn, args), timeout_s)
 
 

@@ -36,11 +36,13 @@ class Program:
     """Args:
     run: the program.
     world_size: its number of ranks.
+    fresh: see `run_on_device`.
     apart: allowed difference from the CPU's values: of the order of sums, or of 16 or 8 bits.
     """
 
     run: Callable[[torch.device], Values]
     world_size: int = 2
+    fresh: bool = False
     apart: float = 2e-5
 
 
@@ -136,7 +138,8 @@ def blocks(count: int = 3) -> nn.Sequential:
 
 def rows(step: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator).to(device)
+    # Without a wait of the host, which would order the next forward behind the optimizer's step.
+    return torch.randn(4, WIDTH, generator=generator).to(device, non_blocking=True)
 
 
 def shard(
@@ -215,7 +218,7 @@ def _replicated_towers(device: torch.device) -> Values:
     return _trained(shard(model, units, device, mesh, **HALF), device)
 
 
-@_program("tensor parallel", world_size=4)
+@_program("tensor parallel", world_size=4, fresh=True)
 def _tensor_parallel(device: torch.device) -> Values:
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data", "tensor"))
     model = blocks().to(device)
@@ -401,8 +404,10 @@ def _async_save(device: torch.device) -> Values:
         handles = []
         for step in (1, 2):
             state = {"model": model, "optimizer": optimizer}
+            loss_of(model, step, device).backward()
             handles.append(async_save(folder / str(step), state, optimizer=optimizer))
-            train(model, optimizer, device, [step])
+            optimizer.step()
+            optimizer.zero_grad()
         for handle in handles:
             handle.wait()
         found += values(model)

@@ -98,7 +98,8 @@ def test_an_access_that_no_event_orders_is_a_hazard_in_every_order() -> None:
     for order in ORDERS[:4]:
         ((ordered, unordered),) = run_on_device(1, _unordered, order)
 
-        assert ordered == [] and len(unordered) == 2
+        assert ordered == []
+        assert {line.split()[0] for line in unordered} == {"aten::add", "aten::mul"}
 
 
 def _two_communicators(order: Order, is_crossed: bool) -> list[float]:

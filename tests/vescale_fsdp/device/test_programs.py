@@ -73,6 +73,7 @@ def _long() -> list[tuple[str, Order]]:
 )
 def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
     """Its values are those of the CPU or of a plain model, and events order all accesses of memory."""
-    results = run_on_device(world_size(name), run, name, order)
+    fresh = name in PROGRAMS and PROGRAMS[name].fresh
+    results = run_on_device(world_size(name), run, name, order, fresh=fresh)
 
     assert results == [[]] * world_size(name)
