@@ -201,17 +201,17 @@ class WholeTensors:
             reads.setdefault(plan.target.entries[leaf.target].name, []).append(leaf.source.name)
         pool = StagingPool()  # shared by all transfers, since buckets are filled one after another
         self._buckets = []
-        for tensors in _buckets_of(self.tensors, bucket_bytes):
-            names = list(dict.fromkeys(name for tensor in tensors for name in reads.get(tensor.name, ())))
+        for bucket in _buckets_of(self.tensors, bucket_bytes):
+            names = list(dict.fromkeys(name for tensor in bucket for name in reads.get(tensor.name, ())))
             transfer = Transfer(
-                self._plan(_only(source, set(names)), tensors, budget_bytes),
+                self._plan(_only(source, set(names)), bucket, budget_bytes),
                 ranks=own,
                 verify=verify,
                 group=group,
                 pool=pool,
             )
             parts, offset = [], 0
-            for tensor in tensors:
+            for tensor in bucket:
                 parts.append(BucketPart(tensor.name, torch.Size(tensor.local_shape), tensor.dtype, offset))
                 offset += round_up(tensor.nbytes, _ALIGN_BYTES)
             self._buckets.append(_PlannedBucket(parts, offset, names, transfer))
