@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
-from tests.vescale_fsdp.runtime.comm.test_slices_on_gloo import GATHERED, PAIRS, allocations
+from tests.vescale_fsdp.test_slices_on_gloo import GATHERED, PAIRS, allocations
 from vescale_fsdp import collectives, fully_shard
 from vescale_fsdp.collectives import (
     Nodes,
