@@ -157,7 +157,7 @@ def references_to(tensor: torch.Tensor) -> References:
 
 def _owners_in_python() -> int:
     """Return by how much torch's own references to a tensor raise its count in Python: 0, or 1 in newer versions."""
-    tensor = torch.empty(0, requires_grad=True, device="cpu")
+    tensor = torch.empty(0, dtype=torch.float32, requires_grad=True, device="cpu")
     before = sys.getrefcount(tensor)
     graph = tensor * 1.0
     after = sys.getrefcount(tensor)
@@ -171,6 +171,11 @@ _OWNERS_IN_PYTHON = _owners_in_python()
 def num_storage_owners(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects refer to a storage (torch 2.11-2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return,attr-defined]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called (torch 2.11-2.13)."""
+    return module._compiled_call_impl is not None
 
 
 def saves_by_hooks() -> bool:

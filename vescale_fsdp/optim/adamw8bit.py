@@ -320,7 +320,14 @@ class _Rates(NamedTuple):
 
     def as_tensors(self) -> _Rates:
         """Return all rates as tensors, so that compiled code is the same for all values."""
-        return _Rates(*(torch.as_tensor(rate, dtype=torch.float32) for rate in self))
+        return _Rates(
+            *(
+                rate.to(torch.float32)
+                if isinstance(rate, torch.Tensor)
+                else torch.tensor(rate, dtype=torch.float32, device="cpu")
+                for rate in self
+            )
+        )
 
 
 def _rates_of(group: Mapping[str, Any], step: torch.Tensor) -> _Rates:

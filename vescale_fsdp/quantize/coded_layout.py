@@ -185,7 +185,7 @@ class CodedLayout:
         for part in self._main:
             grid, run = self.grid_of(part), part.run
             at = torch.arange(
-                0, run.piece_numel, granule, device=device
+                0, run.piece_numel, granule, dtype=torch.int64, device=device
             )  # from the start of a piece, in elements
             band = at.div(grid.band_numel, rounding_mode="floor")
             block = at.remainder(grid.line_numel).div(grid.cols, rounding_mode="floor")

@@ -45,7 +45,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
 from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
-from vescale_fsdp.torch_private import is_view, note_sharded, saves_by_hooks
+from vescale_fsdp.torch_private import is_compiled, is_view, note_sharded, saves_by_hooks
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -117,9 +117,6 @@ class FSDPState:
         # Number of running methods of `register_fsdp_forward_method`. Such a method may call the forward, and read
         # parameters after the call, so the forward must not reshard.
         self._methods_running = 0
-        # Now and not at the first forward, which torch.compile may be tracing.
-        if states_of(*modules):
-            self._watch_recomputation()
         for module in modules:
             module.__dict__[_STATE] = self
             note_sharded(module, self.fsdp2)
@@ -169,22 +166,26 @@ class FSDPState:
             state.has_root, state.schedule = True, self.schedule
             state.join(self.comm)
         self.schedule.units = list(below)
+        # Hooks of inner modules would split the graphs of a root that is compiled as a whole.
+        if len(below) > 1 and not any(map(is_compiled, self.modules)):
+            self._watch_recomputation()
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def _watch_recomputation(self) -> None:
         """Notice forwards of the unit's inner modules that activation checkpointing will run again in the backward."""
         owners = {module for group in self.groups for param in group.params for module, _ in param.owners}
         # The unit's own modules read parameters in their forward at times that no hook sees.
-        if not owners.isdisjoint(self.modules):
+        if self._watches_owners or not owners.isdisjoint(self.modules):
             return
         self._watches_owners, self.may_recompute = True, False
         for module in owners:
             module.register_forward_pre_hook(self._note_recomputation)
 
     def _note_recomputation(self, *unused: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled function saves what its backward reads
-            without_graph = self._with_grad and not torch.is_grad_enabled()
-            self.may_recompute = self.may_recompute or without_graph or saves_by_hooks()
+        if torch.compiler.is_compiling():  # a compiled function saves what its backward reads
+            return
+        without_graph = self._with_grad and not torch.is_grad_enabled()
+        self.may_recompute = self.may_recompute or without_graph or saves_by_hooks()
 
     def renew(self, groups: list[ParamGroup]) -> None:
         """Replace the groups by groups over other ranks, and return to the state before the first forward.

@@ -65,8 +65,9 @@ def run_examples(file: Path) -> None:
     module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     examples = finder.find(module)
-    # doctest takes classes that are named by their package (`lazy.set_module`) for imported ones.
-    defined = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    # doctest takes what is named by its package (`lazy.set_module`) for imported.
+    kinds = ast.ClassDef | ast.FunctionDef
+    defined = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, kinds)]
     for value in (vars(module)[name] for name in defined):
         if value.__module__ != module.__name__:
             examples += finder.find(value, module=False, globs=vars(module))

@@ -462,6 +462,7 @@ def ragged_tensors(folder: Path) -> Call:
         made = RaggedDTensor.from_local(full.reshape(-1), mesh, [placement], shape=(8, 4))
         whole = vescale_fsdp.dtensor.redistribute(ragged, [Replicate()])
         later = vescale_fsdp.dtensor.redistribute(ragged, [Replicate()], async_op=True).wait()
+        assert vescale_fsdp.dtensor.set_implicit_gathers(True)
         vescale_fsdp.manual_seed(5)
         state = vescale_fsdp.get_rng_state()
         drawn = made.clone().normal_()

@@ -86,6 +86,7 @@ NOT_CALLED = {
     "vescale_fsdp.elastic.ElasticJob": "several processes: tests/vescale_fsdp/elastic",
     "vescale_fsdp.elastic.Membership": "likewise",
     "vescale_fsdp.elastic.StoreMembership": "likewise",
+    "vescale_fsdp.elastic.Quorum": "names of hosts alone: tests/vescale_fsdp/elastic",
     "vescale_fsdp.transfer.joint_ranks": "several jobs: tests/vescale_fsdp/transfer/test_joint_ranks.py",
     "vescale_fsdp.transfer.JointRanks": "likewise",
     "vescale_fsdp.conversion.HuggingFace": "several ranks: tests/checkpoint/formats/huggingface/test_form.py",

@@ -123,7 +123,7 @@ def _compile(library: Path) -> None:
         *(f"-L{folder}" for folder in library_paths()),
         *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         raise RuntimeError(f"the device cannot be built by {_compiler()}:\n{done.stderr[-4000:]}")
     unfinished.rename(library)

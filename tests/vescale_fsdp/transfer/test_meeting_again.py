@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from examples.serve_while_training import LIMIT_S, SECRET, run, started, wait_for_both
 from tests.support.distributed import _PRELOAD
+from tests.support.processes import wait_until
 from tests.vescale_fsdp.transfer.test_joint_ranks import free_port
 from vescale_fsdp.transfer.joint_ranks import joint_ranks
 
@@ -41,12 +41,11 @@ def test_the_place_of_a_dead_process_does_not_hold_up_others(tmp_path: Path) -> 
     context = multiprocessing.get_context("forkserver")
     dead = context.Process(target=waits_alone, args=(f"file://{file}",), daemon=True)
     dead.start()
-    deadline = time.monotonic() + LIMIT_S
-    while b"open" not in (file.read_bytes() if file.exists() else b""):
-        assert time.monotonic() < deadline and dead.exitcode is None, "waited for the engine's greeting"
-        time.sleep(0.01)
+    wait_until(
+        lambda: file.exists() and b"open" in file.read_bytes(), "the engine's greeting", limit_s=LIMIT_S
+    )
     dead.kill()
-    dead.join()
+    dead.join(LIMIT_S)
     jobs = {rank: started(tmp_path, f"file://{file}", rank) for rank in range(2)}
     try:
         assert wait_for_both(tmp_path, jobs, -1) >= 0

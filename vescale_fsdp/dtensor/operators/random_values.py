@@ -230,7 +230,7 @@ def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
             kwargs = {**kwargs, "generator": own}
         return _drawn(func, args, kwargs, like)
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(seed)
         return _drawn(func, args, kwargs, like)
 

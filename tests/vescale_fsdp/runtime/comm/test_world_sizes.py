@@ -54,6 +54,7 @@ def counts_of_a_step(num_units: int, kind: str) -> Counter[str]:
     """Operators, collectives and calls of functions of a third step, on the accelerator's branch."""
     model = sharded(num_units, kind)
     calls = 0
+    least = sys.maxsize  # of several steps: a collection of garbage in one of them calls functions, too
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
@@ -61,9 +62,12 @@ def counts_of_a_step(num_units: int, kind: str) -> Counter[str]:
 
     for _ in range(2):
         step(model)
-    sys.setprofile(count)
-    step(model)
-    sys.setprofile(None)
+    for _ in range(4):
+        calls = 0
+        sys.setprofile(count)
+        step(model)
+        sys.setprofile(None)
+        least = min(least, calls)
     with recording(model) as recorder:
         step(model)
         recorder.collectives.clear()
@@ -71,7 +75,7 @@ def counts_of_a_step(num_units: int, kind: str) -> Counter[str]:
             step(model)
     found = Counter({f"launch {name}": number for name, number in seen.names.items()})
     found.update(f"collective {each.name}" for each in recorder.collectives)
-    found["calls"] = calls
+    found["calls"] = least
     return found
 
 
