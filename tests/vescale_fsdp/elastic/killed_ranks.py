@@ -326,7 +326,11 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
                     store, step_without_store = None, _last_begun(folder)
             elif store is None and _last_begun(folder) > step_without_store:
                 store = bound_store("127.0.0.1", port, timedelta(seconds=60))
+            # Of all at once: those that were started would wait for the others, before they do another step.
+            others_go_on = bool(missing) and _num_going_on(folder) == len(living)
             for slot, number in list(missing.items()):
+                if slot not in missing:
+                    continue  # started with the other process of its node
                 node = {slot, slot ^ 1}
                 if cells[number].who == "node" and slot in cells[number].victims(number):
                     if not node <= set(missing):
@@ -336,7 +340,7 @@ def launch(folder: Path, cells: Sequence[Cell], num_steps: int, *, limit_s: floa
                 if (
                     living
                     and store is not None
-                    and (cells[number].is_prompt or (not is_last and _num_going_on(folder) == len(living)))
+                    and (cells[number].is_prompt or (not is_last and others_go_on))
                 ):
                     for each_slot in node & set(missing) if cells[number].who == "node" else {slot}:
                         start(each_slot)
