@@ -20,6 +20,8 @@ from vescale_fsdp.optim.compiled import CompiledFunction, compiles_on
 
 SHAPES = [(64, 80), (40, 96), (33, 65), (7,), (64, 96), (4, 64)]
 MORE = pytest.mark.part("numerics")
+# Inductor imports what torch 2.13 itself deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
