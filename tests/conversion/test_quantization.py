@@ -308,6 +308,14 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
         _convert(_folder(tmp_path / "hf", tensors, FP8_CONFIG), dequantize="bf16")
 
 
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
+def test_no_scales_are_damage(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """No size splits rows or columns into no blocks: the file is wrong, not the settings."""
+    tensors = {"o.weight": torch.ones(256, 128).to(FP8), "o.weight_scale_inv": torch.ones(shape)}
+    with pytest.raises(CorruptCheckpointError, check=lambda error: "o.weight" in error.where):
+        _convert(_folder(tmp_path / "hf", tensors), dequantize="bf16")
+
+
 def test_requantized_if_both_are_said(tmp_path: Path) -> None:
     """And a pattern keeps what the default would take."""
     torch.manual_seed(6)
