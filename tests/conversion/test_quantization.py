@@ -15,9 +15,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.dtype_zoo import same_bytes
+from vescale_fsdp.checkpoint.moves.coded_tensors import RawBytesView
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box
 
 FP8 = torch.float8_e4m3fn
 QUANTIZER: Any = SimpleNamespace(quantization_config=FineGrainedFP8Config())
@@ -220,6 +223,14 @@ def test_nf4_stored_under_another_dtype(tmp_path: Path, storage: torch.dtype) ->
     del tensors["up.weight.absmax"]
     with pytest.raises(CorruptCheckpointError):
         _convert(_folder(tmp_path / "torn", tensors, {"quant_method": "bitsandbytes"}), dequantize="fp32")
+
+
+def test_bytes_lie_in_the_items_around_them(tmp_path: Path) -> None:
+    """Bytes 3 to 8 of a tensor with two bytes per item are read from its items 1 to 4."""
+    save_file({"a": torch.arange(6, dtype=torch.int16)}, tmp_path / "model.safetensors")
+    source = open_source(str(tmp_path))
+    view = SourceView(source, "a", "a")
+    assert list(RawBytesView(view).parts(Box((3,), (6,)))) == [(view, Box((1,), (4,)))]
 
 
 @pytest.mark.parametrize("config", [None, {"quant_method": "fp8", "weight_block_size": [100, 100]}])
