@@ -15,9 +15,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.dtype_zoo import same_bytes
+from vescale_fsdp.checkpoint.moves.coded_tensors import RawBytesView
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box
 
 FP8 = torch.float8_e4m3fn
 QUANTIZER: Any = SimpleNamespace(quantization_config=FineGrainedFP8Config())
@@ -222,6 +225,14 @@ def test_nf4_stored_under_another_dtype(tmp_path: Path, storage: torch.dtype) ->
         _convert(_folder(tmp_path / "torn", tensors, {"quant_method": "bitsandbytes"}), dequantize="fp32")
 
 
+def test_bytes_lie_in_the_items_around_them(tmp_path: Path) -> None:
+    """Bytes 3 to 8 of a tensor with two bytes per item are read from its items 1 to 4."""
+    save_file({"a": torch.arange(6, dtype=torch.int16)}, tmp_path / "model.safetensors")
+    source = open_source(str(tmp_path))
+    view = SourceView(source, "a", "a")
+    assert list(RawBytesView(view).parts(Box((3,), (6,)))) == [(view, Box((1,), (4,)))]
+
+
 @pytest.mark.parametrize("config", [None, {"quant_method": "fp8", "weight_block_size": [100, 100]}])
 def test_a_block_size_is_never_guessed(tmp_path: Path, config: dict[str, Any] | None) -> None:
     """300 x 200 items with 3 x 2 scales: blocks of 100 to 149 rows fit, so config.json must say which."""
@@ -306,6 +317,14 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
         CorruptCheckpointError, check=lambda error: "(3, 1)" in error.got and "o.weight" in error.where
     ):
         _convert(_folder(tmp_path / "hf", tensors, FP8_CONFIG), dequantize="bf16")
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
+def test_no_scales_are_damage(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """No size splits rows or columns into no blocks: the file is wrong, not the settings."""
+    tensors = {"o.weight": torch.ones(256, 128).to(FP8), "o.weight_scale_inv": torch.ones(shape)}
+    with pytest.raises(CorruptCheckpointError, check=lambda error: "o.weight" in error.where):
+        _convert(_folder(tmp_path / "hf", tensors), dequantize="bf16")
 
 
 def test_requantized_if_both_are_said(tmp_path: Path) -> None:

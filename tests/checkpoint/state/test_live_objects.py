@@ -222,6 +222,27 @@ def test_states_of_torchs_functions_load_and_the_reverse(tmp_path: Path) -> None
             assert moments["exp_avg"].abs().sum() > 0
 
 
+def test_a_flat_key_may_have_parts_within_a_kind(tmp_path: Path) -> None:
+    """The parameter is the longest known name that begins the key, not all but the last part."""
+    model = nn.Linear(2, 1, bias=False)
+    flat = {"state.weight.extra.sums": torch.ones(1, 2)}
+    save(tmp_path / "c", {"model": model, "optimizer": flat})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    load(tmp_path / "c", {"model": model, "optimizer": optimizer}, include="optimizer.state.*")
+    assert torch.equal(optimizer.state[model.weight]["extra"]["sums"], torch.ones(1, 2))
+
+
+def test_an_option_that_was_a_tensor_becomes_the_number_it_is(tmp_path: Path) -> None:
+    """A schedule of the new run computes with numbers, whatever the saved run had."""
+    model = nn.Linear(2, 1)
+    saved = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False)
+    save(tmp_path / "c", {"model": model, "optimizer": saved})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    load(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    lr = optimizer.param_groups[0]["lr"]
+    assert type(lr) is float and lr == 0.25
+
+
 def test_groups_are_matched_by_name(tmp_path: Path) -> None:
     """Groups in another order, split or in part take their own options; those that disagree are refused."""
     model = Net(1)

@@ -366,3 +366,15 @@ def test_the_class_is_checked_by_the_table(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConversionError):
         save(tmp_path / "not", state, format=form)
     save(tmp_path / "unknown", state, format=HuggingFace(assets=tmp_path / "assets"))
+
+
+def test_a_tie_that_the_bytes_deny_is_kept_as_two(tmp_path: Path) -> None:
+    """Of tensors that config.json ties, one is left out only if all bytes are equal."""
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    state = {"model.embed_tokens.weight": torch.zeros(4, 3), "lm_head.weight": torch.zeros(4, 3)}
+    save(tmp_path / "equal", {"model": state}, format=HuggingFace(assets=str(tmp_path)))
+    assert load_file(tmp_path / "equal" / "model.safetensors").keys() == {"model.embed_tokens.weight"}
+    state["lm_head.weight"][-1, -1] = 1
+    with pytest.warns(UserWarning, match=r"lm_head\.weight"):
+        save(tmp_path / "other", {"model": state}, format=HuggingFace(assets=str(tmp_path)))
+    assert load_file(tmp_path / "other" / "model.safetensors").keys() == state.keys()
