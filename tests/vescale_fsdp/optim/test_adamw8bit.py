@@ -22,7 +22,7 @@ from tests.support.optim_cases import (
 )
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Flat, Tiles
-from vescale_fsdp.optim import AdamW8bit
+from vescale_fsdp.optim import AdamW8bit, structured_optimizer
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -201,3 +201,16 @@ def test_mistakes_are_refused(build: Callable[[torch.Tensor], Any], got: str) ->
     with pytest.raises(LayoutError) as caught:
         build(torch.nn.Parameter(torch.zeros(64, 64)))
     assert got in str(caught.value.got)
+
+
+def test_a_batch_writes_fp32_state_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two parameters that step as one batch, as on accelerators."""
+    monkeypatch.setattr(structured_optimizer, "launches", lambda device: True)
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizer = AdamW8bit([{"params": params, "state_bits": 32}], betas=(0.5, 0.75))
+    for param in params:
+        param.grad = torch.full((4,), 2.0)
+    optimizer.step()
+    for param in params:
+        assert optimizer.state[param]["exp_avg"].tolist() == [1.0] * 4
+        assert optimizer.state[param]["exp_avg_sq"].tolist() == [1.0] * 4

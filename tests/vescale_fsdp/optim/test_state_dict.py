@@ -431,3 +431,12 @@ def test_a_refused_state_leaves_the_options_as_they_are() -> None:
     _, got = refusal(optimizer, saved)
     assert got == str(sorted(saved["state"][0]))
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in before] != [0.5]
+
+
+def test_load_state_dict_itself_refuses_other_options() -> None:
+    """Also where nothing has called check_state_dict before."""
+    param = nn.Parameter(torch.zeros(64, 64))
+    saved = AdamW8bit([param], block=Flat(256)).state_dict()
+    optimizer = AdamW8bit([param], block=Flat(128))
+    with pytest.raises(CheckpointError, check=lambda error: error.where == "param group 0 of AdamW8bit"):
+        optimizer.load_state_dict(saved)

@@ -139,6 +139,15 @@ def test_a_small_part_of_a_large_group_reads_little(back: bool) -> None:
     assert 40 <= sum(asked) <= 80
 
 
+def test_a_misfit_names_the_input() -> None:
+    """The number of the tensor that does not fit; None if all do."""
+    tall = Stack(2).misfit([(3,), (3,)])
+    wide = Pad(1, 4).misfit([(2, 5)])
+    assert tall is not None and tall[0] == 0
+    assert wide is not None and wide[0] == 0
+    assert Pad(1, 5).misfit([(2, 5)]) is None
+
+
 def test_views_of_other_values_have_other_identities() -> None:
     """A run resumes only if these are equal: every argument counts, and casts on the way to the same type."""
     a, f16, f32 = _Array(_count(4, 12)), dtype_from_torch("float16"), dtype_from_torch("float32")

@@ -13,6 +13,7 @@ from tests.support.distributed import cpu_mesh, run_threads
 from tests.support.dtensor_conformance import plain
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.layout.placement import RaggedShard
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum of a transpose": lambda p: p.T.sum(0),
@@ -87,3 +88,15 @@ def read(num_ranks: int) -> int:
 def test_reads_are_those_of_plain_tensors(num_ranks: int) -> None:
     """Values are equal, and gradients are equal and cut like the parameter, whatever its cut."""
     assert run_threads(num_ranks, read, num_ranks) == [4 * (len(READS) + len(TERMS))] * num_ranks
+
+
+def integer_extremes() -> tuple[int, int]:
+    cut = RaggedShard.from_piece_numels((4,), [4, 0])
+    x = distribute_tensor(torch.tensor([-3, -2, -7, -5]), cpu_mesh(), [cut])
+    y = distribute_tensor(torch.tensor([3, 2, 7, 5]), cpu_mesh(), [cut])
+    return int(x.max().full_tensor()), int(y.min().full_tensor())
+
+
+def test_an_empty_piece_does_not_change_an_integer_extreme() -> None:
+    """A rank without elements adds the least or the largest integer, not a zero."""
+    assert run_threads(2, integer_extremes) == [(-2, 2)] * 2

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from vescale_fsdp import fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
@@ -174,3 +174,17 @@ def exchanged() -> float:
 def test_pieces_of_one_shard_change_places() -> None:
     """Being in the same memory is not enough: each piece must be at its own place."""
     assert run_ranks(1, exchanged) == [0.0]
+
+
+def assigned_in_part() -> str:
+    model = shard(values("plain"), "plain")
+    model.emb.weight = nn.Parameter(model.emb.weight.detach().double())
+    with pytest.raises(LifecycleError) as caught:
+        model(torch.randn(4, 11))
+    return str(caught.value.got)
+
+
+def test_one_parameter_of_another_dtype_is_refused() -> None:
+    """A group has one dtype, so a forward does not copy the pieces of two into one shard."""
+    kinds = ["torch.float32 on cpu", "torch.float64 on cpu"]
+    assert run_threads(2, assigned_in_part) == [str(kinds)] * 2
