@@ -23,7 +23,10 @@ pytestmark = pytest.mark.lab
 
 MESSAGE_BYTES = 1 << 20  # 1 MiB
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 32 with time stamps
-PRINT_NODE = "import os, socket; print(socket.gethostname(), *os.listdir('/dev/shm'), *os.listdir('/tmp'))"
+# Without the folder of /tmp that holds the checkout, if one does: nodes share the checkout.
+PRINT_NODE = """import os, socket
+own = [name for name in os.listdir('/tmp') if not f'{os.getcwd()}/'.startswith(f'/tmp/{name}/')]
+print(socket.gethostname(), *os.listdir('/dev/shm'), *own)"""
 
 
 @pytest.fixture(scope="module")
