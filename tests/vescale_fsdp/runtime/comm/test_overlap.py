@@ -196,7 +196,7 @@ def in_a_thread(waits: bool) -> list[str]:
             if waits:
                 own.wait_stream(recorder.current())
             with recorder.on(RecordedStream(recorder, "this thread")):
-                pool.submit(backward, loss).result()
+                pool.submit(backward, loss).result(60)
             if waits:
                 recorder.current().wait_stream(own)
             with torch.no_grad():
