@@ -4,6 +4,7 @@ can hold one model only asks which."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -291,7 +292,7 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, check=lambda error: error.got.split()[0] == "x"):
         run(state, ("x", "a"), ("x", "b"), ("y", "c"), model_prefix="generator")
     state = {"a": torch.ones(2), "train_state": {"step": torch.ones(4)}}
-    with pytest.raises(ConversionError, match=r"a and train_state\.step become train_state\.step"):
+    with pytest.raises(ConversionError, match=r"\ba\b.*\btrain_state\.step\b"):
         run(state, ("train_state.step", "a"))
 
 
@@ -326,4 +327,4 @@ def test_commands_name_the_models(tmp_path: Path) -> None:
     out = run("to-hf", path, str(tmp_path / "hf"), "--model-prefix", "generator")
     assert out.returncode == 0, out.stderr
     both = run("diff", path, str(tmp_path / "hf"), "--model-prefix", "generator")
-    assert both.returncode == 0 and "4 tensors compared, 0 differences" in both.stdout
+    assert both.returncode == 0 and re.findall(r"\d+", both.stdout.splitlines()[-1]) == ["4", "0"]
