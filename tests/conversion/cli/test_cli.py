@@ -123,7 +123,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
     command = [sys.executable, "-c", code, "to-hf", source, str(tmp_path / "out")]
     result = run_command(command)
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "make room" in result.stderr
+    assert f"{tmp_path}/out" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -288,7 +288,7 @@ def test_progress_is_for_terminals(source: str, tmp_path: Path, quiet: bool) -> 
     os.close(follower)
     shown = _shown(leader)
     os.close(leader)
-    assert done.returncode == 0 and ("B/s" in shown) == (not quiet) and "no config.json" in shown
+    assert done.returncode == 0 and ("B/s" in shown) == (not quiet) and "config.json" in shown
     assert ("wrote 3 tensors" in done.stdout) == (not quiet)
     again = run_command([*command, "--overwrite"])
     assert "B/s" not in again.stderr

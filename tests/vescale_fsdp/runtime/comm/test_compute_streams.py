@@ -65,7 +65,7 @@ def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: b
     """The next gather waits for both, not for the last one alone."""
     for hazards in run_ranks(1, two_towers, context):
         assert (hazards == []) == is_safe
-        assert all("freed to stream1 are still used by [('compute', " in hazard for hazard in hazards)
+        assert all("stream1" in hazard and "compute" in hazard for hazard in hazards)
 
 
 class Towers(nn.Module):
