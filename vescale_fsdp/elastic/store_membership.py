@@ -29,6 +29,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -146,10 +147,14 @@ class StoreMembership:
             PlacementError: if processes have different secrets.
         """
         assert self._rendezvous is not None, "this process has left the job"
-        while (agreed := self._backend.agreed_after(self._rendezvous, self._timeout_s)) is None:
-            pass  # the state was an older one: the store was lost meanwhile
-        epoch, members = agreed
-        return Quorum(epoch, members, members.index(self.name), self._store_of(epoch, members[0]))
+        while True:
+            agreed = self._backend.agreed_after(self._rendezvous, self._timeout_s)
+            if agreed is None:
+                continue  # the state was an older one: the store was lost meanwhile
+            epoch, members = agreed
+            store = self._store_of(epoch, members[0])
+            if store is not None:
+                return Quorum(epoch, members, members.index(self.name), store)
 
     def has_changed(self) -> bool:
         """Return whether members have left or processes wait, as of the last keep-alive. Does not ask the store."""
@@ -166,22 +171,48 @@ class StoreMembership:
             self._rendezvous.shutdown()
         self._rendezvous = self._epoch_store = self._own_store = None
 
-    def _store_of(self, epoch: int, first: str) -> dist.Store:
-        """Connect to the store of an epoch, which the process called ``first`` hosts."""
+    def _store_of(self, epoch: int, first: str) -> dist.Store | None:
+        """Connect to the store of an epoch, which the process called ``first`` hosts; None if a member is lost."""
         if first == self.name:
             assert self._own_store is not None
-            store: dist.Store = self._own_store
+            store: dist.Store | None = self._own_store
         else:
-            host, port = _address(first)
-            timeout = timedelta(seconds=self._timeout_s)
-            store = within(
-                self._timeout_s,
-                lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
-                f"{first}, the store of the first process of epoch {epoch}",
-            )
+            store = self._connected(epoch, first)
+        if store is None:
+            return None
         store = _EpochStore(store, self._timeout_s, self)
         self._epoch_store = store if self._secret is None else SignedStore(store, self._secret)
         return dist.PrefixStore(f"epoch-{epoch}", self._epoch_store)
+
+    def _connected(self, epoch: int, first: str) -> dist.Store | None:
+        """Connect to the store in the process called ``first``; None if a member is lost meanwhile."""
+        host, port = _address(first)
+        deadline_s, attempt_s = time.monotonic() + self._timeout_s, 1.0
+        while not _refuses(first) and not self._backend.has_lost():
+            # torch retries a refused connection for the whole time-out: a process that ends during an attempt is
+            # found before the next, and a store with thousands of clients gets longer attempts.
+            attempt_s = min(attempt_s, max(deadline_s - time.monotonic(), _POLL_S))
+            try:
+                store = within(
+                    attempt_s + 1,
+                    partial(
+                        dist.TCPStore,
+                        host,
+                        port,
+                        is_master=False,
+                        wait_for_workers=False,
+                        timeout=timedelta(seconds=attempt_s),
+                    ),
+                    f"{first}, the store of the first process of epoch {epoch}",
+                )
+            except RuntimeError:  # torch's errors of a store, and LifecycleError
+                if time.monotonic() > deadline_s:
+                    raise
+                attempt_s *= 2
+            else:
+                store.set_timeout(timedelta(seconds=self._timeout_s))
+                return store
+        return None
 
 
 class _EpochStore(BoundedStore):
