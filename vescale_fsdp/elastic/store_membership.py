@@ -26,6 +26,7 @@ import json
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -302,7 +303,9 @@ class _Backend(RendezvousBackend):
         self._epoch = -1  # number of the last epoch of this process; -1: none yet
         self._members: tuple[str, ...] = ()  # its members
         self._lost: set[str] = set()  # those of them that are known to have left or ended
-        self._is_waiting = False  # whether this process waits for an epoch, or is in one
+        # The thread that waits for an epoch; None in an epoch. Keep-alives that are under way when a wait begins are still
+        # those of the epoch: as part of the wait, they would give the round that ends the number of the next.
+        self._waiting_thread: int | None = None
         self._began_s = 0.0  # when it began to wait, as all times below by `time.monotonic`
         self._agreed: tuple[int, tuple[str, ...]] | None = None
         # Distinguishes stores: in one that is not of the last epoch, members are awaited that have not come yet.
@@ -317,6 +320,11 @@ class _Backend(RendezvousBackend):
     def name(self) -> str:
         """The name of this kind of backend."""
         return "vescale_fsdp"
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether this thread waits for an epoch."""
+        return self._waiting_thread == threading.get_ident()
 
     # -- called by torch's handler ----------------------------------------------------------------------
 
@@ -448,7 +456,8 @@ class _Backend(RendezvousBackend):
 
     def agreed_after(self, rendezvous: Any, timeout_s: float) -> tuple[int, tuple[str, ...]] | None:
         """Take part in a rendezvous. Returns number and members of the next epoch; None if it must be repeated."""
-        self._is_waiting, self._agreed, self._began_s = True, None, time.monotonic()
+        self._waiting_thread, self._agreed = threading.get_ident(), None
+        self._began_s = time.monotonic()
         self._link.deadline_s = self._began_s + timeout_s
         self._gone.clear()
         try:
@@ -474,7 +483,7 @@ class _Backend(RendezvousBackend):
         if self._agreed is not None:
             self._epoch, self._members = self._agreed
             self._last_origin, self._link.deadline_s = self._origin, 0.0
-            self.has_changed, self._lost, self._is_waiting = False, set(), False
+            self.has_changed, self._lost, self._waiting_thread = False, set(), None
         return self._agreed
 
     def _awaited(self, text: str) -> str | None:
