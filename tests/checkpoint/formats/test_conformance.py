@@ -382,7 +382,9 @@ def test_a_reader_gives_what_a_writer_wrote(written: Written, writer: str, reade
     assert READERS[reader].violations(written.path(writer), FORMATS[writer]) == []
 
 
-@pytest.mark.parametrize("ranks", [SAVING_RANKS, SAVING_RANKS + 1])
+@pytest.mark.parametrize(
+    "ranks", [SAVING_RANKS, pytest.param(SAVING_RANKS + 1, marks=pytest.mark.part("formats"))]
+)
 @pytest.mark.parametrize("writer", FORMATS)
 def test_ranks_load_what_a_writer_wrote(written: Written, writer: str, ranks: int) -> None:
     """Onto the ranks that saved and onto others, sharded every way; values of single ranks are merged there."""
