@@ -88,7 +88,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("dcp", 1), ("native", 1), ("dcp", 3)])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("native", 1), ("dcp", 3), pytest.param("dcp", 1, marks=pytest.mark.part("formats"))]
+)
 def test_killed_at_ten_moments(
     kind: str, parts: int, sources: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -392,7 +392,9 @@ def test_torchs_converter_reads_a_dcp_folder(tmp_path: Path) -> None:
     assert violations(leaves_of(state), leaves_of(read)) == []
 
 
-@pytest.mark.parametrize("ranks", [SAVING_RANKS, SAVING_RANKS + 1])
+@pytest.mark.parametrize(
+    "ranks", [SAVING_RANKS, pytest.param(SAVING_RANKS + 1, marks=pytest.mark.part("formats"))]
+)
 @pytest.mark.parametrize("writer", FORMATS)
 def test_ranks_load_what_a_writer_wrote(written: Written, writer: str, ranks: int) -> None:
     """Onto the ranks that saved and onto others, sharded every way; values of single ranks are merged there."""
