@@ -247,6 +247,13 @@ class Coordinator:
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         """All-reduce an integer CPU tensor in place by MAX. A collective."""
 
+    def wait_for_all(self, doing: str) -> None:
+        """Wait until all ranks have called this. A collective.
+
+        Raises:
+            UnreachableError: if a rank was lost.
+        """
+
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         """Start an all-reduce by MAX. A collective. The returned function waits for the result, and returns it."""
         return lambda: list(numbers)
@@ -540,6 +547,11 @@ class GroupCoordinator(Coordinator):
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         with self._reaching("comparing numbers"):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+
+    def wait_for_all(self, doing: str) -> None:
+        with self._reaching(doing):
+            # Not an all-reduce: gloo passes its parts around a ring, which takes a message per rank, twice.
+            dist.barrier(group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         # Only `SaveSchedule` calls this, one call per step: what a rank that is late has not finished is the last call.

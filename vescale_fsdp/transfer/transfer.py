@@ -10,7 +10,7 @@ One transfer, on every rank:
     2  agree     an all-reduce of the largest magnitudes of quantization blocks that span ranks, if there are any
     3  exchange  messages, see `exchange`
     4  finish    an all-reduce: if any rank failed, all raise
-    5  decide    a second all-reduce: where it succeeds, all ranks know that all were ready
+    5  decide    a barrier: where it succeeds, all ranks know that all were ready
     6  commit    copy second copies into the target: small tensors, or with ``keep_old`` all
 
 If a rank is killed during step 4 or 5, that collective may succeed on some ranks and fail on others. Ranks on which it
@@ -450,7 +450,7 @@ class Transfer:
                     raise
                 is_ready = True
             are_all_ready = True
-            own.raise_together(None, "committing a state", outcome)
+            own.wait_for_all("committing a state")
         except BaseException as failure:
             # An error that the collective has reported is raised on all ranks. So is that of a rank that was not ready.
             is_reported = isinstance(failure, CheckpointError) and not isinstance(failure, UnreachableError)

@@ -214,24 +214,29 @@ def plans_once() -> None:
     assert sorted(known) == sorted(buffer.data_ptr() for buffer in pool._free)
 
 
-def fails_on_one_rank(transfer: Transfer, call: int) -> Any:
-    """Patch: a run's collective with this number (1: start, 2: finish, 3: decide) is done, and then fails here."""
-    real, calls = GroupCoordinator._max, list[int]()
+def fails_on_one_rank(transfer: Transfer, call: str) -> Any:
+    """Patch: one of the collectives that end a run, "finish" or "decide", is done, and then fails here."""
+    name = {"finish": "raise_together", "decide": "wait_for_all"}[call]
+    real: Any = getattr(GroupCoordinator, name)
 
-    def breaking(self: GroupCoordinator, *args: Any) -> list[int]:
-        found: list[int] = real(self, *args)
-        calls.append(1)
-        if self is transfer._coordinator and len(calls) == call:
+    def breaking(self: GroupCoordinator, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs)
+        if self is transfer._coordinator and "starting a transfer" not in args:
             raise UnreachableError("planted")
         return found
 
-    return mock.patch.object(GroupCoordinator, "_max", breaking)
+    return mock.patch.object(GroupCoordinator, name, breaking)
 
 
 def ranks_are_lost_as_they_meet() -> None:
     """One of the last collectives fails on one rank only: all ranks commit or none does, all have the same version."""
     plan, (state, into) = pair()
-    for keep_old, victim, call in ((True, 0, 2), (False, 3, 2), (True, 3, 3), (False, 0, 3)):
+    for keep_old, victim, call in (
+        (True, 0, "finish"),
+        (False, 3, "finish"),
+        (True, 3, "decide"),
+        (False, 0, "decide"),
+    ):
         transfer = Transfer(plan, keep_old=keep_old, ranks=dist.new_group())
         for local in map(local_of, (into or {}).values()):
             local.fill_(7)
@@ -244,7 +249,9 @@ def ranks_are_lost_as_they_meet() -> None:
         assert {outcome[:2] for outcome in outcomes} in ({(True, True)}, {(False, False)}), outcomes
         assert len({outcome[2] for outcome in outcomes[2:]}) == 1, outcomes
         assert outcomes[2][2] == outcomes[2][0]
-        assert error is None or call == 2  # if only the last collective fails, the others have committed
+        assert (
+            error is None or call == "finish"
+        )  # if only the last collective fails, the others have committed
     again = Transfer(plan, ranks=dist.new_group(), version=transfer.version)
     again.run(state, into, version=20 if dist.get_rank() == 1 else None)
     assert again.version == 20
@@ -273,7 +280,7 @@ def the_store_is_lost_before_all_have_read() -> None:
         with ExitStack() as patched:
             if is_cut_off:
                 patched.enter_context(lost)
-                patched.enter_context(fails_on_one_rank(transfer, 3))
+                patched.enter_context(fails_on_one_rank(transfer, "decide"))
             error = met(lambda: transfer.run(state, into, version=4))  # noqa: B023  called at once
         is_as_before = all(
             torch.equal(old, local_of(tensor))
