@@ -303,8 +303,8 @@ class _Backend(RendezvousBackend):
         self._epoch = -1  # number of the last epoch of this process; -1: none yet
         self._members: tuple[str, ...] = ()  # its members
         self._lost: set[str] = set()  # those of them that are known to have left or ended
-        # The thread that waits for an epoch; None in an epoch. Keep-alives that are under way when a wait begins are still
-        # those of the epoch: as part of the wait, they would give the round that ends the number of the next.
+        # The thread that waits for an epoch; None in an epoch. Keep-alives that are under way when a wait begins still
+        # belong to the epoch: as part of the wait, they would give the round that ends the number of the next.
         self._waiting_thread: int | None = None
         self._began_s = 0.0  # when it began to wait, as all times below by `time.monotonic`
         self._agreed: tuple[int, tuple[str, ...]] | None = None
