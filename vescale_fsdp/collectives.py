@@ -755,14 +755,15 @@ def break_group(group: dist.ProcessGroup) -> None:
         return
     backends = set(_backends_of(group).values())
     if "gloo" in backends:
-        # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections of the group. The
-        # source may be any other rank, because no rank sends a message with this tag.
+        # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections of the group. A
+        # receive from a rank whose connection is closed does not: it fails at once, and leaves other connections open.
         room = torch.empty(1, dtype=torch.uint8, device="cpu")
-        # RuntimeError is expected: the time-out, or connections that another rank has closed already.
-        with suppress(RuntimeError):
-            work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
+        for rank in set(range(group.size())) - {group.rank(), *closed_peers(group)}:
+            with suppress(RuntimeError):  # the time-out, or a connection that another rank has just closed
+                # No rank sends a message with this tag.
+                work = dist.irecv(room, group=group, group_src=rank, tag=_BREAK_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
     if backends - {"gloo"}:
         group.abort()
     for part in _node_groups.get(group, ()):

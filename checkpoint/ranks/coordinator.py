@@ -247,6 +247,13 @@ class Coordinator:
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         """All-reduce an integer CPU tensor in place by MAX. A collective."""
 
+    def wait_for_all(self, doing: str) -> None:
+        """Wait until all ranks have called this. A collective.
+
+        Raises:
+            UnreachableError: if a rank was lost.
+        """
+
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         """Start an all-reduce by MAX. A collective. The returned function waits for the result, and returns it."""
         return lambda: list(numbers)
@@ -272,14 +279,11 @@ class Coordinator:
         """Send and receive tensors as `begin_exchange` does, and wait until all transfers are done."""
         self.begin_exchange(outgoing, incoming)()
 
-    def decide(self, name: str, word: str, done: str) -> str:
+    def decide(self, name: str, word: str) -> str:
         """Enter ``word`` in the ranks' store under a name, and return the word that any rank entered first.
 
         Does not wait for other ranks, with one exception: rank 0, whose process may host the store, waits up to 5 s
         until all ranks have read `COMMIT`, because a rank that cannot read the store assumes `ABORT`.
-
-        Args:
-            done: an earlier name that all ranks have read; rank 0 deletes its entry.
 
         Raises:
             CheckpointError: if the ranks' store cannot be reached.
@@ -291,7 +295,7 @@ class Coordinator:
         return ""
 
     def leave(self, name: str, rank: int | None) -> tuple[int, ...]:
-        """Close this group's connections after an `UnreachableError`, so that no rank waits for this one.
+        """Close this group's connections after a collective or message failed, so that no rank waits for this one.
 
         Args:
             name: name of an entry in the ranks' store, the same on all ranks that leave for the same reason.
@@ -343,7 +347,7 @@ class GroupCoordinator(Coordinator):
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
 
-    def decide(self, name: str, word: str, done: str) -> str:
+    def decide(self, name: str, word: str) -> str:
         store = store_of(self.group)
         doing = f"rank {self.rank}, {name}"
         try:
@@ -360,11 +364,11 @@ class GroupCoordinator(Coordinator):
         decision = entered.decode()
         with suppress(RuntimeError):  # the decision is final, even if the store is lost now
             # Twice the time that rank 0 waits for readers, so that the limit ends only a call that hangs.
-            within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision, done), doing)
+            within(2 * _READERS_S, lambda: self._wait_for_readers(store, name, decision), doing)
         return decision
 
-    def _wait_for_readers(self, store: dist.Store, name: str, decision: str, done: str) -> None:
-        """Count this rank as a reader of a decision. Rank 0 waits until all ranks have read `COMMIT`, and cleans up."""
+    def _wait_for_readers(self, store: dist.Store, name: str, decision: str) -> None:
+        """Count this rank as a reader of a decision. Rank 0 waits until all ranks have read `COMMIT`."""
         num_read = store.add(f"{name} read", 1)
         if self.rank == 0:
             deadline_s = time.monotonic() + _READERS_S
@@ -372,13 +376,9 @@ class GroupCoordinator(Coordinator):
                 # This process may host the store, and may exit after the decision.
                 time.sleep(_POLL_S)
                 num_read = store.add(f"{name} read", 0)  # adding 0 reads the counter
-            store.delete_key(done)
-            store.delete_key(f"{done} read")
 
     def leave(self, name: str, rank: int | None) -> tuple[int, ...]:
         lost = closed_peers(self.group)
-        if not lost and rank is None:  # the group still works
-            return ()
         if 1 < len(lost) == self.world_size - 1:  # gloo closes all connections when a wait times out
             lost = []
         if not lost and rank is not None:
@@ -547,6 +547,11 @@ class GroupCoordinator(Coordinator):
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         with self._reaching("comparing numbers"):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+
+    def wait_for_all(self, doing: str) -> None:
+        with self._reaching(doing):
+            # Not an all-reduce: gloo passes its parts around a ring, which takes a message per rank, twice.
+            dist.barrier(group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         # Only `SaveSchedule` calls this, one call per step: what a rank that is late has not finished is the last call.

@@ -10,7 +10,8 @@
 Alternatives: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
 broadcasting it to the engine, which keeps its shard; saving to memory (``/dev/shm``) and loading from there. Medians
 over alternating rounds, of the slowest rank. Extra memory is the growth of the resident set's high-water mark.
-The last rows are plans for 4,096 simulated trainer ranks and 1,024 engine ranks.
+Further rows are the speed of packing transposed matrices, and plans for 4,096 simulated trainer ranks and 1,024 engine
+ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
 from vescale_fsdp.transfer.links import Link, codes, permute, scales
+from vescale_fsdp.transfer.packing import copy_box
 from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 from vescale_fsdp.transfer.transfer import Transfer
@@ -258,6 +261,30 @@ def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None
     dist.destroy_process_group()
 
 
+def packing_rows() -> list[Row]:
+    """Speed of packing a transposed half of a matrix, and of torch's `copy_`, alternating, on one thread."""
+    torch.set_num_threads(1)
+    rows = []
+    for cols in (INTER, 4096):
+        box = torch.randn(HIDDEN, cols).to(torch.bfloat16)[:, : cols // 2].t()
+        out = torch.empty(box.shape, dtype=torch.bfloat16)
+        ways: dict[str, Callable[[], Any]] = {
+            "tiles": partial(copy_box, box, out),
+            "copy_": partial(out.copy_, box),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(21):
+            for name, way in ways.items():
+                start_s = time.thread_time()
+                way()
+                seconds[name].append(time.thread_time() - start_s)
+        tiles, copy = (out.nbytes / 1e9 / statistics.median(each[1:]) for each in seconds.values())
+        rows.append(
+            Row(f"transpose, rows {cols} apart", "speed, CPU time", "GB/s", tiles, copy, "copy_", ">= 1.0")
+        )
+    return rows
+
+
 def needed(bench: Bench) -> int:
     """Bytes of the engine's shards, none of which it has yet."""
     return sum(
@@ -375,7 +402,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     case = "4096 to 1024 ranks, 1000 tensors"
-    rows = rows_of(ranks, 64 * MIB)
+    rows = [*rows_of(ranks, 64 * MIB), *packing_rows()]
     rows.append(Row(case, "plan and totals", "CPU s", plan_s, None, None, "<= 10"))
     rows.append(Row(case, "plan and totals", "MiB", plan_mib, None, None, "<= 1024"))
     print_table(rows)

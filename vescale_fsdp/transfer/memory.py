@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -22,18 +22,21 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.torch_private import local_of, storage_id, storage_ids, versions_of
+from vescale_fsdp.torch_private import foreach_copy_, local_of, storage_id, storage_ids, versions_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import CodedKey, SourceTensor
 from vescale_fsdp.transfer.packing import gather, scatter
-from vescale_fsdp.transfer.plan import TransferPlan
+from vescale_fsdp.transfer.plan import ALIGN_BYTES, TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Batch, Share
 
 # Dtypes that all copy kernels support. A view in another dtype costs as much as the copy of a small tensor.
 _COPIED_AS_IS = frozenset(
     {torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32, torch.int64}
 )
+_SMALL_BYTES = (
+    64 << 10
+)  # 64 KiB: a copy of this costs less than the views and calls for several parts of a tensor
 
 
 class PlannedPart(NamedTuple):
@@ -145,6 +148,71 @@ def _as_carrier(local: torch.Tensor) -> torch.Tensor:
     return local if local.dtype in _COPIED_AS_IS else local.view(carrier_of(local.dtype))
 
 
+class Stage:
+    """A buffer with copies of a rank's small tensors of one state, reused by all runs of a transfer.
+
+    A view and a copy for each part of each tensor would take longer than sending. In the buffer, tensors of one shape
+    are at regular distances, so that one operator copies their parts to or from a message.
+
+    Args:
+        parts: the rank's parts of the state.
+        limit_bytes: largest size of the buffer. Tensors that do not fit are not staged.
+
+    Attributes:
+        starts: index of the first item of each staged tensor in the buffer, in items, by tensor number.
+        nbytes: size of the buffer.
+        flats: each staged tensor in the buffer, by tensor number; filled by `fit`.
+    """
+
+    def __init__(self, parts: Iterable[PlannedPart], limit_bytes: int) -> None:
+        self.starts: dict[int, int] = {}
+        self.nbytes = 0
+        self.flats: dict[int, _Flat] = {}
+        self._views: list[torch.Tensor] = []  # of the staged tensors, in their shapes in the state
+        small = [
+            part
+            for part in parts
+            if part.dtype in _COPIED_AS_IS and part.numel * part.dtype.itemsize <= _SMALL_BYTES
+        ]
+        # One shape after the other. `sorted` keeps the order of tensors of one shape, in which they are sent too.
+        for part in sorted(small, key=lambda part: (str(part.dtype), part.numel)):
+            nbytes = -(-part.numel * part.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+            if self.nbytes + nbytes > limit_bytes:
+                break
+            self.starts[part.number] = self.nbytes // part.dtype.itemsize
+            self.nbytes += nbytes
+        self._parts = [part for part in small if part.number in self.starts]
+
+    def fit(self, locals_by_number: Mapping[int, torch.Tensor]) -> None:
+        """Allocate the buffer at first use, and view it in the shapes of this rank's tensors."""
+        if not self._parts:
+            return
+        locals_ = [locals_by_number[part.number] for part in self._parts]
+        if not self.flats or self._views[0].device != locals_[0].device:
+            buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=locals_[0].device)
+            typed = {part.dtype: buffer.view(part.dtype) for part in self._parts}
+            self._views = []
+            for part in self._parts:
+                start = self.starts[part.number]
+                view = typed[part.dtype][start : start + part.numel]
+                self.flats[part.number] = _Flat(view, view, start)
+                self._views.append(view)
+        self._views = [
+            view if view.shape == local.shape else view.view(local.shape)
+            for view, local in zip(self._views, locals_, strict=True)
+        ]
+
+    def fill(self, locals_by_number: Mapping[int, torch.Tensor]) -> None:
+        """Copy tensors of the state into the buffer."""
+        if self._parts:
+            foreach_copy_(self._views, [locals_by_number[part.number] for part in self._parts])
+
+    def empty(self, locals_by_number: Mapping[int, torch.Tensor]) -> None:
+        """Copy the buffer into the tensors of the state."""
+        if self._parts:
+            foreach_copy_([locals_by_number[part.number] for part in self._parts], self._views)
+
+
 _watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its run of a transfer
 _watches_lock = Lock()  # an optimizer may step on another thread than the transfer's
 
@@ -177,7 +245,6 @@ class SourceWatch:
         tensors: the tensors to watch; the local tensor of a DTensor, which has its own counter, is watched too.
 
     Attributes:
-        storages: `storage_id` of each tensor.
         is_stepped: whether an optimizer of any of the tensors has begun a step.
     """
 
@@ -186,7 +253,7 @@ class SourceWatch:
         locals_ = [local_of(tensor) for tensor in tensors]
         pairs = zip(tensors, locals_, strict=True)
         watched = [*locals_, *(tensor for tensor, local in pairs if tensor is not local)]
-        self.storages = storage_ids(locals_)
+        self._locals = locals_
         self.is_stepped = False
         with _watches_lock:  # two threads could run a function with `lru_cache` at the same time
             _watch_optimizers()
@@ -194,6 +261,11 @@ class SourceWatch:
         # Inference tensors have no version counter.
         self._watched = [item for item in watched if not item.is_inference()]
         self._versions = versions_of(self._watched)
+
+    @cached_property
+    def storages(self) -> set[int]:
+        """`storage_id` of each tensor; computed if an optimizer steps, which is rare during a transfer."""
+        return storage_ids(self._locals)
 
     def check(self) -> None:
         """Check that no tensor was written to since the watch was created.
@@ -290,15 +362,23 @@ class Origin:
 
     Args:
         locals_by_number: this rank's local tensors, by tensor number in the source's description.
+        stage: the buffer for small tensors, which is filled here.
 
     Attributes:
         coded: this rank's parts of quantized tensors, with the largest magnitude of each block.
     """
 
-    def __init__(self, plan: TransferPlan, rank: int, locals_by_number: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, plan: TransferPlan, rank: int, locals_by_number: Mapping[int, torch.Tensor], stage: Stage
+    ) -> None:
         self._plan = plan
         self._rank = rank
-        self._flats = {number: _Flat.of(local) for number, local in locals_by_number.items()}
+        stage.fit(locals_by_number)
+        stage.fill(locals_by_number)
+        self._flats = dict(stage.flats)
+        for number, local in locals_by_number.items():
+            if number not in stage.starts:
+                self._flats[number] = _Flat.of(local)
         self._scales: dict[CodedKey, _Flat] = {}
         self.coded: dict[CodedKey, CodedTensor] = {}
         for key, source in _coded_sources(plan).items():
@@ -323,11 +403,11 @@ class Origin:
         # Only the side with the wider dtype casts, so that the narrower one is sent; here, the sender.
         casts = placed.narrowed
         boxes = []
-        for leaf, _, sizes, source, strides, _, _ in batch.shares:
+        for leaf, sizes, strides, start in batch.sources:
             tensor = leaves[leaf].source
             flat = self._flats[tensor.number] if key is None else self._scales_of(tensor)
             items, offset = flat.view(casts)
-            boxes.append(items.as_strided(sizes, strides, offset + source))
+            boxes.append(items.as_strided(sizes, strides, offset + start))
         gather(boxes, out.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype))
 
     def _scales_of(self, source: SourceTensor) -> _Flat:
@@ -348,6 +428,7 @@ class Destination:
         locals_by_number: this rank's local tensors, by tensor number in the target's description.
         keep_old: fill a second copy, which `commit` copies into the target.
         copies: second copies of earlier runs, by tensor number, for reuse. Missing copies are added.
+        stage: the second copy of small tensors, which have one also without ``keep_old``.
 
     Attributes:
         is_mixed: whether the target may have a mixture of old and new weights. The caller sets it before it fills a
@@ -361,13 +442,18 @@ class Destination:
         *,
         keep_old: bool,
         copies: dict[int, torch.Tensor],
+        stage: Stage,
     ) -> None:
         self._plan = plan
         self._locals = locals_by_number
         self.is_mixed = False
-        self._flats: dict[int, _Flat] = {}
+        stage.fit(locals_by_number)
+        self._stage = stage
+        self._flats = dict(stage.flats)
         self._copied: list[tuple[torch.Tensor, _Flat]] = []  # tensors that have a second copy
         for number, local in locals_by_number.items():
+            if number in stage.starts:
+                continue
             if not keep_old and _is_plain_memory(local):
                 self._flats[number] = _Flat(local, _as_carrier(local), int(local.storage_offset()))
                 continue
@@ -395,14 +481,15 @@ class Destination:
         leaves, placed = self._plan.leaves, self._plan.leaves[batch.leaf]
         casts = placed.widened
         boxes = []
-        for leaf, _, sizes, _, _, target, strides in batch.shares:
+        for leaf, sizes, strides, start in batch.targets:
             items, offset = self._flats[leaves[leaf].target].view(casts)
-            boxes.append(items.as_strided(sizes, strides, offset + target))
+            boxes.append(items.as_strided(sizes, strides, offset + start))
         return data.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype), boxes
 
     def commit(self) -> None:
         """Copy second copies, if there are any, into the target, and reset `is_mixed`."""
         self.is_mixed = True  # an interruption between two copies leaves a mixture
+        self._stage.empty(self._locals)
         for local, flat in self._copied:
             _as_carrier(local).copy_(flat.carrier.view(local.shape))
         self.is_mixed = False

@@ -4,19 +4,22 @@
     scatter    a run into boxes: a message that was received
 
 A call for each small box would cost more than its bytes, so boxes of one shape are copied by one call. A transposed box
-is copied in strips: a strip is copied into a small contiguous buffer, and transposed from there. torch transposes a
-contiguous matrix block by block, but reads a strided one item by item, and each item from another cache line.
+is copied in tiles: each is copied into a small contiguous buffer, and transposed from there. ``copy_`` transposes item
+by item. `torch.channel_shuffle` of one pixel is a transpose too, and has vectorized kernels for items of 1 and 4 bytes.
+Items of 2 bytes are transposed in pairs, which are then cut in two.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
 from vescale_fsdp.torch_private import foreach_copy_
 
-_STRIP_NUMEL = 1 << 17  # items of a strip: of two bytes, 256 KiB, which stays in a CPU cache
-_MIN_STRIP_COLS = 32  # narrower strips would read less than a cache line of each row
-# Below this size, torch copies a transposed matrix as fast as any strided one, and a strip costs two calls.
+_TILE_BYTES = 256 << 10  # 256 KiB: the tile, its transpose and its place in the run stay in a CPU cache
+_TILE_ROWS = 256  # each row of the run gets this many items of a tile: several cache lines
+# Below this size, torch copies a transposed matrix as fast as any strided one, and a tile costs several calls.
 _MIN_TRANSPOSED_NUMEL = 1 << 14
 
 
@@ -55,7 +58,8 @@ def _split(run: torch.Tensor, boxes: list[torch.Tensor]) -> tuple[torch.Tensor, 
 def copy_box(box: torch.Tensor, out: torch.Tensor) -> None:
     """Copy a strided box into contiguous memory of its shape, cast to the memory's dtype."""
     is_transposed = box.dim() > 1 and box.stride(-1) > 1 and box.stride(-2) == 1
-    if not is_transposed or box.numel() < _MIN_TRANSPOSED_NUMEL or box.device.type != "cpu":
+    is_small = box.dim() < 2 or box.shape[-2] * box.shape[-1] < _MIN_TRANSPOSED_NUMEL
+    if not is_transposed or is_small or box.device.type != "cpu":
         out.copy_(box)
     elif box.dim() > 2:  # matrix by matrix
         for part, into in zip(box.unbind(), out.unbind(), strict=True):
@@ -65,18 +69,47 @@ def copy_box(box: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _transpose(matrix: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the transpose of a matrix with contiguous rows, in strips of columns.
+    """Write the transpose of a matrix with contiguous rows, tile by tile.
 
     Args:
         matrix: 2D [rows, cols].
         out: 2D [cols, rows], contiguous.
     """
-    rows, cols = matrix.shape
-    width = min(max(_STRIP_NUMEL // rows, _MIN_STRIP_COLS), cols)
-    buffer = torch.empty(rows, width, dtype=out.dtype, device=out.device)
-    # `split`, since a slice costs as much as a quarter of a strip's copy.
-    for part, into in zip(matrix.split(width, 1), out.split(width), strict=True):
-        # The last strip may be narrower. It needs contiguous memory too.
-        strip = buffer if len(into) == width else buffer.view(-1)[: into.numel()].view(rows, len(into))
-        strip.copy_(part)
-        into.copy_(strip.t())
+    height = min(_TILE_ROWS, len(matrix))
+    width = _TILE_BYTES // out.itemsize // height
+    buffer = torch.empty(height * width, dtype=out.dtype, device=out.device)
+    # `split`, since a slice costs as much as a quarter of a tile's copy.
+    for rows, into in zip(matrix.split(height), out.split(height, 1), strict=True):
+        for tile, target in zip(rows.split(width, 1), into.split(width), strict=True):
+            copied = buffer[: tile.numel()].view(tile.shape)
+            copied.copy_(tile)
+            _transpose_tile(copied, target)
+
+
+def _transpose_tile(tile: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the transpose of a contiguous matrix [rows, cols] into ``out`` [cols, rows], bit for bit."""
+    if tile.itemsize in _VECTORIZED:
+        kind = _VECTORIZED[tile.itemsize]
+        out.view(kind).copy_(_shuffled(tile.view(kind)))
+    elif tile.itemsize == 2 and tile.shape[1] % 2 == 0 and sys.byteorder == "little":
+        pairs = _shuffled(tile.view(torch.float32)).view(
+            torch.int32
+        )  # [cols / 2, rows], two columns in each item
+        halves = out.view(torch.int16)
+        halves[0::2].copy_(pairs)  # casts of integers keep the low bits
+        halves[1::2].copy_(pairs.bitwise_right_shift_(16))
+    else:
+        out.copy_(tile.t())
+
+
+_VECTORIZED = {1: torch.uint8, 4: torch.float32}  # dtypes of the vectorized kernels, by bytes of an item
+
+
+def _shuffled(tile: torch.Tensor) -> torch.Tensor:
+    """Return the transpose of a contiguous matrix, contiguous: its items are the channels of one pixel."""
+    rows, cols = tile.shape
+    numel = tile.numel()
+    channels_last = tile.as_strided(
+        (1, numel, 1, 1), (numel, 1, numel, numel)
+    )  # the layout with such kernels
+    return torch.channel_shuffle(channels_last, rows).view(cols, rows)

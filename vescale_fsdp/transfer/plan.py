@@ -88,8 +88,14 @@ class TransferPlan:
 
     @property
     def message_bytes(self) -> int:
-        """Size of the largest message: half of the budget is for sending, half for receiving."""
-        return max(self.budget_bytes // (2 * IN_FLIGHT) // ALIGN_BYTES, 1) * ALIGN_BYTES
+        """Size of the largest message: half of what `staged_bytes` leaves is for sending, half for receiving."""
+        left = self.budget_bytes - 2 * self.staged_bytes
+        return max(left // (2 * IN_FLIGHT) // ALIGN_BYTES, 1) * ALIGN_BYTES
+
+    @property
+    def staged_bytes(self) -> int:
+        """Largest size of a rank's buffer for small source tensors, and of that for small target tensors."""
+        return self.budget_bytes // 8
 
     @cached_property
     def leaves(self) -> tuple[PlacedLeaf, ...]:

@@ -15,18 +15,19 @@ one in this order has been started by its sender and by its receiver, and will a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.layout.geometry import FlatRange, boxes_of_range, contiguous_strides, numel_of
-from vescale_fsdp.transfer.links import Leaf
+from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 from vescale_fsdp.transfer.plan import Ranks, TransferPlan
 
 _ALONE_BYTES = 256 << 10  # 256 KiB: copying more than this costs more than another message
 _CACHED_BYTES = 1 << 20  # 1 MiB stays in a CPU cache from one copy to the next
+_MIN_RUN = 4  # fewer shares than this are copied as fast by a list of boxes as by one box, whose planning takes longer
 
 Shape = tuple[int, ...]
 
@@ -197,21 +198,65 @@ class ShareStream:
         ]
 
 
+class LocalBox(NamedTuple):
+    """A box of items in this rank's memory of one tensor, or of several small tensors at regular distances.
+
+    Attributes:
+        leaf: index in `TransferPlan.leaves` of the leaf whose tensor has the first item.
+        sizes, strides: sizes of the box, and its strides in items.
+        start: index of the first item in the tensor's flat memory.
+    """
+
+    leaf: int
+    sizes: Shape
+    strides: Shape
+    start: int
+
+
 class Batch(NamedTuple):
     """Adjacent shares of a message that one call copies: all of one shape or all 1D, and of the same dtypes.
 
     Attributes:
         leaf: index in `TransferPlan.leaves` of the first share's leaf; its dtypes and codec are those of all shares.
         nbytes: total bytes of the shares.
+        sources, targets: the shares as boxes of this rank's memory, in which it packs and unpacks them. One box has
+            several shares if they are at regular distances.
     """
 
     shares: tuple[Share, ...]
     leaf: int
     nbytes: int
+    sources: tuple[LocalBox, ...]
+    targets: tuple[LocalBox, ...]
 
 
-def batches_of(plan: TransferPlan, shares: Iterable[Share]) -> tuple[Batch, ...]:
-    """Divide the shares of a message into batches, in their order."""
+class Staged(NamedTuple):
+    """Where a rank has copies of its small tensors: index of the first item in a buffer, by tensor number.
+
+    Tensors without an index have memory of their own.
+    """
+
+    sources: Mapping[int, int] = {}
+    targets: Mapping[int, int] = {}
+
+    def address(self, placed: PlacedLeaf, share: Share, *, is_source: bool) -> int | None:
+        """Return the index in the buffer of a share's first item; None if its tensor has memory of its own."""
+        if not is_source:
+            start = self.targets.get(placed.target)
+            return None if start is None else start + share.target
+        # Codes and scales are computed, and not read from the buffer.
+        start = None if placed.source.codec is not None else self.sources.get(placed.source.number)
+        return None if start is None else start + share.source
+
+
+def batches_of(
+    plan: TransferPlan, shares: Iterable[Share], staged: Staged, *, is_sent: bool, is_received: bool
+) -> tuple[Batch, ...]:
+    """Divide the shares of a message into batches, in their order.
+
+    Args:
+        is_sent, is_received: whether this rank packs the shares, and whether it unpacks them.
+    """
 
     def kind(share: Share) -> tuple[object, ...]:
         placed = plan.leaves[share.leaf]
@@ -222,10 +267,82 @@ def batches_of(plan: TransferPlan, shares: Iterable[Share]) -> tuple[Batch, ...]
         return (share if is_alone else sizes, source.is_scales, source.dtype, placed.wire_dtype, target.dtype)
 
     batches = []
+    sides = [is_source for is_source, is_used in ((True, is_sent), (False, is_received)) if is_used]
     for _, group in groupby(shares, kind):
-        batch = tuple(group)
-        batches.append(Batch(batch, batch[0].leaf, sum(share.nbytes for share in batch)))
+        for steps, run in _runs(plan, list(group), staged, sides):
+            boxes = {
+                is_source: (
+                    (_box(run, is_source, steps[is_source]),)
+                    if is_source in steps
+                    else tuple(_box([share], is_source) for share in run)
+                )
+                for is_source in sides
+            }
+            nbytes = sum(share.nbytes for share in run)
+            batches.append(Batch(tuple(run), run[0].leaf, nbytes, boxes.get(True, ()), boxes.get(False, ())))
     return tuple(batches)
+
+
+def _runs(
+    plan: TransferPlan, shares: list[Share], staged: Staged, sides: Sequence[bool]
+) -> Iterator[tuple[dict[bool, int], list[Share]]]:
+    """Cut shares into runs at regular distances, and the shares between such runs.
+
+    Args:
+        sides: True for the source's memory, False for the target's.
+
+    Yields:
+        The distance between two shares of a run in each of these memories, and the shares of the run; no distances for
+        shares that are no run.
+    """
+    places = [
+        [staged.address(plan.leaves[share.leaf], share, is_source=is_source) for is_source in sides]
+        for share in shares
+    ]
+
+    def steps_after(number: int) -> dict[bool, int] | None:
+        """Return the distances from a share to the next one; None if both cannot be in one box."""
+        if number + 1 == len(shares):
+            return None
+        share, other = shares[number], shares[number + 1]
+        alike = (share.sizes, share.source_strides, share.target_strides)
+        if alike != (other.sizes, other.source_strides, other.target_strides):
+            return None
+        steps = {}
+        for is_source, here, there in zip(sides, places[number], places[number + 1], strict=True):
+            if here is None or there is None or there <= here:
+                return None
+            steps[is_source] = there - here
+        return steps
+
+    between: list[Share] = []
+    number = 0
+    while number < len(shares):
+        steps, stop = steps_after(number), number + 1
+        while steps is not None and steps_after(stop - 1) == steps:
+            stop += 1
+        if steps is not None and stop - number >= _MIN_RUN:
+            if between:
+                yield {}, between
+                between = []
+            yield steps, shares[number:stop]
+        else:
+            stop = number + 1  # the next share may begin a longer run
+            between.append(shares[number])
+        number = stop
+    if between:
+        yield {}, between
+
+
+def _box(run: Sequence[Share], is_source: bool, step: int = 0) -> LocalBox:
+    """Return the box of one share, or of shares of one shape whose first items are ``step`` items apart."""
+    first = run[0]
+    start, strides = (
+        (first.source, first.source_strides) if is_source else (first.target, first.target_strides)
+    )
+    if len(run) == 1:
+        return LocalBox(first.leaf, first.sizes, strides, start)
+    return LocalBox(first.leaf, (len(run), *first.sizes), (step, *strides), start)
 
 
 class Message(NamedTuple):
@@ -250,16 +367,21 @@ class Message(NamedTuple):
     is_in_place: bool
 
 
+_NOT_STAGED = Staged()
+
+
 class RankTransfers:
     """The messages and local copies of one rank, derived from a plan.
 
     Args:
         rank: the rank's number in the plan's descriptions.
+        staged: the small tensors that this rank copies into a buffer. Other ranks need not know them.
     """
 
-    def __init__(self, plan: TransferPlan, rank: int) -> None:
+    def __init__(self, plan: TransferPlan, rank: int, staged: Staged = _NOT_STAGED) -> None:
         self.plan = plan
         self.rank = rank
+        self._staged = staged
         self._target_regions: dict[tuple[int, Shape], Region] = {}  # the cache of `_target_region`
 
     @cached_property
@@ -283,7 +405,7 @@ class RankTransfers:
     def kept_batches(self) -> list[tuple[Batch, ...]]:
         """Return the shares that this rank copies within its own memory, in chunks that fit a CPU cache."""
         chunks = ShareStream(self.kept).messages(min(_CACHED_BYTES, self.plan.message_bytes))
-        return [batches_of(self.plan, shares) for shares in chunks]
+        return [batches_of(self.plan, each, self._staged, is_sent=True, is_received=True) for each in chunks]
 
     def messages(self) -> list[Message]:
         """Return this rank's messages, in the order in which this rank starts them: by turn, number and sender.
@@ -303,7 +425,8 @@ class RankTransfers:
                 for number, shares in enumerate(stream.messages(plan.message_bytes)):
                     nbytes = sum(share.nbytes for share in shares)
                     is_in_place = _is_in_place(plan, shares, is_sent)
-                    batches = () if is_in_place else batches_of(plan, shares)
+                    sides = {"is_sent": is_sent, "is_received": not is_sent}
+                    batches = () if is_in_place else batches_of(plan, shares, self._staged, **sides)
                     message = Message(peer, is_sent, number, shares, batches, nbytes, is_in_place)
                     ordered.append(((turn, number, sources[sender]), message))
         ordered.sort(key=lambda item: item[0])  # keys are unique: turn and sender determine the receiver

@@ -10,14 +10,15 @@ One transfer, on every rank:
     2  agree     an all-reduce of the largest magnitudes of quantization blocks that span ranks, if there are any
     3  exchange  messages, see `exchange`
     4  finish    an all-reduce: if any rank failed, all raise
-    5  decide    by the first entry in the ranks' store, which also binds ranks for which step 4 failed
-    6  commit    with ``keep_old``, copy the second copy into the target
+    5  decide    a barrier: where it succeeds, all ranks know that all were ready
+    6  commit    copy second copies into the target: small tensors, or with ``keep_old`` all
 
-If a rank is killed during step 4, that collective may succeed on some ranks and fail on others. A rank on which step 4
-succeeded knows that all ranks were ready, and enters "commit" in the store; any other rank enters "abort". All ranks
-follow the first entry, so either all commit or none does. The exception is a store that is lost with the killed rank: a
-rank that cannot read the entry keeps its version, and its error names that version and the version that other ranks may
-have.
+If a rank is killed during step 4 or 5, that collective may succeed on some ranks and fail on others. Ranks on which it
+failed ask the ranks' store: each enters "commit" if step 4 succeeded on it, else "abort", and follows the first entry.
+So either all ranks commit or none does. A rank on which step 5 succeeded commits without the store: all other ranks
+took part in step 5, so step 4 had succeeded on them and none enters "abort". The exception is a store that is lost with
+the killed rank: a rank that cannot read the entry keeps its version, and its error names that version and the version
+that other ranks may have.
 
 A rank that loses another rank closes its connections, so that ranks that wait for it fail at once. The first rank that
 does so enters in the store which ranks it has lost, and all ranks report that entry.
@@ -53,11 +54,12 @@ from vescale_fsdp.transfer.memory import (
     Destination,
     Origin,
     SourceWatch,
+    Stage,
     local_parts,
     parts_of,
 )
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import RankTransfers
+from vescale_fsdp.transfer.rank_transfers import RankTransfers, Staged
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
 _POISONED = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
@@ -151,15 +153,18 @@ class Transfer:
         # Compared between ranks here and in each run: ranks with different plans would wait for each other's messages.
         self._alike = {"plan": plan.digest, "keep_old": keep_old, "verify": verify}
         with own.together("planning a transfer", _UNTOUCHED, self._alike):
-            transfers = RankTransfers(plan, own.rank)
+            self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
+            self._read_names = {part.name for part in self._read_parts}
+            self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
+            self._stages = tuple(
+                Stage(parts, plan.staged_bytes) for parts in (self._read_parts, self._filled_parts)
+            )
+            transfers = RankTransfers(plan, own.rank, Staged(*(stage.starts for stage in self._stages)))
             self._messages, self._kept = transfers.messages(), transfers.kept_batches()
             packed = [message.nbytes for message in self._messages if not message.is_in_place]
             # At least one message if this rank copies within its own memory, since these copies use a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
-            self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
-            self._read_names = {part.name for part in self._read_parts}
-            self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
         self._name = own.new_name()  # part of the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
@@ -326,18 +331,22 @@ class Transfer:
             self._version = self._last_version = version
         except Exception as failure:
             if isinstance(failure, UnreachableError):
-                self._leave(failure)
+                self._leave(failure.rank)
             is_mixed = destination is not None and destination.is_mixed
             raise self._error(failure, version, is_mixed=is_mixed) from failure
         finally:
             if destination is not None and destination.is_mixed:
                 destination.poison()
 
-    def _leave(self, failure: UnreachableError) -> None:
-        """Find out which ranks were lost, and close this transfer's connections, so that no rank waits for this one."""
+    def _leave(self, rank: int | None) -> None:
+        """Find out which ranks were lost, and close this transfer's connections, so that no rank waits for this one.
+
+        Args:
+            rank: the rank that this rank waited for, if it waited for one.
+        """
         if self._lost is None:
             name = f"transfer {self._name} {self._num_runs} lost"
-            self._lost = self._coordinator.leave(name, failure.rank)
+            self._lost = self._coordinator.leave(name, rank)
 
     def _error(self, failure: Exception, version: int | None, *, is_mixed: bool) -> TransferError:
         """Make the error that this rank raises.
@@ -396,9 +405,12 @@ class Transfer:
                 where=f"rank {rank}",
                 todo="Transfer(..., group=dist.new_group(backend='nccl'))",
             )
-        self._pool.fit(self._buffer_bytes, devices.pop(), plan.budget_bytes)
-        destination = Destination(plan, targets, keep_old=self._keep_old, copies=self._copies)
-        return Origin(plan, rank, sources), destination
+        from_stage, to_stage = self._stages
+        budget_bytes = plan.budget_bytes - from_stage.nbytes - to_stage.nbytes
+        self._pool.fit(self._buffer_bytes, devices.pop(), budget_bytes)
+        keep_old, copies = self._keep_old, self._copies
+        destination = Destination(plan, targets, keep_old=keep_old, copies=copies, stage=to_stage)
+        return Origin(plan, rank, sources, from_stage), destination
 
     def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
         """Return the version of this run, equal on all ranks, or raise ``error`` on all ranks. The first collective."""
@@ -428,43 +440,35 @@ class Transfer:
             CheckpointError: if a rank fails, or if the store is lost before this rank has read the decision.
         """
         own, outcome = self._coordinator, f"no rank has {_format(version)}"
-        is_ready = False
+        is_ready = are_all_ready = False
         try:
             with own.together("moving a state", outcome):
                 try:
                     yield
                 except UnreachableError as lost:
-                    self._leave(lost)  # before the collective: ranks may wait for messages of this rank
+                    self._leave(lost.rank)  # before the collective: ranks may wait for messages of this rank
                     raise
                 is_ready = True
+            are_all_ready = True
+            own.wait_for_all("committing a state")
         except BaseException as failure:
-            # If this rank was ready, the collective may have succeeded on other ranks, which then commit. If it was
-            # not ready, the collective fails on all ranks.
-            if not is_ready or self._decide(ABORT, version) != COMMIT:
+            # An error that the collective has reported is raised on all ranks. So is that of a rank that was not ready.
+            is_reported = isinstance(failure, CheckpointError) and not isinstance(failure, UnreachableError)
+            if not is_ready or is_reported:
                 raise
-            if isinstance(failure, UnreachableError):
-                self._leave(failure)
+            # First, since other ranks may wait for this one in a collective.
+            self._leave(failure.rank if isinstance(failure, UnreachableError) else None)
+            if self._decide(COMMIT if are_all_ready else ABORT, version) != COMMIT:
+                raise
             _logger.warning(
                 "ranks %s were lost at the end of a transfer; other ranks have committed, so this rank commits too",
                 _shown(self._lost or ()),
             )
-        else:
-            if self._decide(COMMIT, version) != COMMIT:
-                # Another rank entered "abort" first: it could not know that all ranks were ready.
-                raise UnreachableError(
-                    "A rank was lost at the end of a transfer.",
-                    expected="a last collective that succeeds on all ranks",
-                    got="a failure of the collective on another rank",
-                    where=f"rank {own.rank}",
-                    todo=f"look at the errors of the other ranks; {outcome}",
-                )
 
     def _decide(self, word: str, version: int) -> str:
         """Enter ``word`` in the ranks' store, and return the word that the first rank entered."""
-        key, last_key = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
         try:
-            # The last run's entry may be deleted: every rank has read it before it took part in this run's collectives.
-            return self._coordinator.decide(key, word, last_key)
+            return self._coordinator.decide(f"transfer {self._name} {self._num_runs}", word)
         except CheckpointError as lost:
             raise _UndecidedError(
                 "The ranks' store was lost at the end of a transfer.",

@@ -75,7 +75,9 @@ def agreed(check: Callable[[], None]) -> None:
         raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
 
 
-def search_together(strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+def search_together(
+    strategy: st.SearchStrategy[Any], check: Callable[[Any], None], num_cases: int = SEARCH.max_examples
+) -> None:
     """Run a check on cases of a strategy, the same ones on all ranks."""
 
     def on_all(case: Any) -> None:
@@ -87,7 +89,7 @@ def search_together(strategy: st.SearchStrategy[Any], check: Callable[[Any], Non
 
     if dist.get_rank() == 0:
         try:
-            SEARCH(given(strategy)(on_all))()
+            settings(SEARCH, max_examples=num_cases)(given(strategy)(on_all))()
         finally:
             with suppress(StopIteration):
                 on_all(None)

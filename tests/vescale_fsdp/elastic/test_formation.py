@@ -116,7 +116,7 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
     [
         (trains, Death(1, "step 1")),
         (meets, Death(2, "store.get joint-ranks 0 name 0")),
-        pytest.param(meets, Death(2, "store.compare_set #//transfer # 2"), marks=pytest.mark.part("faults")),
+        pytest.param(meets, Death(2, "dist.barrier 2"), marks=pytest.mark.part("faults")),
         (goes_on, Death(1, "store.set 0//cpu//0/rank 0")),
         pytest.param(
             goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP), marks=pytest.mark.part("faults")
@@ -167,6 +167,6 @@ def test_moments_around_the_end_of_a_transfer(tmp_path: Path) -> None:
     drawn = random.Random(_SEED)
     for number in range(60):
         run = drawn.choice((1, 2))
-        spot = drawn.choice((f"transfer {run}", f"store.compare_set #//transfer # {run}"))
+        spot = drawn.choice((f"transfer {run}", f"dist.barrier {run + 1}"))
         _check_meets(tmp_path / str(number), Death(drawn.randrange(3), spot, delay_s=drawn.random() * 0.01))
         assert (tmp_path / str(number) / "death").exists()

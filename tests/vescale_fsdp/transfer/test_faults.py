@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partialmethod
 from pathlib import Path
 from threading import Event
@@ -23,7 +23,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.ranks import coordinator
-from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
+from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator, UnreachableError
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError, TransferError
 from vescale_fsdp.layout.placement import RaggedShard
@@ -215,41 +215,48 @@ def plans_once() -> None:
     assert sorted(known) == sorted(buffer.data_ptr() for buffer in pool._free)
 
 
+def fails_on_one_rank(transfer: Transfer, call: str) -> Any:
+    """Patch: one of the collectives that end a run, "finish" or "decide", is done, and then fails here."""
+    name = {"finish": "raise_together", "decide": "wait_for_all"}[call]
+    real: Any = getattr(GroupCoordinator, name)
+
+    def breaking(self: GroupCoordinator, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs)
+        if self is transfer._coordinator and "starting a transfer" not in args:
+            raise UnreachableError("planted")
+        return found
+
+    return mock.patch.object(GroupCoordinator, name, breaking)
+
+
 def ranks_are_lost_as_they_meet() -> None:
-    """The last collective fails on one rank only: all ranks commit or none does, and all have the same version."""
+    """One of the last collectives fails on one rank only: all ranks commit or none does, all have the same version."""
     plan, (state, into) = pair()
-    real = GroupCoordinator._max
-    for keep_old in (True, False):
-        transfer = Transfer(plan, keep_old=keep_old)
-        for victim in (0, 3):
-            version = 10 + victim
-            for local in map(local_of, (into or {}).values()):
-                local.fill_(7)
-            numbers: list[int] = []
-
-            def breaking(self: GroupCoordinator, *args: Any) -> list[int]:
-                numbers.append(1)  # noqa: B023
-                found: list[int] = real(self, *args)
-                if len(numbers) == 2 and dist.get_rank() == victim:  # noqa: B023  called at once
-                    raise CheckpointError("planted")
-                return found
-
-            GroupCoordinator._max = breaking  # type: ignore[method-assign]
-            try:
-                error = met(lambda: transfer.run(state, into, version=version if state else None))  # noqa: B023
-            finally:
-                GroupCoordinator._max = real  # type: ignore[method-assign]
-            assert len(numbers) == 2
-            outcomes: list[Any] = [None] * 4
-            is_new = into is None or not (is_old(into) or is_unusable(into))
-            dist.all_gather_object(outcomes, (error is None, transfer.version == version, is_new))
-            assert {outcome[:2] for outcome in outcomes} in ({(True, True)}, {(False, False)}), outcomes
-            assert len({outcome[2] for outcome in outcomes[2:]}) == 1, outcomes
-            assert outcomes[2][2] == outcomes[2][0]
-            transfer.run(state, into, version=20 if dist.get_rank() == 1 else None)
-            assert transfer.version == 20
-            transfer.run(state, into)
-            assert transfer.version == 21
+    for keep_old, victim, call in (
+        (True, 0, "finish"),
+        (False, 3, "finish"),
+        (True, 3, "decide"),
+        (False, 0, "decide"),
+    ):
+        transfer = Transfer(plan, keep_old=keep_old, ranks=dist.new_group())
+        for local in map(local_of, (into or {}).values()):
+            local.fill_(7)
+        fails = fails_on_one_rank(transfer, call) if dist.get_rank() == victim else nullcontext()
+        with fails, mock.patch.object(coordinator, "_READERS_S", 0.1):
+            error = met(lambda: transfer.run(state, into, version=5))  # noqa: B023  called at once
+        outcomes: list[Any] = [None] * 4
+        is_new = into is None or not (is_old(into) or is_unusable(into))
+        dist.all_gather_object(outcomes, (error is None, transfer.version == 5, is_new))
+        assert {outcome[:2] for outcome in outcomes} in ({(True, True)}, {(False, False)}), outcomes
+        assert len({outcome[2] for outcome in outcomes[2:]}) == 1, outcomes
+        assert outcomes[2][2] == outcomes[2][0]
+        # If only the last collective fails, the other ranks have committed.
+        assert error is None or call == "finish"
+    again = Transfer(plan, ranks=dist.new_group(), version=transfer.version)
+    again.run(state, into, version=20 if dist.get_rank() == 1 else None)
+    assert again.version == 20
+    again.run(state, into)
+    assert again.version == 21
 
 
 class LostStore:
@@ -263,14 +270,17 @@ def the_store_is_lost_before_all_have_read() -> None:
     """A rank that cannot read the decision raises, names both versions and keeps its own; other ranks commit."""
     plan, (state, into) = pair()
     for keep_old in (True, False):
-        transfer = Transfer(plan, keep_old=keep_old)
+        transfer = Transfer(plan, keep_old=keep_old, ranks=dist.new_group())
         transfer.run(state, into, version=3)
         before = [local_of(tensor).clone() for tensor in (into or {}).values()]
         for tensor in (state or {}).values():
             local_of(tensor).add_(1)
         is_cut_off = dist.get_rank() == 3
         lost = mock.patch.object(coordinator, "store_of", return_value=LostStore())
-        with mock.patch.object(coordinator, "_READERS_S", 0.1), lost if is_cut_off else nullcontext():
+        with ExitStack() as patched:
+            if is_cut_off:
+                patched.enter_context(lost)
+                patched.enter_context(fails_on_one_rank(transfer, "decide"))
             error = met(lambda: transfer.run(state, into, version=4))  # noqa: B023  called at once
         is_as_before = all(
             torch.equal(old, local_of(tensor))
@@ -285,9 +295,6 @@ def the_store_is_lost_before_all_have_read() -> None:
         else:
             assert error is None and transfer.version == 4
             assert into is None or not is_as_before
-        dist.barrier()
-        transfer.run(state, into, version=5)
-        assert transfer.version == 5 and (into is None or not is_unusable(into))
 
 
 def versions_differ() -> None:

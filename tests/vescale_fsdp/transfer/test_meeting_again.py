@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from examples import serve_elastic_trainer
 from examples.serve_while_training import LIMIT_S, SECRET, run, started, wait_for_both
 from tests.support.distributed import _PRELOAD
 from tests.support.processes import wait_until
 from tests.vescale_fsdp.transfer.test_joint_ranks import free_port
-from vescale_fsdp.transfer.joint_ranks import joint_ranks
+from vescale_fsdp.checkpoint.ranks.stores import BoundedStore
+from vescale_fsdp.transfer.joint_ranks import _Meeting, joint_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +25,46 @@ def _preloaded() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
 
 
-@pytest.mark.parametrize("kind", ["tcp", pytest.param("file", marks=pytest.mark.part("faults"))])
-def test_killed_sides_meet_again(tmp_path: Path, kind: str) -> None:
-    """The engine is killed, then the trainer, which hosts the TCP store; versions and whole weights go on."""
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("tcp", (0,)),
+        pytest.param("tcp", (1, 0), marks=pytest.mark.part("faults")),
+        pytest.param("file", (1, 0, 0, 1), marks=pytest.mark.part("faults")),
+    ],
+)
+def test_killed_sides_meet_again(tmp_path: Path, kind: str, kills: tuple[int, ...]) -> None:
+    """The engine is killed, or the trainer, which hosts the TCP store; versions and whole weights go on."""
     where = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/meet"
-    versions = run(tmp_path, where, (1, 0) if kind == "tcp" else (1, 0, 0, 1))
-    assert len(versions) > 2 and versions == sorted(set(versions))
+    versions = run(tmp_path, where, kills)
+    assert len(versions) == len(kills) + 1 and versions == sorted(set(versions))
+
+
+@pytest.mark.part("jobs")
+def test_an_elastic_trainer_feeds_an_engine(tmp_path: Path) -> None:
+    """The engine is killed, then a rank of the trainer: the engine has only weights that were sent, bit for bit."""
+    serve_elastic_trainer.run(tmp_path)
+
+    steps = serve_elastic_trainer.sent_by(tmp_path)
+    sent = {(version, digest) for version, digest, _, _ in steps}
+    for number in range(2):
+        served = serve_elastic_trainer.served_by(tmp_path, number)
+        assert len(served) >= 3 and sent.issuperset(served)
+        assert len({digest for _, digest in served}) >= 3, "weights must change"
+    assert {size for *_, size in steps} == {1, 2}
+
+
+def test_a_place_that_is_taken_opens_the_next_meeting() -> None:
+    """A rank died after its greeting; its successor and a rank that waits in the first meeting find each other."""
+    store = BoundedStore(dist.HashStore(), 60.0)
+    _Meeting(store, 1, 2, 60.0, b"s")._take_place()  # and no more
+    with ThreadPoolExecutor(2) as pool:
+        deadline_s = time.monotonic() + 60
+        found = [
+            pool.submit(_Meeting(store, rank, 2, 60.0, b"s").meet, deadline_s).result for rank in range(2)
+        ]
+        names = [result(60) for result in found]
+    assert len(set(names)) == 1 and names[0]
 
 
 def waits_alone(where: str) -> None:
@@ -35,6 +73,7 @@ def waits_alone(where: str) -> None:
     joint_ranks(where, first_rank=1, num_ranks=2, timeout_s=LIMIT_S, secret=SECRET)
 
 
+@pytest.mark.part("faults")
 def test_the_place_of_a_dead_process_does_not_hold_up_others(tmp_path: Path) -> None:
     """An engine dies after its greeting, before the trainer comes; its successor and the trainer meet."""
     file = tmp_path / "meet"

@@ -33,13 +33,27 @@ def box(sizes: tuple[int, ...], strides: tuple[int, ...], start: int, dtype: tor
 CASES = {
     "rows": ((300, 70), (100, 1)),
     "transposed": ((300, 170), (1, 400)),
-    "transposed, a strip and a part of one": ((4100, 65), (1, 4200)),
+    "transposed, a tile and a part of one": ((4101, 265), (1, 4200)),
     "transposed experts": ((3, 200, 150), (70_000, 1, 300)),
     "transposed and high": ((40, 9000), (1, 40)),
     "every second item": ((300, 70), (200, 2)),
     "small": ((3, 4), (1, 3)),
     "vector": ((500,), (3,)),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_all_bits_are_kept(case: str, dtype: torch.dtype) -> None:
+    """Items of any width, of random bits: NaN with payloads, subnormal numbers and negative zero included."""
+    sizes, strides = CASES[case]
+    numel = 1 + sum(size * step for size, step in zip(sizes, strides, strict=True))
+    bits = torch.randint(256, (numel * dtype.itemsize,), dtype=torch.uint8)
+    one = bits.view(dtype).as_strided(sizes, strides)
+    run = torch.zeros(one.numel(), dtype=dtype)
+    gather([one], run)
+    numbers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert run.view(numbers).equal(one.view(numbers).reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import hypothesis.strategies as st
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.dtensor.test_properties import search_together
 from tests.vescale_fsdp.transfer.live_states import Placed, all_meshes, placed, state_of
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
 from vescale_fsdp.torch_private import StridedShard, local_of
 from vescale_fsdp.transfer.description import describe_states
@@ -83,14 +88,13 @@ def quantized(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any distributions and links."""
+def cases(draw: st.DrawFn, *, has_all: bool) -> Case:
+    """Any distributions, and any links or all of them."""
     shape = draw(st.sampled_from(SHAPES))
     codec = draw(st.integers(0, len(CODECS) - 1))
     known = made_of(torch.zeros(shape), torch.zeros(shape), CODECS[codec])
-    names = draw(
-        st.lists(st.sampled_from(sorted(known)), min_size=min(5, len(known)), max_size=8, unique=True)
-    )
+    some = st.lists(st.sampled_from(sorted(known)), min_size=min(5, len(known)), max_size=8, unique=True)
+    names = sorted(known) if has_all else draw(some)
     source = {name: draw(placed(shape)) for name in ("a", "b", "half")}
     target = {name: draw(placed(tuple(known[name][1].shape))) for name in names}
     made = {name: name for name in names}
@@ -98,7 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(shapes, source, target, made, codec, draw(st.booleans()), draw(st.booleans()))
 
 
-def search() -> dict[str, int]:
+def search(num_cases: int, has_all: bool) -> dict[str, int]:
     """The search; counts of what the cases contained."""
     meshes = all_meshes()
     seen: dict[str, int] = {}
@@ -131,20 +135,79 @@ def search() -> dict[str, int]:
         seen["sent"] = seen.get("sent", 0) + int(plan.demand.sent.sum() > 0)
         seen["cut blocks"] = seen.get("cut blocks", 0) + (transfer._cut_blocks.total > 0)
 
-    search_together(cases(), check)
+    search_together(cases(has_all=has_all), check, num_cases)
     return seen
 
 
-def test_any_state_to_any_other() -> None:
+@pytest.mark.parametrize(
+    ("num_cases", "has_all"), [(4, True), pytest.param(40, False, marks=pytest.mark.part("faults"))]
+)
+def test_any_state_to_any_other(num_cases: int, has_all: bool) -> None:
     """For any source, target and links every rank gets its part, also in a second transfer."""
-    seen = run_ranks(4, search, timeout_s=300)
+    seen = run_ranks(4, search, num_cases, has_all, timeout_s=300)
 
     met = {name: sum(found.get(name, 0) for found in seen) for found in seen for name in found}
     assert (
         min(met[name] for name in (*made_of(torch.zeros(4, 6), torch.zeros(4, 6), CODECS[0]), "cut blocks"))
         > 0
     )
-    assert met["sent"] > 80
+    assert met["sent"] > 2 * num_cases
+
+
+def small_tensors() -> None:
+    """Hundreds of small tensors, from two ranks to shards of columns on two others, to whole ones and transposed."""
+    trainer, engine = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    torch.manual_seed(1)
+    matrices = {f"m{number}": torch.randn(8, 6) for number in range(90)}
+    vectors = {f"v{number}": torch.randn(5 + number // 20) for number in range(40)}
+    halves = {f"h{number}": torch.randn(8, 6) for number in range(30)}
+    full = matrices | vectors | halves
+    wanted = {
+        name: (
+            value.bfloat16() if name in halves else value.t().contiguous() if name.endswith("7") else value
+        )
+        for name, value in full.items()
+    }
+    links = {name: permute(name) for name in matrices if name.endswith("7")}
+    state = into = None
+    if dist.get_rank() < 2:
+        cut = [RaggedShard((0,), (1, 3))]
+        state = {
+            name: distribute_tensor(value, trainer, cut if value.dim() > 1 else [RaggedShard((0,), (1, 0))])
+            for name, value in full.items()
+        }
+    else:
+        into = {
+            name: distribute_stock(
+                value * 0, engine, [Shard(1)] if value.dim() > 1 else [Replicate()], src_data_rank=None
+            )
+            for name, value in wanted.items()
+        }
+    plan = plan_transfer(*describe_states(state, into), links=links, cast=True)
+    for keep_old, verify in ((False, True), (True, False)):
+        transfer = Transfer(plan, keep_old=keep_old, verify=verify)
+        boxes = [
+            box
+            for message in transfer._messages
+            for batch in message.batches
+            for box in (*batch.sources, *batch.targets)
+        ]
+        assert boxes and len(boxes) < 60  # of more than 300 shares
+        for factor in (1, -2):
+            for tensor in (state or {}).values():
+                local_of(tensor).mul_(factor)
+            transfer.run(state, into)
+            for name, tensor in (into or {}).items():
+                value = (wanted if factor == 1 else {name: wanted[name] * -2})[name]
+                got = distribute_stock(value, engine, tensor.placements, src_data_rank=None)
+                assert torch.equal(local_of(tensor), local_of(got)), name
+        for tensor in (state or {}).values():
+            local_of(tensor).div_(-2)
+
+
+def test_small_tensors_are_copied_together() -> None:
+    """Their values, with casts and transposes and again in a second run, and that few operators copy them."""
+    run_ranks(4, small_tensors)
 
 
 def strided() -> bool:
