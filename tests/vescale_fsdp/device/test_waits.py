@@ -1,7 +1,7 @@
 """Every wait of the runtime and of checkpoints for a stream or an event is needed: without it, some program is wrong.
 
-`make test` runs a sample of the waits, `make test-device` all of them; each is removed from the programs that execute
-it until one has wrong values, an unordered access, or an error.
+Run by `make test-device`. Each wait is removed from the programs that execute it, until one has wrong values, an
+unordered access, or an error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ pytestmark = needs_device()
 
 WAITS = all_waits()
 ORDERS = (("sides last", 0), ("sides first", 0), ("late", 0), ("uneven", 0))
-
-# Waits that no program is known to need: each wants a program, or goes.
-NOT_CAUGHT = {
-    ("vescale_fsdp/runtime/comm/gradients.py", "stream.wait_stream(here)"),
-    ("vescale_fsdp/runtime/comm_context.py", "self.copy_stream.wait_event(self._brought.popleft().event)"),
-    ("vescale_fsdp/runtime/comm_context.py", "self.copy_stream.wait_event(self._shards_ready)"),
-}
 
 
 def _executed(name: str) -> list[tuple[str, int]]:
@@ -70,6 +63,4 @@ def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
             if any(results):
                 print(f"{_id(wait)}: {name}, {order}: {next(filter(None, results))[0]}")
                 return
-    if (wait.file, wait.text) in NOT_CAUGHT:
-        pytest.xfail("no program is known to need this wait")
     pytest.fail(f"right without the wait: {', '.join(programs)}")
