@@ -13,7 +13,7 @@ import pytest
 from tests.support.async_device import needs_device, run_on_device
 from tests.support.async_device.waits import Wait, all_waits, executed, without
 from tests.support.distributed import RankError, RankTimeout
-from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, run, world_size
+from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, needs_fresh, run, world_size
 
 pytestmark = needs_device()
 
@@ -31,7 +31,8 @@ def _executed(name: str) -> list[tuple[str, int]]:
 def _programs_of() -> dict[Wait, list[str]]:
     programs: dict[Wait, list[str]] = {wait: [] for wait in WAITS}
     for name in NAMES:
-        lines = run_on_device(world_size(name), _executed, name, timeout_s=300)[0]
+        fresh = needs_fresh(name)
+        lines = run_on_device(world_size(name), _executed, name, timeout_s=300, fresh=fresh)[0]
         for wait in WAITS:
             if any(file == wait.file and wait.first <= line <= wait.last for file, line in lines):
                 programs[wait].append(name)
@@ -56,7 +57,15 @@ def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
     for name in programs:
         for order in ORDERS:
             try:
-                results = run_on_device(world_size(name), _run_without, wait, name, order, timeout_s=300)
+                results = run_on_device(
+                    world_size(name),
+                    _run_without,
+                    wait,
+                    name,
+                    order,
+                    timeout_s=300,
+                    fresh=needs_fresh(name),
+                )
             except (RankError, RankTimeout) as error:
                 print(f"{_id(wait)}: {name}, {order}: {str(error).splitlines()[-1]}")
                 return
