@@ -34,9 +34,9 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.lazy import set_module
-from vescale_fsdp.optim.compiled import CompiledFunction, compiles_on
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
+from vescale_fsdp.torch_modes import CompiledFunction
 from vescale_fsdp.torch_private import foreach_copy_, storage_id
 
 MAP_NAME = "dynamic8"
@@ -295,11 +295,8 @@ class AdamW8bit(BatchedOptimizer):
         moments = [_load(batch, name) for name in _MOMENTS]
         maps = [_Map.of(signed, values.device) for signed in _MOMENTS.values()]
         rates = _rates_of(group, batch[0].state["step"])  # the count is equal for all parameters of a batch
-        if self._compiled and compiles_on(values.device.type):
-            sized = [values, grad, *(tensor for parts in moments for tensor in parts)]
-            shapes = tuple((each.dtype, each.shape[1:], len(each) == 1) for each in sized)
-            kind = (shapes, values.device, rates.lr.device, rates.lr.shape)
-            _UPDATE(kind, sized, values, grad, moments, maps, rates.as_tensors())
+        if self._compiled:
+            _UPDATE(values, grad, moments, fixed=(maps, rates.as_tensors()))
         else:
             _update(values, grad, moments, maps, rates)
         _write(batch, locals_, values)
@@ -381,7 +378,7 @@ def _update(
             target.copy_(encoded)
 
 
-_UPDATE = CompiledFunction(_update)
+_UPDATE = CompiledFunction(_update, for_small=True)
 
 
 class _Stepped(NamedTuple):
