@@ -8,8 +8,9 @@ Most of these names are private to torch. Only this file and `torch_private` use
 from __future__ import annotations
 
 import functools
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -118,60 +119,125 @@ def profiled(label: str, name: str) -> AbstractContextManager[Any]:
     return NULL_CONTEXT
 
 
-# A kernel for the CPU is compiled only for tensors of at least this many elements. For fewer, the compilation, which
-# takes seconds, would cost more than it saves in a long training.
+# A kernel for the CPU is compiled only for tensors of at least this many elements, unless the caller decides otherwise.
+# For fewer, the compilation, which takes seconds, would cost more than it saves in a long training.
 _COMPILED_NUMEL = 1 << 22
 # Elements per chunk where nothing is compiled. On the CPU, temporary tensors then stay in a core's cache.
 _CHUNK_NUMEL = {"cpu": 1 << 18}
 _LARGE_CHUNK_NUMEL = 1 << 24  # on an accelerator, to launch few kernels
+_OWN_PID = os.getpid()  # differs from the process id after a fork
 
 
-class CompiledByRows:
-    """A function of tensors that treats every row alike. It runs as one compiled kernel (Triton, or C++ on the CPU).
+def compiles_on(device_type: str) -> bool:
+    """Return whether torch.compile works in this process for a device type. If not, the first call warns why.
 
-    It runs as written on a limited number of rows at a time, so that temporary tensors stay small, if there is no
-    compiler, for small tensors on the CPU, for fake tensors, and inside any other dispatch mode, which must see the
-    operators. Both ways give the same bits.
+    It needs a C++ compiler, on GPUs Triton too, and a device with a backend of Inductor. A child after a fork does not
+    compile, because it would share the parent's compiler processes.
+    """
+    return _compiles(device_type, os.getpid() == _OWN_PID)
+
+
+@functools.lru_cache(
+    maxsize=16
+)  # one entry per device type; a fork, which inherits the entries, needs others
+def _compiles(device_type: str, is_own: bool) -> bool:
+    reason = why_not_compiled(device_type) if is_own else "the process is a fork"
+    if reason is not None:
+        warnings.warn(f"functions on {device_type} run uncompiled: {reason}", stacklevel=2)
+    return reason is None
+
+
+def why_not_compiled(device_type: str) -> str | None:
+    """Return why `torch.compile` cannot compile for a device type on this machine (torch 2.11-2.13); None if it can."""
+    # Imported here, since the compiler's modules take a second to import.
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.utils import is_gpu
+    from torch.utils._triton import has_triton
+
+    init_backend_registration()
+    if get_scheduling_for_device(device_type) is None:
+        return f"torch.compile has no backend for {device_type}"
+    if is_gpu(device_type) and not has_triton():
+        return "Triton is not installed, or does not support this device"
+    try:
+        get_cpp_compiler()  # GPUs too: Triton compiles the code that launches its kernels
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler; install one, or name it in the environment variable CXX"
+    return None
+
+
+class CompiledFunction:
+    """A function of tensors that torch.compile fuses into a few kernels (Triton, or C++ on the CPU).
+
+    It is compiled once for each kind of arguments: dtypes, devices, and all sizes but those of first dims. It runs as
+    written where the process cannot compile (`compiles_on`), for meta and fake tensors, and inside any other dispatch
+    mode, which must see the operators.
 
     Args:
-        function: called as ``function(*rows, *others)`` without gradients; writes its results into its arguments.
+        function: called as ``function(*sized, *fixed)``, without gradients and autocast. Its arguments are tensors, or
+            tuples and lists of tensors: for another Python number it would be compiled again. It writes its results
+            into its arguments.
+        num_split: how many arguments have one number of rows, with all rows treated alike. The function is given some
+            rows at a time where it runs as written, so that temporary tensors stay small. 0: it is given all.
+        for_small: whether it is compiled for small tensors on the CPU too.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], *, num_split: int = 0, for_small: bool = False) -> None:
         self._function = function
-        self._compiled: Callable[..., None] | None = (
-            None  # created at the first use, because torch.compile is slow
-        )
+        self._num_split = num_split
+        self._for_small = for_small
+        # Created at the first use, because torch.compile imports the compiler.
+        self._compiled: Callable[..., None] | None = None
+        self._kinds: set[Hashable] = set()  # for which it has been compiled
         self._cannot_compile = False
 
-    def __call__(self, rows: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
+    def __call__(self, *sized: Any, fixed: Sequence[Any] = ()) -> None:
         """Run the function.
 
         Args:
-            rows: tensors with the same number of rows, which the function may be given in parts.
-            others: tensors that the function is given whole.
+            sized: arguments whose tensors have any number of rows. The first one is a tensor.
+            fixed: further arguments. Another shape is another kind.
         """
-        first = rows[0]
         with torch.no_grad(), without_autocast():
-            if self._compiles(first) and self._run_compiled(*rows, *others):
+            if self._compiles(sized[0]) and self._run_compiled(sized, fixed):
                 return
-            chunk_numel = _CHUNK_NUMEL.get(first.device.type, _LARGE_CHUNK_NUMEL)
-            num_rows = max(1, chunk_numel // max(1, first[:1].numel()))
+            if not self._num_split:
+                self._function(*sized, *fixed)
+                return
+            rows, others = sized[: self._num_split], sized[self._num_split :]
+            chunk_numel = _CHUNK_NUMEL.get(sized[0].device.type, _LARGE_CHUNK_NUMEL)
+            num_rows = max(1, chunk_numel // max(1, sized[0][:1].numel()))
             for parts in zip(*(tensor.split(num_rows) for tensor in rows), strict=True):
-                self._function(*parts, *others)
+                self._function(*parts, *others, *fixed)
 
     def _compiles(self, tensor: torch.Tensor) -> bool:
         if self._cannot_compile or tensor.is_meta or torch._C._len_torch_dispatch_stack():  # torch 2.11-2.13
             return False
-        return tensor.device.type != "cpu" or tensor.numel() >= _COMPILED_NUMEL
+        is_small = tensor.device.type == "cpu" and tensor.numel() < _COMPILED_NUMEL
+        return (self._for_small or not is_small) and compiles_on(tensor.device.type)
 
-    def _run_compiled(self, *tensors: torch.Tensor) -> bool:
-        """Run the compiled function; return False if it cannot be compiled here."""
+    def _run_compiled(self, sized: Sequence[Any], fixed: Sequence[Any]) -> bool:
+        """Run the compiled function; return False if its compilation fails."""
         if self._compiled is None:
-            # Dynamic sizes, because units of all sizes use one kernel.
-            self._compiled = torch.compile(self._function, dynamic=True)
+            # In one graph: a compilation that fails then has not run a part of the function.
+            self._compiled = torch.compile(self._function, fullgraph=True)
+        any_size = list(_tensors(sized))
+        kind = (
+            # A first dim of 1 is never dynamic.
+            tuple((each.dtype, each.device, each.shape[1:], len(each) == 1) for each in any_size),
+            tuple((each.dtype, each.device, each.shape) for each in _tensors(fixed)),
+        )
+        if kind in self._kinds:
+            self._compiled(*sized, *fixed)
+            return True
+        for tensor in any_size:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # torch 2.11-2.13; no effect on sizes of 0 and 1
         try:
-            self._compiled(*tensors)
+            # torch counts the compilations of a function, and gives up at 8. There is one for each kind.
+            with torch._dynamo.utils.disable_cache_limit():  # torch 2.11-2.13
+                self._compiled(*sized, *fixed)
         except RuntimeError as error:
             from torch._dynamo.exc import TorchDynamoException  # torch 2.11-2.13; loaded by torch.compile
 
@@ -183,7 +249,17 @@ class CompiledByRows:
                 stacklevel=2,
             )
             return False
+        self._kinds.add(kind)
         return True
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in tuples and lists."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    else:
+        for each in tree:
+            yield from _tensors(each)
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:

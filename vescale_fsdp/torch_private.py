@@ -641,34 +641,3 @@ def decode_rendezvous(state: bytes) -> dict[str, Any]:
         "redundant": sorted(map(text, found.redundancy_list)),
         "heartbeats": {text(node): beat.timestamp() for node, beat in found.last_heartbeats.items()},
     }
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Make `torch.compile` treat a dim as of any size, unless its size is 0 or 1 (torch 2.11-2.13)."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def any_number_of_compilations() -> AbstractContextManager[None]:
-    """Return a context in which `torch.compile` may compile a function any number of times (torch 2.11-2.13)."""
-    return torch._dynamo.utils.disable_cache_limit()
-
-
-def why_not_compiled(device_type: str) -> str | None:
-    """Return why `torch.compile` cannot compile for a device type on this machine (torch 2.11-2.13); None if it can."""
-    # Imported here, since the compiler's modules take a second to import.
-    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch._inductor.utils import is_gpu
-    from torch.utils._triton import has_triton
-
-    init_backend_registration()
-    if get_scheduling_for_device(device_type) is None:
-        return f"torch.compile has no backend for {device_type}"
-    if is_gpu(device_type) and not has_triton():
-        return "Triton is not installed, or does not support this device"
-    try:
-        get_cpp_compiler()  # GPUs too: Triton compiles the code that launches its kernels
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler; install one, or name it in the environment variable CXX"
-    return None

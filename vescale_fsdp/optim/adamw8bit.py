@@ -34,9 +34,9 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.lazy import set_module
-from vescale_fsdp.optim.compiled import CompiledFunction, compiles_on
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
+from vescale_fsdp.torch_modes import CompiledFunction
 from vescale_fsdp.torch_private import foreach_copy_, storage_id
 
 MAP_NAME = "dynamic8"
@@ -272,6 +272,19 @@ class AdamW8bit(BatchedOptimizer):
             state[f"{name}_scales"] = zeros_sharded_with(param, pieces, grid.scales_shape, numels)
         return state
 
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._rates: dict[tuple[int, float], _Rates] = {}  # by param group and step count
+        super()._step_groups(groups)
+
+    def _batch_numel(self, group: dict[str, Any]) -> int:
+        launches = super()._batches_on
+        is_launched = any(launches(param.device) for param in group["params"])
+        return super()._batch_numel(group) if is_launched else _CPU_BATCH_NUMEL
+
+    def _batches_on(self, device: torch.device) -> bool:
+        # On the CPU too: the call of a compiled function takes longer than its work on a small parameter.
+        return self._compiled or super()._batches_on(device)
+
     def _kind(self, param: torch.Tensor) -> Hashable:
         """Return the shape of a parameter's blocks, as part of the key of its batch; empty for fp32 state."""
         # Blocks are concatenated along the first dim, so all other dims of a batch must be equal. Parameters with fp32
@@ -294,17 +307,24 @@ class AdamW8bit(BatchedOptimizer):
         grad = _joined([each.laid_out(local_grad(each.param)) for each in batch])
         moments = [_load(batch, name) for name in _MOMENTS]
         maps = [_Map.of(signed, values.device) for signed in _MOMENTS.values()]
-        rates = _rates_of(group, batch[0].state["step"])  # the count is equal for all parameters of a batch
-        if self._compiled and compiles_on(values.device.type):
-            sized = [values, grad, *(tensor for parts in moments for tensor in parts)]
-            shapes = tuple((each.dtype, each.shape[1:], len(each) == 1) for each in sized)
-            kind = (shapes, values.device, rates.lr.device, rates.lr.shape)
-            _UPDATE(kind, sized, values, grad, moments, maps, rates.as_tensors())
+        rates = self._rates_of(
+            group, batch[0].state["step"]
+        )  # the count is equal for all parameters of a batch
+        if self._compiled:
+            _UPDATE(values, grad, moments, fixed=(maps, rates))
         else:
             _update(values, grad, moments, maps, rates)
         _write(batch, locals_, values)
         for name, parts in zip(_MOMENTS, moments, strict=True):
             _save(batch, name, parts)
+
+    def _rates_of(self, group: Mapping[str, Any], step: torch.Tensor) -> _Rates:
+        """Return the rates of a param group, which are computed once for all batches of a step."""
+        key = id(group), float(step)
+        if key not in self._rates:
+            rates = _rates_of(group, step)
+            self._rates[key] = rates.as_tensors() if self._compiled else rates
+        return self._rates[key]
 
 
 class _Rates(NamedTuple):
@@ -381,7 +401,9 @@ def _update(
             target.copy_(encoded)
 
 
-_UPDATE = CompiledFunction(_update)
+# Maximum elements of a compiled batch on the CPU. Larger parameters are stepped alone, without copies into a batch.
+_CPU_BATCH_NUMEL = 1 << 16
+_UPDATE = CompiledFunction(_update, for_small=True)
 
 
 class _Stepped(NamedTuple):

@@ -288,13 +288,21 @@ class BatchedOptimizer(StructuredOptimizer):
             for param in params:
                 self.state[param]["step"] += 1  # before batches are made: their key contains the step count
             items = ((self._alike(param), local_tensor(param).numel(), param) for param in params)
-            for batch in batches_of(items, _BATCH_NUMEL):
+            for batch in batches_of(items, self._batch_numel(group)):
                 self._step_batch(batch, group)
+
+    def _batch_numel(self, group: dict[str, Any]) -> int:
+        """Return the maximum number of elements of a batch of a param group."""
+        return _BATCH_NUMEL
+
+    def _batches_on(self, device: torch.device) -> bool:
+        """Return whether a batch saves time. On the CPU there are no launches to save."""
+        return launches(device)
 
     def _alike(self, param: torch.Tensor) -> Hashable:
         """Return a hashable key. Parameters with equal keys are stepped in the same batch."""
-        if not launches(param.device):
-            return id(param)  # on the CPU there are no launches to save, so every parameter is a batch
+        if not self._batches_on(param.device):
+            return id(param)
         # With the step count, since a batch has one bias correction.
         return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
 

@@ -30,7 +30,7 @@ from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.quantize.coded_layout import CodedLayout, Part, coded_layout_of
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
-from vescale_fsdp.torch_modes import CompiledByRows, is_fake
+from vescale_fsdp.torch_modes import CompiledFunction, is_fake
 from vescale_fsdp.torch_private import foreach_copy_
 
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
@@ -141,10 +141,10 @@ class _CodedGather:
         blocks = table[self.comm.rank].long() - self.comm.rank * coded.scales_per_rank  # of each granule
         values = shard.view(-1, coded.granule)
         amax = torch.zeros(coded.main_scales, dtype=torch.float32, device=shard.device)
-        kernels.find_amax([values, blocks], amax)
+        kernels.find_amax(values, blocks, amax)
         factors, block_scales = coded.main.scales_of(amax)
         scales.copy_(block_scales)
-        kernels.encode([values, blocks, codes.view(-1, coded.granule)], factors)
+        kernels.encode(values, blocks, codes.view(-1, coded.granule), factors)
 
     def decode(self, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         """Fill the full buffer from the gathered buffers ``codes`` and ``rest``."""
@@ -152,8 +152,8 @@ class _CodedGather:
         if coded.granule:  # first, because it also writes where the tensors below are
             table = coded.table(full.device, fake=is_fake(full))
             scales = rest.view(coded.main.scale_dtype)
-            granules = [full.view(-1, coded.granule), codes.view(-1, coded.granule), table]
-            _kernels_of(coded.main).decode(granules, scales)
+            values, main_codes = full.view(-1, coded.granule), codes.view(-1, coded.granule)
+            _kernels_of(coded.main).decode(values, main_codes, table, scales)
         for part in coded.odd:
             self._decode_odd(part, full, codes, rest)
         if coded.plain:  # foreach operators refuse an empty list
@@ -219,9 +219,9 @@ class _Kernels:
             factors = codec.factors_of(scales[blocks]).unsqueeze(1)
             values.copy_(codes.view(codec.code_dtype).float() * factors)
 
-        self.find_amax = CompiledByRows(find_amax)
-        self.encode = CompiledByRows(encode)
-        self.decode = CompiledByRows(decode)
+        self.find_amax = CompiledFunction(find_amax, num_split=2)
+        self.encode = CompiledFunction(encode, num_split=3)
+        self.decode = CompiledFunction(decode, num_split=3)
 
 
 @functools.cache

@@ -166,7 +166,8 @@ class FSDPState:
             state.has_root, state.schedule = True, self.schedule
             state.join(self.comm)
         self.schedule.units = list(below)
-        # Hooks of inner modules would split the graphs of a root that is compiled as a whole.
+        # A root that is compiled as a whole keeps its full parameters until the backward ends. torch.compile falls back
+        # to inner modules where it cannot trace a forward, and hooks would make a graph of each of them.
         if len(below) > 1 and not any(map(is_compiled, self.modules)):
             self._watch_recomputation()
         _log_sharding(type(self.modules[0]).__name__, list(below))
@@ -174,8 +175,10 @@ class FSDPState:
     def _watch_recomputation(self) -> None:
         """Notice forwards of the unit's inner modules that activation checkpointing will run again in the backward."""
         owners = {module for group in self.groups for param in group.params for module, _ in param.owners}
-        # The unit's own modules read parameters in their forward at times that no hook sees.
-        if self._watches_owners or not owners.isdisjoint(self.modules):
+        # The unit's own modules read parameters in their forward at times that no hook sees. Without an embedding,
+        # there is little to gain, and hooks cost graphs: `torch.compile(model)`, unlike `model.compile()`, is not seen.
+        has_embedding = any(isinstance(module, nn.Embedding) for module in owners)
+        if self._watches_owners or not owners.isdisjoint(self.modules) or not has_embedding:
             return
         self._watches_owners, self.may_recompute = True, False
         for module in owners:

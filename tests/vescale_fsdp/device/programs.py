@@ -203,6 +203,21 @@ def _side_experts(device: torch.device) -> Values:
     return _trained(shard(model, list(model), device), device)
 
 
+@_program("a side stream in each unit, and other work on it")
+def _busy_side_experts(device: torch.device) -> Values:
+    streams = SideStreams(device, 1)
+    model = nn.Sequential(*(SideExpert(streams) for _ in range(3)))
+    optimizer = sgd(shard(model, list(model), device))
+    for step in range(STEPS):
+        loss_of(model, step, device).backward()
+        with streams.on(0):  # waits for no other stream, and is given memory that gradients had
+            for _ in range(4):
+                torch.ones(WIDTH, WIDTH, device=device)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
 @_program("replicas, two by two", world_size=4)
 def _replicas(device: torch.device) -> Values:
     model = blocks()
@@ -254,6 +269,36 @@ def _offload(device: torch.device) -> Values:
             offload_policy=CPUOffloadPolicy(),
         )
     return _trained(model, device)
+
+
+@_program("offload, an optimizer on a stream of the device")
+def _offload_optimizer(device: torch.device) -> Values:
+    model = blocks()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    streams = streams_of(device)
+    side = None if streams is None else streams.new()
+    stepped = None
+    for step in range(STEPS):
+        for part in range(2):  # no write between these two, so the event holds for both forwards
+            if stepped is not None:
+                model.set_post_optim_event(stepped)  # type: ignore[operator]
+            model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
+            loss_of(model, 2 * step + part, device).backward()
+        shards: Values = [param.to_local() for param in model.parameters()]  # type: ignore[operator]
+        grads: Values = [param.grad.to_local() for param in model.parameters()]  # type: ignore[union-attr]
+        with nullcontext() if streams is None or side is None else streams.on(side):
+            moved = [(shard.to(device), grad.to(device)) for shard, grad in zip(shards, grads, strict=True)]
+            for shard, (weight, grad) in zip(shards, moved, strict=True):
+                # The host does not wait for the copy: shards are pinned.
+                shard.detach().copy_(weight.detach() - grad, non_blocking=True)
+            stepped = None if side is None else side.record_event()
+        for param in model.parameters():
+            param.grad = None
+    if side is not None:
+        side.record_event().synchronize()
+    return values(model)
 
 
 class Routed(nn.Module):

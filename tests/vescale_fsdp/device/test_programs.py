@@ -31,6 +31,11 @@ def world_size(name: str) -> int:
     return PROGRAMS[name].world_size if name in PROGRAMS else 2
 
 
+def needs_fresh(name: str) -> bool:
+    """Whether a program needs new processes: see `run_on_device`."""
+    return name in PROGRAMS and PROGRAMS[name].fresh
+
+
 @cache
 def _reference(name: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
@@ -73,7 +78,6 @@ def _long() -> list[tuple[str, Order]]:
 )
 def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
     """Its values are those of the CPU or of a plain model, and events order all accesses of memory."""
-    fresh = name in PROGRAMS and PROGRAMS[name].fresh
-    results = run_on_device(world_size(name), run, name, order, fresh=fresh)
+    results = run_on_device(world_size(name), run, name, order, fresh=needs_fresh(name))
 
     assert results == [[]] * world_size(name)

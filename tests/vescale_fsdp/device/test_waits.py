@@ -1,7 +1,7 @@
 """Every wait of the runtime and of checkpoints for a stream or an event is needed: without it, some program is wrong.
 
-`make test` runs a sample of the waits, `make test-device` all of them; each is removed from the programs that execute
-it until one has wrong values, an unordered access, or an error.
+Run by `make test-device`. Each wait is removed from the programs that execute it, until one has wrong values, an
+unordered access, or an error.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ import pytest
 from tests.support.async_device import needs_device, run_on_device
 from tests.support.async_device.waits import Wait, all_waits, executed, without
 from tests.support.distributed import RankError, RankTimeout
-from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, run, world_size
+from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, needs_fresh, run, world_size
 
 pytestmark = needs_device()
 
 WAITS = all_waits()
 ORDERS = (("sides last", 0), ("sides first", 0), ("late", 0), ("uneven", 0))
-
-# Waits that no program is known to need: each wants a program, or goes.
-NOT_CAUGHT = {
-    ("vescale_fsdp/runtime/comm/gradients.py", "stream.wait_stream(here)"),
-    ("vescale_fsdp/runtime/comm_context.py", "self.copy_stream.wait_event(self._brought.popleft().event)"),
-    ("vescale_fsdp/runtime/comm_context.py", "self.copy_stream.wait_event(self._shards_ready)"),
-}
 
 
 def _executed(name: str) -> list[tuple[str, int]]:
@@ -38,7 +31,8 @@ def _executed(name: str) -> list[tuple[str, int]]:
 def _programs_of() -> dict[Wait, list[str]]:
     programs: dict[Wait, list[str]] = {wait: [] for wait in WAITS}
     for name in NAMES:
-        lines = run_on_device(world_size(name), _executed, name, timeout_s=300)[0]
+        fresh = needs_fresh(name)
+        lines = run_on_device(world_size(name), _executed, name, timeout_s=300, fresh=fresh)[0]
         for wait in WAITS:
             if any(file == wait.file and wait.first <= line <= wait.last for file, line in lines):
                 programs[wait].append(name)
@@ -63,13 +57,19 @@ def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
     for name in programs:
         for order in ORDERS:
             try:
-                results = run_on_device(world_size(name), _run_without, wait, name, order, timeout_s=300)
+                results = run_on_device(
+                    world_size(name),
+                    _run_without,
+                    wait,
+                    name,
+                    order,
+                    timeout_s=300,
+                    fresh=needs_fresh(name),
+                )
             except (RankError, RankTimeout) as error:
                 print(f"{_id(wait)}: {name}, {order}: {str(error).splitlines()[-1]}")
                 return
             if any(results):
                 print(f"{_id(wait)}: {name}, {order}: {next(filter(None, results))[0]}")
                 return
-    if (wait.file, wait.text) in NOT_CAUGHT:
-        pytest.xfail("no program is known to need this wait")
     pytest.fail(f"right without the wait: {', '.join(programs)}")

@@ -7,16 +7,19 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from tests.support.optim_cases import full_tensors
+from vescale_fsdp import torch_modes
 from vescale_fsdp.layout.granularity import Flat, Tiles
-from vescale_fsdp.optim import AdamW8bit, adamw8bit, compiled
-from vescale_fsdp.optim.compiled import CompiledFunction, compiles_on
+from vescale_fsdp.optim import AdamW8bit, adamw8bit
+from vescale_fsdp.torch_modes import CompiledFunction, compiles_on
 
 SHAPES = [(64, 80), (40, 96), (33, 65), (7,), (64, 96), (4, 64)]
 MORE = pytest.mark.part("numerics")
@@ -28,18 +31,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWar
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled yet, and no process was asked."""
     torch._dynamo.reset()
-    compiled._compiles.cache_clear()
-    monkeypatch.setattr(adamw8bit, "_UPDATE", CompiledFunction(adamw8bit._update))
+    torch_modes._compiles.cache_clear()
+    monkeypatch.setattr(adamw8bit, "_UPDATE", CompiledFunction(adamw8bit._update, for_small=True))
     yield
     torch._dynamo.reset()
-    compiled._compiles.cache_clear()
+    torch_modes._compiles.cache_clear()
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile traces, and runs what it has traced eagerly: the bits are those of eager steps."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(compiled, "why_not_compiled", lambda device_type: None)
+    monkeypatch.setattr(torch_modes, "why_not_compiled", lambda device_type: None)
 
 
 def made(is_compiled: bool, dtype: torch.dtype, **options: Any) -> tuple[AdamW8bit, list[torch.nn.Parameter]]:
@@ -170,26 +173,23 @@ def test_compiled_steps_do_not_depend_on_the_cut() -> None:
     assert torch.equal(stepped([20]), stepped([3, 1, 16]))
 
 
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_OWN_PID", os.getpid() + 1)
+def _forked() -> AbstractContextManager[Any]:
+    return mock.patch.object(torch_modes, "_OWN_PID", os.getpid() + 1)
 
 
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_compiler() -> AbstractContextManager[Any]:
     import torch._inductor.config
 
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    return torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("prepare", [_forked, _without_compiler])
-def test_steps_are_eager_where_nothing_compiles(
-    prepare: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("broken", [_forked, _without_compiler])
+def test_steps_are_eager_where_nothing_compiles(broken: Callable[[], AbstractContextManager[Any]]) -> None:
     """After a fork, and without a compiler: the bits of eager steps, and one warning for all steps."""
-    if prepare is _forked:
+    if broken is _forked:
         compiles_on("cpu")  # what the parent knows does not hold in the child
-    prepare(monkeypatch)
     eager, _ = run(False)
-    with warnings.catch_warnings(record=True) as caught:
+    with broken(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got, graphs = run(True)
     assert all(

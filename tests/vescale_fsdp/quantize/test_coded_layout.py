@@ -20,7 +20,7 @@ from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.quantize.coded_layout import coded_layout_of
 from vescale_fsdp.quantize.quantized_gather import _CodedGather, _kernels_of
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.torch_modes import CompiledByRows
+from vescale_fsdp.torch_modes import CompiledFunction
 
 FP8, ROWS = Fp8Blocks(4, 16), Int8Rows()
 SHAPES = {
@@ -198,14 +198,15 @@ def test_without_a_compiler_it_runs_as_written() -> None:
     failed = mock.Mock(side_effect=torch._dynamo.exc.TorchDynamoException("no compiler"))
     with (
         mock.patch.object(torch_modes, "_COMPILED_NUMEL", 1),
+        mock.patch.object(torch_modes, "compiles_on", return_value=True),
         mock.patch.object(torch, "compile", return_value=failed),
     ):
-        step, values = CompiledByRows(add), torch.ones(4, 2)
+        step, values = CompiledFunction(add), torch.ones(4, 2)
         with pytest.warns(UserWarning, match=add.__name__):
-            step([values], torch.ones(2))
+            step(values, torch.ones(2))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            step([values], torch.ones(2))
+            step(values, torch.ones(2))
     assert torch.equal(values, torch.full((4, 2), 3.0))
     assert failed.call_count == 1
 
@@ -218,10 +219,11 @@ def test_errors_of_a_compiled_step_are_raised() -> None:
 
     with (
         mock.patch.object(torch_modes, "_COMPILED_NUMEL", 1),
+        mock.patch.object(torch_modes, "compiles_on", return_value=True),
         mock.patch.object(torch, "compile", return_value=mock.Mock(side_effect=RuntimeError)),
         pytest.raises(RuntimeError),
     ):
-        CompiledByRows(fail)([torch.ones(4, 2)])
+        CompiledFunction(fail)(torch.ones(4, 2))
 
 
 @pytest.mark.part("numerics")
@@ -235,6 +237,7 @@ def test_compiled_steps_have_the_same_bits(name: str) -> None:
     gather = gather_of(case.layout(8), case.codecs, 0)
     codec, granule = gather.coded.main, gather.coded.granule
     torch.compiler.reset()
+    _kernels_of.cache_clear()  # they know what has been compiled
     metrics.reset()
     with mock.patch.object(torch_modes, "_COMPILED_NUMEL", 1):
         for num_rows in (5, 70):
@@ -242,7 +245,7 @@ def test_compiled_steps_have_the_same_bits(name: str) -> None:
                 torch.zeros(num_rows, granule, dtype=dtype) for dtype in (torch.bfloat16, torch.uint8)
             )
             blocks = torch.zeros(num_rows, dtype=torch.int32)
-            _kernels_of(codec).decode([values, codes, blocks], torch.zeros(3, dtype=codec.scale_dtype))
+            _kernels_of(codec).decode(values, codes, blocks, torch.zeros(3, dtype=codec.scale_dtype))
             assert metrics.generated_kernel_count == 1
         for world in (8, 64):
             check_bits(case.layout(world), case.codecs)
