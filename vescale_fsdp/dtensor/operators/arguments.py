@@ -20,7 +20,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, make_spec, spec_with
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.torch_modes import is_traced
-from vescale_fsdp.torch_private import DTensorSpec, local_of
+from vescale_fsdp.torch_private import DTensorSpec, local_of, piece_in
 
 OUTSIDE_FORWARD = (
     "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
@@ -254,7 +254,7 @@ def cut_like(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTenso
     Raises:
         Unlike: if it does not broadcast to that shape.
     """
-    shape, local = like.shape, like._local_tensor
+    shape, local = like.shape, piece_in(like)
     # Broadcasting aligns dims from the last one.
     pairs = zip(reversed(full.shape), reversed(shape), strict=False)
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):
