@@ -635,9 +635,16 @@ def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str)
         )
 
 
+# The way out for an optimizer that needs whole matrices.
+OWNER_OPTIMIZER = (
+    'fully_shard(..., granularity="whole") and vescale_fsdp.optim.OwnerOptimizer(cls, params, ...)'
+)
+
 _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or torch.optim.AdamW",
-    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which gathers each matrix on one rank",
+    torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or "
+    f"torch.optim.AdamW; or {OWNER_OPTIMIZER}",
+    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which gathers each matrix on one rank; or "
+    f"{OWNER_OPTIMIZER}",
 }
 
 

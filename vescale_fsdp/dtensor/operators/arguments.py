@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.ragged_dtensor import OWNER_OPTIMIZER, RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, make_spec, spec_with
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.torch_modes import is_traced
@@ -43,14 +43,18 @@ def refuse(
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
-    where += _optimizer_text()
+    where += (optimizer := _optimizer_text())
+    outside = (
+        f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
+    )
+    if optimizer:
+        outside = f"step it on whole matrices: {OWNER_OPTIMIZER}"
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
         expected=expected,
         got=str(func),
         where=where,
-        todo=todo
-        or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
+        todo=todo or outside,
     )
 
 
