@@ -44,17 +44,18 @@ def refuse(
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
     where += (optimizer := _optimizer_text())
-    outside = (
-        f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
-    )
+    if todo is None:
+        todo = (
+            f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
+        )
     if optimizer:
-        outside = f"step it on whole matrices: {OWNER_OPTIMIZER}"
+        todo = f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {todo}"
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
         expected=expected,
         got=str(func),
         where=where,
-        todo=todo or outside,
+        todo=todo,
     )
 
 
