@@ -49,7 +49,7 @@ assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of
 # Tests that are not in `make test`: they are marked ``part("name")``. `make test-part PART=name` (or its number) runs
 # one part, in at most eight minutes on two cores.
 PARTS = {
-    "jobs": "whole training jobs: killed, preempted, restarted; examples and the demo",
+    "jobs": "whole training jobs: killed, preempted, restarted; examples, the demo, and tools that run tests",
     "faults": "more rows of the faults of saves, loads, transfers and elastic jobs",
     "formats": "more rows of the tables of formats, model families and object stores",
     "numerics": "torch's operator database, BLAS code paths, optimizers at more sizes and world sizes",

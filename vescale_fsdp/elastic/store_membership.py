@@ -26,9 +26,11 @@ import json
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -146,10 +148,14 @@ class StoreMembership:
             PlacementError: if processes have different secrets.
         """
         assert self._rendezvous is not None, "this process has left the job"
-        while (agreed := self._backend.agreed_after(self._rendezvous, self._timeout_s)) is None:
-            pass  # the state was an older one: the store was lost meanwhile
-        epoch, members = agreed
-        return Quorum(epoch, members, members.index(self.name), self._store_of(epoch, members[0]))
+        while True:
+            agreed = self._backend.agreed_after(self._rendezvous, self._timeout_s)
+            if agreed is None:
+                continue  # the state was an older one: the store was lost meanwhile
+            epoch, members = agreed
+            store = self._store_of(epoch, members[0])
+            if store is not None:
+                return Quorum(epoch, members, members.index(self.name), store)
 
     def has_changed(self) -> bool:
         """Return whether members have left or processes wait, as of the last keep-alive. Does not ask the store."""
@@ -166,22 +172,48 @@ class StoreMembership:
             self._rendezvous.shutdown()
         self._rendezvous = self._epoch_store = self._own_store = None
 
-    def _store_of(self, epoch: int, first: str) -> dist.Store:
-        """Connect to the store of an epoch, which the process called ``first`` hosts."""
+    def _store_of(self, epoch: int, first: str) -> dist.Store | None:
+        """Connect to the store of an epoch, which the process called ``first`` hosts; None if a member is lost."""
         if first == self.name:
             assert self._own_store is not None
-            store: dist.Store = self._own_store
+            store: dist.Store | None = self._own_store
         else:
-            host, port = _address(first)
-            timeout = timedelta(seconds=self._timeout_s)
-            store = within(
-                self._timeout_s,
-                lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
-                f"{first}, the store of the first process of epoch {epoch}",
-            )
+            store = self._connected(epoch, first)
+        if store is None:
+            return None
         store = _EpochStore(store, self._timeout_s, self)
         self._epoch_store = store if self._secret is None else SignedStore(store, self._secret)
         return dist.PrefixStore(f"epoch-{epoch}", self._epoch_store)
+
+    def _connected(self, epoch: int, first: str) -> dist.Store | None:
+        """Connect to the store in the process called ``first``; None if a member is lost meanwhile."""
+        host, port = _address(first)
+        deadline_s, attempt_s = time.monotonic() + self._timeout_s, 1.0
+        while not _refuses(first) and not self._backend.has_lost():
+            # torch retries a refused connection for the whole time-out: a process that ends during an attempt is
+            # found before the next, and a store with thousands of clients gets longer attempts.
+            attempt_s = min(attempt_s, max(deadline_s - time.monotonic(), _POLL_S))
+            try:
+                store = within(
+                    attempt_s + 1,
+                    partial(
+                        dist.TCPStore,
+                        host,
+                        port,
+                        is_master=False,
+                        wait_for_workers=False,
+                        timeout=timedelta(seconds=attempt_s),
+                    ),
+                    f"{first}, the store of the first process of epoch {epoch}",
+                )
+            except RuntimeError:  # torch's errors of a store, and LifecycleError
+                if time.monotonic() > deadline_s:
+                    raise
+                attempt_s *= 2
+            else:
+                store.set_timeout(timedelta(seconds=self._timeout_s))
+                return store
+        return None
 
 
 class _EpochStore(BoundedStore):
@@ -271,7 +303,9 @@ class _Backend(RendezvousBackend):
         self._epoch = -1  # number of the last epoch of this process; -1: none yet
         self._members: tuple[str, ...] = ()  # its members
         self._lost: set[str] = set()  # those of them that are known to have left or ended
-        self._is_waiting = False  # whether this process waits for an epoch, or is in one
+        # The thread that waits for an epoch; None in an epoch. Keep-alives that are under way when a wait begins still
+        # belong to the epoch: as part of the wait, they would give the round that ends the number of the next.
+        self._waiting_thread: int | None = None
         self._began_s = 0.0  # when it began to wait, as all times below by `time.monotonic`
         self._agreed: tuple[int, tuple[str, ...]] | None = None
         # Distinguishes stores: in one that is not of the last epoch, members are awaited that have not come yet.
@@ -286,6 +320,11 @@ class _Backend(RendezvousBackend):
     def name(self) -> str:
         """The name of this kind of backend."""
         return "vescale_fsdp"
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether this thread waits for an epoch."""
+        return self._waiting_thread == threading.get_ident()
 
     # -- called by torch's handler ----------------------------------------------------------------------
 
@@ -417,7 +456,8 @@ class _Backend(RendezvousBackend):
 
     def agreed_after(self, rendezvous: Any, timeout_s: float) -> tuple[int, tuple[str, ...]] | None:
         """Take part in a rendezvous. Returns number and members of the next epoch; None if it must be repeated."""
-        self._is_waiting, self._agreed, self._began_s = True, None, time.monotonic()
+        self._waiting_thread, self._agreed = threading.get_ident(), None
+        self._began_s = time.monotonic()
         self._link.deadline_s = self._began_s + timeout_s
         self._gone.clear()
         try:
@@ -443,7 +483,7 @@ class _Backend(RendezvousBackend):
         if self._agreed is not None:
             self._epoch, self._members = self._agreed
             self._last_origin, self._link.deadline_s = self._origin, 0.0
-            self.has_changed, self._lost, self._is_waiting = False, set(), False
+            self.has_changed, self._lost, self._waiting_thread = False, set(), None
         return self._agreed
 
     def _awaited(self, text: str) -> str | None:

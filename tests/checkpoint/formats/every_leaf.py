@@ -60,6 +60,7 @@ def _strided(_: Mesh) -> Tensors:
         "permuted": base.view(4, 5, 6).permute(2, 0, 1),
         "every_second": base[1::2],
         "columns": base.view(10, 12)[:, 3:7],
+        "expanded": base[:3, None].expand(3, 5),
     }
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from zarr.errors import ZarrUserWarning
 
 from tests.checkpoint.formats.every_leaf import (
@@ -382,7 +383,18 @@ def test_a_reader_gives_what_a_writer_wrote(written: Written, writer: str, reade
     assert READERS[reader].violations(written.path(writer), FORMATS[writer]) == []
 
 
-@pytest.mark.parametrize("ranks", [SAVING_RANKS, SAVING_RANKS + 1])
+def test_torchs_converter_reads_a_dcp_folder(tmp_path: Path) -> None:
+    """All but what torch's own planner and its own reader of pickles lack."""
+    state = make_state(None, (*LACKS["dcp"], *LACKS["torch"]))
+    save(tmp_path / "dcp", state, format=DCP())
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")
+    read = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert violations(leaves_of(state), leaves_of(read)) == []
+
+
+@pytest.mark.parametrize(
+    "ranks", [SAVING_RANKS, pytest.param(SAVING_RANKS + 1, marks=pytest.mark.part("formats"))]
+)
 @pytest.mark.parametrize("writer", FORMATS)
 def test_ranks_load_what_a_writer_wrote(written: Written, writer: str, ranks: int) -> None:
     """Onto the ranks that saved and onto others, sharded every way; values of single ranks are merged there."""

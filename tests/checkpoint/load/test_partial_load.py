@@ -59,9 +59,10 @@ def _values(model: nn.Module) -> set[float]:
 
 
 def _refuses(model: nn.Module) -> str:
-    with pytest.raises(LifecycleError, match="values of two states") as caught:
+    """Parameters that the forward names as it refuses to run."""
+    with pytest.raises(LifecycleError) as caught:
         model(torch.ones(1, _WIDTH if isinstance(model, nn.Sequential) else 1))
-    return str(caught.value)
+    return str(caught.value.got)
 
 
 def _every_ending(root: Path) -> str:
@@ -95,7 +96,7 @@ def _every_ending(root: Path) -> str:
         warnings.simplefilter("always")
         restored = CheckpointManager(root).restore(state)
     assert restored is not None and (restored.step, [step for step, _ in restored.skipped]) == (1, [2])
-    assert [str(one.message)[:17] for one in told] == ["step 2 (disk) is "] * (dist.get_rank() == 0)
+    assert [str(one.message)[:13] for one in told] == ["step 2 (disk)"] * (dist.get_rank() == 0)
     model(torch.ones(1, _WIDTH))
     assert _values(model) == {1.0} and state["other"].tolist() == [1.0] * 3 and not _marks
     return refused
@@ -150,7 +151,7 @@ def _in_mid_air(root: Path) -> bool:
     save(root, state, overwrite=True)
     with pytest.raises(KeyboardInterrupt) as caught:
         load(root, state)
-    _refuses(model)
+    assert "0.weight" in _refuses(model)
     return any("overwritten: " in note for note in caught.value.__notes__)
 
 

@@ -146,7 +146,7 @@ def test_memory_that_is_lost_comes_from_disk_or_is_said(tmp_path: Path) -> None:
     for step, skipped, said in run_ranks(2, _memory_lost, tmp_path / "there", True):
         assert (step, skipped, said) == (3, "()", [])
     for rank, (step, skipped, said) in enumerate(run_ranks(2, _memory_lost, tmp_path / "lost", False)):
-        assert step == 2 and "no file of saved rank 1, which rank 1 reads" in skipped
+        assert step == 2 and skipped.count("rank 1") == 2
         assert [text[:12] for text in said] == (["step 3 (ram)"] if rank == 0 else [])
 
 

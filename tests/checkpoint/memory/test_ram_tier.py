@@ -6,6 +6,7 @@ Each rank is a node of its own: it has a folder in memory, and is the first of i
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -144,8 +145,8 @@ def test_a_lost_clique_is_said_and_the_disk_counts(tmp_path: Path) -> None:
     ):
         assert (restored.step, restored.tier, restored.moves) == (4, "disk", ())
         assert [number for number, _ in restored.skipped] == [6]
-        assert [text[:26] for text in said] == (["step 6 (ram) was skipped: "] if rank == 0 else [])
-        assert "no file of saved rank 2, 3" in restored.skipped[0][1]
+        assert [text[:12] for text in said] == (["step 6 (ram)"] if rank == 0 else [])
+        assert "rank 2, 3" in restored.skipped[0][1]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_another_attempt_on_disk_is_no_twin(tmp_path: Path) -> None:
     _lose(shm, 1)
     for restored, _, _ in run_ranks(2, _restore, root, shm, True, {}):
         assert (restored.step, restored.tier) == (4, "disk") and restored.moves == ()
-        assert "or the same step on disk" in restored.skipped[0][1]
+        assert "rank 1" in restored.skipped[0][1]
 
     shutil.rmtree(root / "step-00000004")
     shutil.copytree(twin, root / "step-00000004")
@@ -213,7 +214,7 @@ def _dies(root: Path, shm: Path, told: Path) -> None:
             manager.restore(_state(0))
             told.write_text("returned")
         except CheckpointError as error:
-            told.write_text(str(error))
+            told.write_text(type(error).__name__)
 
 
 def test_a_partner_dies_while_it_holds_the_only_copy(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_partner_dies_while_it_holds_the_only_copy(tmp_path: Path) -> None:
     _lose(shm, 0)
     with pytest.raises(RankError):
         run_ranks(2, _dies, root, shm, tmp_path / "told")
-    assert "could not be reached" in (tmp_path / "told").read_text()
+    assert (tmp_path / "told").read_text() == "UnreachableError"
 
     for restored, _, _ in run_ranks(2, _restore, root, shm, False, {"replicas": 1}):
         assert (restored.step, restored.tier) == (6, "ram") and restored.moves
@@ -318,9 +319,7 @@ def test_a_file_whose_copies_are_damaged_too(tmp_path: Path) -> None:
         _damage(copy, "flipped")
     for restored, _, _ in run_ranks(2, _restore, tmp_path / "steps", shm, True, options):
         assert (restored.step, restored.tier) == (5, "ram")
-        assert [number for number, _ in restored.skipped] == [
-            6
-        ] and "in no node's memory" in restored.skipped[0][1]
+        assert [number for number, _ in restored.skipped] == [6] and "rank 0" in restored.skipped[0][1]
 
 
 @pytest.mark.parametrize("damaged", [(0,), (0, 1)])
@@ -341,7 +340,7 @@ def test_a_damaged_manifest_comes_anew_from_another_node(tmp_path: Path, damaged
             assert moves == [("manifest.json", 1, 0)]  # the files of data are those of their folder
         else:
             assert (restored.step, restored.tier) == (5, "ram")
-            assert "No node can read" in restored.skipped[0][1]
+            assert "manifest.json" in restored.skipped[0][1]
 
 
 class _Full(LocalStorage):
@@ -383,7 +382,7 @@ def test_a_partner_without_room_is_warned_of(tmp_path: Path) -> None:
 
     assert len(first[0]) == len(second[0]) == 3
     assert all("rank 1: OSError: [Errno 28]" in text for text in first[0])
-    assert all("No space left" in text and "rank 1" in text for text in second[0])
+    assert all("[Errno 28]" in text and "rank 1" in text for text in second[0])
     assert first[1] == second[1] == [4] and first[2] == second[2] == ["step-00000005"]
 
 
@@ -434,7 +433,7 @@ def test_a_memory_that_fails_does_not_stop_the_disk(tmp_path: Path, kind: str, b
     first, second = run_ranks(2, _memory_fails, tmp_path / "steps", tmp_path / "shm", kind, behind)
     for said, steps, _ in (first, second):
         assert steps == [4]
-        missed = [text for text in said if "is not saved in memory" in text]
+        missed = [text for text in said if str(tmp_path / "shm") in text]
         assert [text.split()[1] for text in missed] == ["4", "5"] and all("rank 1" in text for text in missed)
     assert first[2] == second[2] == (4, "disk")
 
@@ -462,7 +461,7 @@ def _disk_fails(root: Path, shm: Path, behind: bool) -> tuple[list[str], tuple[i
 def test_a_disk_that_fails_does_not_cost_memory_its_step(tmp_path: Path, behind: bool) -> None:
     """The error is raised on all ranks, says that memory has the step, and restore takes it from there."""
     for notes, restored in run_ranks(2, _disk_fails, tmp_path / "steps", tmp_path / "shm", behind):
-        assert "step 4 is saved in memory" in " ".join(notes) and restored == (4, "ram")
+        assert re.search(r"\b4\b.* memory\b", " ".join(notes)) and restored == (4, "ram")
 
 
 def _held_up(root: Path, shm: Path) -> bool:

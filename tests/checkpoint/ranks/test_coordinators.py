@@ -126,8 +126,8 @@ def _leave_all(cases: list[dict[int, str]]) -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
         else:
             assert isinstance(error, type(_MET[own]())), (met, error)
-            assert any("testing; nothing was committed" in note for note in error.__notes__)
-            found.append("its own")
+            assert any("testing" in note for note in error.__notes__)
+            found.append("own")
     return found
 
 
@@ -145,10 +145,10 @@ def test_all_ranks_leave_a_block_together() -> None:
                 assert found[number] == {
                     "ours": "CheckpointError: does not fit",
                     "damage": "CorruptCheckpointError: torn",
-                }.get(kind, "its own")
+                }.get(kind, "own")
             else:
                 wanted = "CorruptCheckpointError" if kind == "damage" else "CheckpointError"
-                assert found[number].startswith(f"{wanted}: 1 of 3 ranks failed while testing")
+                assert found[number].startswith(f"{wanted}: ") and f"ranks [{bad_rank}]" in found[number]
                 assert f"rank {bad_rank}: {type(_MET[kind]()).__name__}" in found[number]
 
 
@@ -161,9 +161,9 @@ def test_ranks_that_meet_different_things_decide_alike() -> None:
     assert [text.partition(":")[0] for text in first] == [
         "CorruptCheckpointError",
         "CheckpointError",
-        "its own",
+        "own",
     ]
-    assert [text.partition(":")[0] for text in second] == ["CorruptCheckpointError", "its own", "its own"]
+    assert [text.partition(":")[0] for text in second] == ["CorruptCheckpointError", "own", "own"]
     assert [text.partition(":")[0] for text in third] == ["CorruptCheckpointError", *["CheckpointError"] * 2]
     assert "rank 0: OSError" in third[2] and "rank 1: MemoryError" in third[2]
 
@@ -226,7 +226,7 @@ def _silent(folder: Path) -> tuple[str, float]:
         try:
             save(folder / "c", {"a": torch.zeros(3)}, process_group=group)
         except CheckpointError as error:
-            text = str(error)
+            text = f"{type(error).__name__} on {error.where}"
     waited_s = time.monotonic() - start_s
     dist.barrier()
     return text, waited_s
@@ -236,7 +236,7 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(tmp_pat
     """The groups made for coordination take the time-out of the group they serve."""
     (text, waited_s), _ = run_ranks(2, _silent, tmp_path)
 
-    assert "could not be reached" in text and "expected: all 2 ranks" in text
+    assert text.split() == ["UnreachableError", "on", "rank", "0"]
     assert waited_s > 1
     assert not (tmp_path / "c" / "manifest.json").exists()
 

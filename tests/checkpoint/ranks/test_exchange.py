@@ -78,7 +78,7 @@ def _move_what_fails(folder: Path, end: str) -> list[str]:
     real = getattr(exchange._End, end)
 
     def failing(self: Any, number: int, data: memoryview) -> None:
-        assert number != 2 or coordinator.rank != 0, "this one fails"
+        assert number != 2 or coordinator.rank != 0, "planted"
         real(self, number, data)
 
     moves = [FileMove("file0", 0, 1), FileMove("file1", 1, 0)]
@@ -95,7 +95,7 @@ def _move_what_fails(folder: Path, end: str) -> list[str]:
 @pytest.mark.parametrize("end", ["read", "write"])
 def test_one_end_fails_in_the_middle(tmp_path: Path, end: str) -> None:
     """Nobody waits, both ranks hear of it, the file that could not be moved is not there, the other one is."""
-    with pytest.raises(RankError, match="this one fails"):
+    with pytest.raises(RankError, match="planted"):
         run_ranks(2, _move_what_fails, tmp_path, end)
     left = [(tmp_path / f"left{rank}").read_text() for rank in (0, 1)]
     assert left == (["file0 file1", "file1"] if end == "read" else ["file0", "file0 file1"])

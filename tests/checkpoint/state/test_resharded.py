@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_per_rank_stays_per_rank(tmp_path: Path) -> None:
     """A place in the data that is saved as PerRank is not another number of ranks' place, and is refused as that."""
     run_ranks(2, _train, tmp_path, 2, False)
     for text in run_ranks(1, _restores, tmp_path):
-        assert "state belongs to another sampler" in text and "Resharded" in text and dist.is_available()
+        assert "Resharded(sampler)" in text and dist.is_available()
 
 
 class _Part:
@@ -262,7 +263,7 @@ def test_parts_that_cannot_be_merged_are_refused_when_saved(tmp_path: Path) -> N
     """On all ranks, naming the value and its ranks; nothing is left. Parts that fit are saved."""
     for kind in ("seeds", "loaders", "own"):
         for text in run_ranks(2, _saves, tmp_path, kind):
-            assert text is not None and "data/0 of ranks 0, 1" in text
+            assert text is not None and re.search(r"\bdata/0\b.*\b0, 1\b", text)
         assert not list(tmp_path.glob(f"{kind}/**/manifest.json"))
     for kind in ("epochs", "equal"):
         assert run_ranks(2, _saves, tmp_path, kind) == [None] * 2

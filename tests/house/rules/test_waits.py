@@ -156,7 +156,10 @@ def _calls_in_tests(name: str) -> Iterator[tuple[str, ast.Call]]:
     folder = ROOT / "tests"
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == name:
+            if isinstance(node, ast.Call) and name in (
+                ast.unparse(node.func),
+                getattr(node.func, "attr", ""),
+            ):
                 yield path.relative_to(folder).as_posix(), node
 
 
@@ -168,6 +171,29 @@ def test_no_test_waits_for_a_fixed_time() -> None:
 def test_commands_of_tests_have_a_deadline() -> None:
     """At which they show stacks, as `run_command` does."""
     assert {file for file, call in _calls_in_tests("subprocess.run") if _is_endless(call)} == set()
+
+
+# Files of tests that receive from a pipe, join or ask for a result without a deadline, and what ends that wait.
+UNBOUNDED = {
+    "support/processes.py": "after a poll with a deadline",
+    "support/distributed.py": "a worker's next call; it ends with its parent",
+    "checkpoint/save/test_faults.py": "after a poll: what a killed process had sent",
+    "checkpoint/steps/test_rollback.py": "a process that lives until it is killed",
+    "vescale_fsdp/device/programs.py": "streams of a model, not a process",
+    "vescale_fsdp/elastic/formation.py": "after a kill",
+    "vescale_fsdp/elastic/killed_ranks.py": "after a kill",
+}
+
+
+def test_processes_and_threads_of_tests_are_waited_for_with_a_deadline() -> None:
+    """One that hangs fails its own test, instead of stopping the whole run."""
+    found = {
+        file
+        for name in ("recv", "join", "result")
+        for file, call in _calls_in_tests(name)
+        if not call.args and _is_endless(call)
+    }
+    assert found == UNBOUNDED.keys()
 
 
 def test_what_counts_as_a_wait() -> None:

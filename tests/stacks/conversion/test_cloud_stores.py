@@ -23,6 +23,7 @@ from tests.support.distributed import run_ranks
 from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, latest, load, save, verify
 from vescale_fsdp.checkpoint.dcp import DCP
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, RemoteStorage
@@ -207,7 +208,7 @@ def test_other_forms_and_the_converter(store: str, tmp_path: Path) -> None:
 def test_a_bucket_that_is_not_there(store: str) -> None:
     """Nothing to load is said as ever, and a save's error carries what the store said."""
     nowhere = store.replace("bucket", "nobucket")
-    with pytest.raises(Exception, match="no checkpoint at this path"):
+    with pytest.raises(NoCheckpointError):
         load(nowhere, {"w": torch.ones(3)})
-    with pytest.raises(Exception, match=r"nobucket|container does not exist"):
+    with pytest.raises(Exception, match=r"nobucket|container\b"):
         save(nowhere, {"w": torch.ones(3)})

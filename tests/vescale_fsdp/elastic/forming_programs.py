@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
+from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.transfer import plan_transfer
 from vescale_fsdp.transfer.description import describe_states
@@ -58,9 +60,10 @@ class _Spotted(StoreMembership):
 
     spots: Spots
 
-    def _store_of(self, epoch: int, first: str) -> dist.Store:
-        self._kept = SpottedStore(super()._store_of(epoch, first), self.spots)  # torch keeps no reference
-        return self._kept
+    def wait(self) -> Quorum:
+        quorum = super().wait()
+        self._kept = SpottedStore(quorum.store, self.spots)  # torch keeps no reference
+        return dataclasses.replace(quorum, store=self._kept)
 
 
 def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:

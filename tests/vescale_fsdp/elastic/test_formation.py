@@ -116,17 +116,11 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
     [
         (trains, Death(1, "step 1")),
         (meets, Death(2, "store.get joint-ranks 0 name 0")),
-        (meets, Death(2, "store.compare_set #//transfer # 2")),
+        pytest.param(meets, Death(2, "store.compare_set #//transfer # 2"), marks=pytest.mark.part("faults")),
+        (goes_on, Death(1, "store.set 0//cpu//0/rank 0")),
         pytest.param(
-            goes_on,
-            Death(1, "store.set 0//cpu//0/rank 0"),
-            # An open defect: in about every second run one of the two other ranks is left out of the next epoch, and
-            # ends with an error when the other has finished. Nothing is lost or wrong.
-            marks=pytest.mark.xfail(
-                strict=False, reason="a survivor of a death in formation may be left out"
-            ),
+            goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP), marks=pytest.mark.part("faults")
         ),
-        (goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP)),
     ],
     ids=["first step", "meeting", "end of a transfer", "first group", "stalled"],
 )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
@@ -105,6 +105,75 @@ def test_data_goes_on_with_other_ranks(tmp_path: Path, kind: str) -> None:
     assert [len(taken) for taken, _ in found] == [6, 4, 2]
     samples = [sample for taken, _ in found for batch in taken for sample in batch]
     assert sorted(samples) == list(range(24))
+
+
+class Draws:
+    """A random generator with a state to save."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def state_dict(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def load_state_dict(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+    def next(self) -> float:
+        return torch.rand((), generator=self.generator).item()
+
+
+def _follows(folder: Path, epochs: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, float, float]], int]:
+    """Step, learning rate and random number of all steps of this rank; its count of steps in the end."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    seen: list[tuple[int, float, float]] = []
+
+    def build(mesh: DeviceMesh) -> TrainingState:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        more = {
+            "schedule": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            "draws": PerRank(Draws(rank)),
+            "steps": PerRank(0, merge=lambda saved, rank, world: sum(saved) if rank == 0 else 0),
+        }
+        return TrainingState(model, optimizer, more)
+
+    def train_step(job: ElasticJob, step: int) -> None:
+        assert job.training is not None
+        more, (group,) = job.training.more, job.training.optimizer.param_groups
+        seen.append((step, group["lr"], more["draws"].value.next()))
+        job.training.model(torch.ones(1, 4)).sum().backward()
+        job.training.optimizer.step()
+        more["schedule"].step()
+        more["steps"].value += 1
+
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
+        return CheckpointManager(folder / "steps", save_policy=EverySteps(2))
+
+    job = ElasticJob(Scripted(rank, folder, epochs), build, checkpoints, timeout_s=60, max_retries=0)
+    try:
+        job.run(train_step, 6)
+    except EOFError:
+        assert rank >= epochs[-1][0]
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    assert job.training is not None
+    return seen, job.training.more["steps"].value
+
+
+def test_what_a_job_saves_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """Schedules, random generators and values of each rank go back to the saved step, and on from there."""
+    found = run_ranks(3, _follows, tmp_path, [(3, 3), (2, 3), (1, 2)])
+
+    steps = [[step for step, _, _ in seen] for seen, _ in found]
+    assert steps == [[0, 1, 2, 2, 3, 4, 4, 5], [0, 1, 2, 2, 3, 4], [0, 1, 2]]  # saved: 2 and 4
+    for rank, (seen, _) in enumerate(found):
+        draws = Draws(rank)
+        drawn = [draws.next() for _ in range(6)]
+        assert seen == [(step, 0.5 * 0.5**step, drawn[step]) for step in steps[rank]]
+    assert found[0][1] == 3 * 2 + 2 * 2 + 1 * 2  # of all ranks: those that left are in the count of rank 0
 
 
 class Failing(dist.Store):

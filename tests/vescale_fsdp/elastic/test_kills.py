@@ -18,12 +18,13 @@ _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 _MATRIX = [Cell(*each) for each in product(PHASES, ("rank", "node", "two"), (False, True))]
 
-CHOSEN = [
+CORE = [Cell("formation", "rank", True), Cell("backward", "node", True), Cell("finish", "rank", False)]
+FAULTS = [
     Cell("optimizer", "rank", False),
-    Cell("formation", "rank", True),
-    Cell("backward", "node", True),
+    Cell("wait", "rank", True),
+    Cell("renewal", "node", True),
     Cell("restore", "two", False),
-    Cell("finish", "rank", False),
+    Cell("finish", "node", True),
 ]
 
 
@@ -38,7 +39,17 @@ def _drawn() -> list[list[Cell]]:
     return [[*middle[9 * job : 9 * job + 9], end] for job, end in enumerate(ends)]
 
 
-@pytest.mark.parametrize("cells", [CHOSEN, *(_drawn() if _ALL else [])], ids=lambda cells: str(len(cells)))
+@pytest.mark.parametrize(
+    "cells",
+    [
+        CORE,
+        *(
+            pytest.param(cells, marks=pytest.mark.part("faults"))
+            for cells in (FAULTS, *(_drawn() if _ALL else []))
+        ),
+    ],
+    ids=lambda cells: str(len(cells)),
+)
 @pytest.mark.timeout(900 if _ALL else 300)
 def test_the_others_go_on(tmp_path: Path, cells: list[Cell]) -> None:
     """Every step counts once; losses and the final state have the bits of a job restarted from the same steps."""

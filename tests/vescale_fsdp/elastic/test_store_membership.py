@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,13 @@ def test_epochs_of_a_job() -> None:
         fourth = _together(by_rank[1], joining)[0]
         assert set(early.result(60).members) == {by_rank[1].name, by_rank[3].name, joining.name}
         assert set(fourth.members) == set(early.result(60).members)
+
+
+def test_keep_alives_under_way_do_not_number_rounds() -> None:
+    """Epochs of a job that loses nobody have consecutive numbers, however often keep-alives meet a wait that begins."""
+    store = dist.HashStore()
+    members = [_member(store, 3, keep_alive_s=0.02, max_missed=500) for _ in range(3)]
+    assert [_together(*members)[0].epoch for _ in range(30)] == list(range(30))
 
 
 class _Stalling:
@@ -254,6 +262,37 @@ def test_a_key_that_does_not_come() -> None:
 
     with pytest.raises(TimeoutError, match="planted"):
         within(5, fails, "")
+
+
+class _Connecting(StoreMembership):
+    """A membership that connects to another process's store of the first epoch when told."""
+
+    may_connect = threading.Event()
+
+    def _store_of(self, epoch: int, first: str) -> dist.Store | None:
+        if epoch == 0 and first != self.name:
+            assert self.may_connect.wait(30)
+        return super()._store_of(epoch, first)
+
+
+def test_the_first_process_is_lost_before_the_others_connect_to_its_store() -> None:
+    """They agree again at once, instead of connecting until their time is up."""
+    store = dist.HashStore()
+    for _ in range(3):
+        _members.append(_Connecting(store, num_first=3, host="127.0.0.1", max_missed=30, timeout_s=60))
+    with ThreadPoolExecutor(3) as pool:
+        # Without its quorum: the store in it would keep the port open.
+        asked = {member: pool.submit(lambda each: each.wait().members, member) for member in _members}
+        wait_until(
+            lambda: any(each.done() for each in asked.values()), "the first process to be in its epoch"
+        )
+        (first,) = (member for member, each in asked.items() if each.done())
+        first.leave()
+        _Connecting.may_connect.set()
+        others = [member for member in _members if member is not first]
+        for member in others:
+            # A connection may take 60 s.
+            assert set(asked[member].result(40)) == {each.name for each in others}
 
 
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:

@@ -64,7 +64,7 @@ def test_a_large_layout_is_drawn_in_part_and_says_so() -> None:
     """The picture of 10,000 ranks stays small and names how many ranks it leaves out."""
     svg = layout_svg(plan_group([TensorSpec("w", (80_000, 8), "float32", 1)], 10_000))
 
-    assert "9,986 more ranks" in svg
+    assert "9,986" in svg
     assert len(svg) < 100_000
 
 

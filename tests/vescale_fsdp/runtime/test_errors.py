@@ -98,13 +98,13 @@ def refused_halfway() -> None:
     class NoGather(GatherPolicy):
         def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> None:
             if dtype is torch.float64:
-                raise LayoutError("no gather for this group")
+                raise LayoutError("planted")
 
     before = everything_of(model)
     storages = [p.untyped_storage().nbytes() for p in model.parameters()]
     with refused(LayoutError, where="head.weight"):
         fully_shard(model, mesh=mesh, granularity=rule)
-    with pytest.raises(LayoutError, match="no gather"):
+    with pytest.raises(LayoutError, match="planted"):
         fully_shard(model, mesh=mesh, mp_policy=NoGather())
     with refused(ArgumentError, got=7):
         fully_shard(model, mesh=mesh, reshard_after_forward=7)
@@ -218,7 +218,7 @@ class Failing(models.Stack):
         for index, block in enumerate(self.blocks):
             x = block(x)
             if self.fail and index == 1:
-                raise ValueError("user's own error")
+                raise ValueError("planted")
         return self.head(x)
 
 
@@ -232,7 +232,7 @@ def recover() -> None:
     models.loss_of(model, models.batch(0, 0)).backward()
     model.zero_grad()
     model.fail = True
-    with pytest.raises(ValueError, match="own error"):
+    with pytest.raises(ValueError, match="planted"):
         model(models.batch(0, 0))
     model.fail = False
     model.reset_iter_state()
@@ -259,7 +259,7 @@ def recover_in_backward() -> None:
 
     def fail(grad: torch.Tensor) -> None:
         if failing[0]:
-            raise ValueError("user's own error")
+            raise ValueError("planted")
 
     model.blocks[0].tiny.register_forward_hook(lambda module, args, out: out.register_hook(watch) and None)
     model.blocks[1].tiny.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
@@ -278,7 +278,7 @@ def recover_in_backward() -> None:
         models.loss_of(model, models.batch(1, rank)).backward()  # and gradients that are not reduced
     model.set_requires_all_reduce(True)
     failing[0] = True
-    with pytest.raises(ValueError, match="own error"):
+    with pytest.raises(ValueError, match="planted"):
         models.loss_of(model, models.batch(2, rank)).backward()
     failing[0] = False
     model.reset_iter_state()

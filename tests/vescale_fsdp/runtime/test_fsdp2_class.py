@@ -99,7 +99,7 @@ class Encoder(models.Stack):
         return x
 
     def fail(self, x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("on purpose")
+        raise ValueError("planted")
 
 
 def registered_with_torch() -> None:
@@ -112,7 +112,7 @@ def registered_with_torch() -> None:
     with torch.no_grad():
         torch.testing.assert_close(model.encode(x), Encoder.encode(plain, x))  # type: ignore[operator, arg-type]
     assert isinstance(model.embed.weight, DTensor)
-    with pytest.raises(ValueError, match="on purpose"):
+    with pytest.raises(ValueError, match="planted"):
         model.fail(x)  # type: ignore[operator]
     models.loss_of(model, x).backward()  # goes on, and reshards in the end
     assert all(isinstance(param, DTensor) and param.grad is not None for param in model.parameters())

@@ -57,7 +57,7 @@ def test_reshard_after_forward_to_a_smaller_group() -> None:
 def bad_part_sizes() -> None:
     with refused(ArgumentError, got=3, expected=2):
         fully_shard(models.build(), mesh=cpu_mesh(), reshard_after_forward=3)
-    with pytest.warns(UserWarning, match="means False"):
+    with pytest.warns(UserWarning, match="reshard_after_forward=1"):
         fully_shard(models.build(), mesh=cpu_mesh(), reshard_after_forward=1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -84,7 +85,7 @@ def fails_at(kind: type, method: str, calls: int) -> None:
     def failing(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
         if len(seen) > calls:
-            raise ValueError("made to fail")
+            raise ValueError("planted")
         return real(*args, **kwargs)
 
     setattr(kind, method, failing)
@@ -105,7 +106,7 @@ def one_rank_fails() -> None:
             setattr(kind, method, real)
             assert isinstance(error, TransferError)
             assert isinstance(error.__cause__, ValueError if rank == where else CheckpointError), error
-            assert "made to fail" in str(error) and f"ank {where}" in str(error)
+            assert "planted" in str(error) and f"ank {where}" in str(error)
             assert error.target == ("old" if keep_old else "unusable") and error.version is transfer.version
             assert (error.behind, error.lost) == ((2, 3), ())
             assert is_old(into) if keep_old else is_unusable(into)
@@ -130,7 +131,7 @@ def bits_flip() -> None:
         error = met(lambda: Transfer(plan, verify=True).run(state, into))
         assert isinstance(error, TransferError) and is_unusable(into)
         assert isinstance(error.__cause__, CorruptCheckpointError)
-        assert "from rank" in str(error) and "to rank 3" in str(error)
+        assert re.search(r"\b[01]\b.*\b3\b", str(error))
         Transfer(plan).run(state, into)
     finally:
         Destination.unpack = real  # type: ignore[method-assign]
@@ -152,7 +153,7 @@ def trainer_steps() -> None:
     Exchange.run = stepping  # type: ignore[method-assign]
     try:
         error = met(lambda: transfer.run(state, into))
-        assert isinstance(error, CheckpointError) and "was written to" in str(error) and is_old(into)
+        assert isinstance(error, CheckpointError) and "snapshot=True" in str(error) and is_old(into)
         before = {name: local_of(tensor).clone() for name, tensor in (state or {}).items()}
         transfer.start(state, into, snapshot=True).wait(60)
     finally:
@@ -174,7 +175,7 @@ def misuse() -> None:
     assert isinstance(error, CheckpointError) and "float64" in str(error) and is_old(into)
     missing = None if into is None else {name: into[name] for name in list(into)[1:]}
     error = met(lambda: transfer.run(state, missing if dist.get_rank() == 3 else into))
-    assert isinstance(error, CheckpointError) and "no such tensor" in str(error) and is_old(into)
+    assert isinstance(error, CheckpointError) and "w0" in str(error) and is_old(into)
     error = met(lambda: Transfer(plan, verify=dist.get_rank() == 0))
     assert isinstance(error, CheckpointError) and "verify" in str(error)
     transfer._claim(None)
@@ -184,7 +185,7 @@ def misuse() -> None:
     own = {"w": torch.arange(6.0)}
     alone = plan_transfer(*describe_states(own, own))
     error = met(lambda: Transfer(alone).run(own, own))
-    assert isinstance(error, CheckpointError) and "share memory" in str(error)
+    assert isinstance(error, CheckpointError) and "keep_old=True" in str(error)
     Transfer(alone, keep_old=True).run(own, own)
     assert own["w"].equal(torch.arange(6.0))
 
@@ -230,7 +231,7 @@ def ranks_are_lost_as_they_meet() -> None:
                 numbers.append(1)  # noqa: B023
                 found: list[int] = real(self, *args)
                 if len(numbers) == 2 and dist.get_rank() == victim:  # noqa: B023  called at once
-                    raise CheckpointError("made to fail")
+                    raise CheckpointError("planted")
                 return found
 
             GroupCoordinator._max = breaking  # type: ignore[method-assign]
@@ -255,7 +256,7 @@ class LostStore:
     """A store whose process has ended."""
 
     def compare_set(self, *args: str) -> bytes:
-        raise dist.DistNetworkError("made to fail")
+        raise dist.DistNetworkError("planted")
 
 
 def the_store_is_lost_before_all_have_read() -> None:

@@ -87,9 +87,9 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
     GroupCoordinator.decide = real  # type: ignore[method-assign]
     for name, pickler in picklers.items():
         setattr(dist, name, pickler)
-    with pytest.raises(PlacementError, match="exceed the ranks"):
+    with pytest.raises(PlacementError, check=lambda error: error.got == "first_rank=2"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
-    with pytest.raises(PlacementError, match="not a rendezvous"):
+    with pytest.raises(PlacementError, check=lambda error: error.got == "http://here"):
         joint_ranks("http://here", first_rank=0, num_ranks=2)
     return sent
 

@@ -52,4 +52,4 @@ def test_the_place_of_a_dead_process_does_not_hold_up_others(tmp_path: Path) -> 
     finally:
         for process in jobs.values():
             process.kill()
-            process.join()
+            process.join(LIMIT_S)

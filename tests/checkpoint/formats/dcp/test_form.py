@@ -101,7 +101,7 @@ def _misuse(folder: Path) -> None:
     dist.barrier()
     with pytest.raises(CheckpointError, match="overwrite=True"):
         save(folder / "out", state, format=DCP())
-    with pytest.raises(CheckpointError, match="already holds"):
+    with pytest.raises(CheckpointError, check=lambda error: str(folder) in str(error)):
         save(folder, state, format=DCP(), overwrite=True)
     dist.barrier()
     assert bytes_of_folder(folder) == before

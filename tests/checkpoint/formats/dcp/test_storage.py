@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.faults.faulty_storage import FaultyStorage
 from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 
 def _state() -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _async(path: Path) -> None:
     future = dcp.async_save(state, storage_writer=writer, planner=RaggedSavePlanner(), process_group=group)
     expected = plain(state)
     erase(state)
-    future.result()
+    future.result(60)
     load(path, state)
     assert assert_equal(expected, plain(state)) > 20_000
 
@@ -86,6 +87,11 @@ def test_async_save_through_dcp(tmp_path: Path) -> None:
     """dcp.async_save keeps the values of its call."""
     run_ranks(2, _async, tmp_path / "c")
     assert verify(tmp_path / "c").ok
+
+
+def _met(error: CheckpointException) -> list[BaseException]:
+    """The errors that DCP has collected from its ranks, in their order."""
+    return [met for _, (met, _) in sorted(error.failures.items())]
 
 
 def _fails(path: Path) -> str:
@@ -111,8 +117,9 @@ def test_an_error_on_one_rank(tmp_path: Path) -> None:
 def test_a_failed_save_gives_the_folder_back(tmp_path: Path) -> None:
     """The writer of a save that failed does not keep others out, however long it lives."""
     writer = RaggedWriter(FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=1))
-    with pytest.raises(dcp.CheckpointException, match="No space"):
+    with pytest.raises(dcp.CheckpointException) as caught:
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=RaggedSavePlanner(), no_dist=True)
+    assert [getattr(met, "errno", met) for met in _met(caught.value)] == [errno.ENOSPC]
 
     save(tmp_path / "c", {"w": torch.ones(3)})
 
@@ -173,8 +180,10 @@ def _part_alone(path: Path) -> list[float]:
         reader = RaggedReader(path / "all", no_dist=True)
         dcp.load(into, storage_reader=reader, planner=RaggedLoadPlanner(), no_dist=True)
         writer = RaggedWriter(path / "part", no_dist=True)
-        with pytest.raises(dcp.CheckpointException, match="let all of them save"):
+        with pytest.raises(dcp.CheckpointException) as caught:
             dcp.save(into, storage_writer=writer, planner=RaggedSavePlanner(), no_dist=True)
+        (met,) = _met(caught.value)
+        assert isinstance(met, CheckpointError) and "w" in str(met.where).split()
         return into["w"].to_local().tolist()
     return []
 
@@ -195,9 +204,9 @@ def _other_ranks(path: Path, kind: str) -> str:
         writer = RaggedWriter(path)
         options = {"use_collectives": False} if kind == "no collectives" else {"process_group": pair}
     if dist.get_rank(pair) < 0 and "process_group" in options:
-        with pytest.raises(ValueError, match="not in the process group"):
+        with pytest.raises(ArgumentError, check=lambda error: error.got == repr(pair)):
             save(path, {"w": torch.ones(3)}, process_group=pair)
-        return "not asked"
+        return "outside"
     try:
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner, **options)
     except (dcp.CheckpointException, CheckpointError) as error:
@@ -217,7 +226,7 @@ def _other_ranks(path: Path, kind: str) -> str:
 )
 def test_other_ranks_than_the_writers(kind: str, message: str, tmp_path: Path) -> None:
     """Where DCP and the writer were given different ranks, all that save are told instead of waiting."""
-    found = [text for text in run_ranks(3, _other_ranks, tmp_path / "c", kind) if text != "not asked"]
+    found = [text for text in run_ranks(3, _other_ranks, tmp_path / "c", kind) if text != "outside"]
     assert len(found) in (2, 3) and all(message in text for text in found)
     assert not (tmp_path / "c").exists()
 
@@ -246,8 +255,8 @@ def test_an_optimizer_before_its_first_step(tmp_path: Path) -> None:
     for name, value in {"plain": optimizer, "list": [optimizer.state_dict()]}.items():
         with pytest.raises(CheckpointException) as raised:
             fill(name, {"o": value})
-        assert [type(error) for error, _ in raised.value.failures.values()] == [CheckpointError]
-    with pytest.warns(UserWarning, match="leaves .*empty dict"):
+        assert [type(met) for met in _met(raised.value)] == [CheckpointError]
+    with pytest.warns(UserWarning, match=r" o\."):
         fill("named", {})
     state = {"o": get_optimizer_state_dict(model, optimizer)}
     fill("named", state)
@@ -261,9 +270,11 @@ def test_planners_refuse_the_storages_of_dcp(tmp_path: Path) -> None:
     """Their plans are empty: with DCP's own storages nothing would be saved, or loaded."""
     state = {"w": torch.ones(3)}
     writer = dcp.FileSystemWriter(tmp_path / "theirs")
-    with pytest.raises(dcp.CheckpointException, match="works only with RaggedWriter"):
+    with pytest.raises(dcp.CheckpointException) as caught:
         dcp.save(state, storage_writer=writer, planner=RaggedSavePlanner(), no_dist=True)
+    assert [getattr(met, "expected", met) for met in _met(caught.value)] == ["RaggedWriter"]
     dcp.save(state, storage_writer=writer, no_dist=True)
     reader = dcp.FileSystemReader(tmp_path / "theirs")
-    with pytest.raises(dcp.CheckpointException, match="works only with RaggedReader"):
+    with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load(state, storage_reader=reader, planner=RaggedLoadPlanner(), no_dist=True)
+    assert [getattr(met, "expected", met) for met in _met(caught.value)] == ["RaggedReader"]

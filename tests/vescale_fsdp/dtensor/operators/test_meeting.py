@@ -62,7 +62,7 @@ def test_a_rank_that_calls_alone_raises(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(meeting, "BOUND_S", 0.3)
     (first, _), (nothing, later) = run_threads(2, alone, name, threading.Barrier(2))
 
-    assert name in first and "no call on ranks 1" in first
+    assert name in first and "ranks 1" in first
     assert nothing == "no error" and name in later and "Rank 0 called" in later
 
 
@@ -123,7 +123,7 @@ def observed() -> list[str]:
 def test_operators_are_in_the_order_of_collectives() -> None:
     """What is sent is logged with a unit's collectives, and a rank that waits hears what the log has found."""
     (entry,), nothing = run_threads(2, observed)
-    assert "operator aten.t.default" in entry and nothing == []
+    assert "aten.t.default" in entry and nothing == []
 
 
 # -- warnings and the switch ----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def logging_on_rank_0() -> str:
 def test_logging_on_one_rank_in_training_raises_on_all() -> None:
     """The order of collectives contains operators, so that all ranks raise within its bound, and name the operator."""
     for text in run_ranks(2, logging_on_rank_0):
-        assert "aten.s" in text and "gather of" in text
+        assert "aten.s" in text and "gather" in text
 
 
 def hand_written_terms(first: bool) -> None:

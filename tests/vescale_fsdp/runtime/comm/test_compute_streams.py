@@ -65,7 +65,7 @@ def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: b
     """The next gather waits for both, not for the last one alone."""
     for hazards in run_ranks(1, two_towers, context):
         assert (hazards == []) == is_safe
-        assert all("freed to stream1 are still used by [('compute', " in hazard for hazard in hazards)
+        assert all("stream1" in hazard and "compute" in hazard for hazard in hazards)
 
 
 class Towers(nn.Module):
@@ -181,7 +181,7 @@ def test_memory_is_freed_behind_its_reader() -> None:
     (found,) = run_ranks(1, towers, FreesForTheCurrentStream, "shards", ORDERS)
     assert len(found) > len(ORDERS) / 10
     hazards = [text for texts in found.values() for text in texts]
-    assert all("freed to stream" in text and "are still used by" in text for text in hazards)
+    assert all("freed" in text and "used" in text for text in hazards)
 
 
 def towers_with_readers_left_alone() -> dict[Any, list[str]]:

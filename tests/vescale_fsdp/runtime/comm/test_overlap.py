@@ -196,7 +196,7 @@ def in_a_thread(waits: bool) -> list[str]:
             if waits:
                 own.wait_stream(recorder.current())
             with recorder.on(RecordedStream(recorder, "this thread")):
-                pool.submit(backward, loss).result()
+                pool.submit(backward, loss).result(60)
             if waits:
                 recorder.current().wait_stream(own)
             with torch.no_grad():
@@ -210,5 +210,5 @@ def in_a_thread(waits: bool) -> list[str]:
 def test_a_backward_in_another_thread() -> None:
     """It has that thread's stream; whoever started it waits for it, and finds gradients and shards in order."""
     assert run_ranks(1, in_a_thread, True) == [[]]
-    ((first, *_),) = run_ranks(1, in_a_thread, False)
-    assert "may still be using" in first
+    (hazards,) = run_ranks(1, in_a_thread, False)
+    assert hazards != []

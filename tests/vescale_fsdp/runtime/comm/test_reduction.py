@@ -332,7 +332,7 @@ ON_FOUR: list[tuple[str, tuple[int, ...]]] = [
     ("world", "kinds", "ways"),
     [
         (2, ON_TWO, (0, 1)),
-        (4, ON_FOUR, (0,)),
+        pytest.param(4, ON_FOUR, (0,), marks=pytest.mark.part("numerics")),
         pytest.param(2, ON_TWO, (2,), marks=pytest.mark.part("numerics")),
         pytest.param(4, ON_FOUR, (1, 2), marks=pytest.mark.part("numerics")),
     ],

@@ -246,7 +246,7 @@ def mixtures() -> None:
     same = torch_fully_shard(models.build(), mesh=mesh)
     with refused(MisuseError, got="FSDPStack"):
         fully_shard(same, mesh=mesh)
-    with pytest.raises(AssertionError, match="only be applied to a module once"):
+    with pytest.raises(AssertionError, match=r"\bonce\b"):
         torch_fully_shard(sharded(), mesh=mesh)
     for wrap, name in (
         (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
@@ -313,7 +313,7 @@ def ties() -> None:
     model.blocks[1].up.weight = model.blocks[0].up.weight
     with pytest.raises(PlacementError) as late:
         fully_shard(model, mesh=cpu_mesh())
-    assert "blocks.1.up.weight" in str(late.value.where) and "tie first" in str(late.value.todo)
+    assert "blocks.1.up.weight" in str(late.value.where) and "tie" in str(late.value.todo)
 
 
 def full_moments() -> None:
