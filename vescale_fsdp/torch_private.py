@@ -226,23 +226,6 @@ def _call_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: 
     return cls.__torch_dispatch__(func, types, args, kwargs)
 
 
-def is_asked_by(package: str) -> bool:
-    """Return whether the caller's caller is a function of ``package``."""
-    # Frame 0 is this function, frame 1 its caller, frame 2 the caller's caller.
-    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == package
-
-
-# Modules of torch whose functions assume that a tensor with a nonzero address has storage.
-_COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn")
-
-
-def takes_address_for_memory() -> bool:
-    """Return whether the caller's caller assumes that a tensor with a nonzero address has storage (torch 2.11-2.13)."""
-    # DCP's stager copies the storage of a tensor with a nonzero address. If the address is 0, it copies the tensor's
-    # attributes instead, which include the piece. RNNs on CUDA merge weights of different addresses into one storage.
-    return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
-
-
 # Modules of torch's data parallelisms -> the names that users know.
 _TAKERS = {
     "torch.distributed.fsdp._fully_shard._fsdp_init": "torch.distributed.fsdp.fully_shard (FSDP2)",
@@ -252,6 +235,8 @@ _TAKERS = {
 }
 
 
+# `refuse_takers` and `refuse_set_state_dict` read their callers' frames, because torch's functions would corrupt or
+# hang a job, and nothing else distinguishes their calls. They raise or do nothing: no answer depends on the caller.
 def refuse_takers(what: str) -> None:
     """Raise if one of torch's data parallelisms is wrapping a module or parameter of this package (torch 2.11-2.13).
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.checkpoint.manifest.distribution import (
@@ -190,7 +190,7 @@ class Describer:
         """
         for axis in position.disordered:
             placement = tensor.placements[axis]
-            if placement.is_shard() or isinstance(placement, StridedShard):
+            if isinstance(placement, (Shard, StridedShard)):
                 raise CheckpointError(
                     "A tensor is sharded over a mesh axis with ranks out of order: torch's redistribute and FSDP2 "
                     "assign different shards to these ranks.",

@@ -15,7 +15,7 @@ from types import ModuleType
 from tests.house.conftest import failures
 from tests.house.docs.public_names import MODULES, PACKAGES, PUBLIC
 
-MOST_NAMES, MOST_AT_THE_TOP = 91, 28
+MOST_NAMES, MOST_AT_THE_TOP = 92, 28
 # What runs when a package is imported; each takes microseconds.
 CALLS = {"pickled_paths.install", "lazily_export"}
 PLUMBING = {"annotations", "lazily_export", "pickled_paths"}  # what `__init__` itself imports

@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 from examples.stacks.tiny_llm import tiny_llama
 from tests.stacks.example_ranks import run_example, run_on_ranks
 from vescale_fsdp import RaggedDTensor, Rows, Whole
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations import as_fsdp2, installation
 from vescale_fsdp.integrations import transformers as ours
 
@@ -117,13 +117,13 @@ def test_merged_experts(tmp_path: Path) -> None:
 def _imported_too_late(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(installation, "_stand_ins_of", lambda stacks: {})  # as if transformers came later
-        with as_fsdp2(), pytest.raises(LifecycleError) as refused:
+        with as_fsdp2(), pytest.raises(UnsupportedOpError) as refused:
             AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
     return str(refused.value.todo)
 
 
 def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
-    """An installation that transformers was not there for cannot serve its loader: it says so before sharding."""
+    """An installation that transformers was not there for cannot serve its loader: it says so, on every rank."""
     tiny_llama().save_pretrained(tmp_path)
 
     for text in run_on_ranks(2, _imported_too_late, tmp_path):

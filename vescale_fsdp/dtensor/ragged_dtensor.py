@@ -11,7 +11,8 @@ dtensor/operators/OPERATORS.md). An operator without a rule raises instead of re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -50,14 +51,12 @@ from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
     grad_dtype_of,
-    is_asked_by,
     local_of,
     local_slot,
     piece_in,
     refuse_set_state_dict,
     refuse_takers,
     register_foreach_type,
-    takes_address_for_memory,
 )
 
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -74,6 +73,27 @@ def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
     _rule_of = rule_of
 
 
+# One entry per `identified_by_address` that is active, in any thread.
+_identified_by_address: list[None] = []
+
+
+@contextmanager
+def identified_by_address() -> Iterator[None]:
+    """Context manager: in the whole process, every ragged tensor and its ``_local_tensor`` have their own address.
+
+    Outside of it, ragged tensors have the address 0, as every DTensor, and so do pieces without memory. accelerate
+    (1.15) finds parameters by their address.
+    """
+    _identified_by_address.append(None)
+    try:
+        yield
+    finally:
+        _identified_by_address.pop()
+
+
+_AS_GIVEN = "_vescale_as_given"  # attribute of a piece, set by `show_as_given`
+
+
 @set_module("vescale_fsdp")
 class RaggedDTensor(DTensor):
     """A DTensor with one `RaggedShard` among its placements; the local tensor is this rank's flat piece.
@@ -85,8 +105,6 @@ class RaggedDTensor(DTensor):
             planner did not lay out. Elementwise results inherit it, so optimizer state has a layout, too.
         keeps_grad_placed: whether a hook brings the tensor's gradient to the tensor's placements.
         is_expanded: whether the tensor is the result of ``expand``, which may not be written to.
-        shown_to_torchao: this rank's piece as a tensor of the user's class, for a parameter whose class has all-gather
-            hooks; None for all other tensors.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -100,7 +118,6 @@ class RaggedDTensor(DTensor):
     layout_ref: tuple[GroupLayout, str] | None = None
     keeps_grad_placed: bool = False
     is_expanded: bool = False
-    shown_to_torchao: torch.Tensor | None = None
 
     @staticmethod
     def wrap(
@@ -178,7 +195,7 @@ class RaggedDTensor(DTensor):
         """
         # Without autograd no new tensor is needed.
         if not torch.is_grad_enabled() or not self.requires_grad:
-            return self._local_tensor
+            return piece_in(self)
         placements = self.placements if grad_placements is None else grad_placements
         return _ToLocal.apply(self, spec_with(self._spec, placements=placements))  # type: ignore[no-any-return]
 
@@ -238,7 +255,7 @@ class RaggedDTensor(DTensor):
                 got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
                 todo="shard the full tensor with vescale_fsdp.distribute_tensor, and copy_ it into the tensor",
             )
-        self._local_tensor = value._local_tensor.detach()  # `.data` has no autograd history
+        self._local_tensor = piece_in(value).detach()  # `.data` has no autograd history
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
@@ -260,25 +277,25 @@ class RaggedDTensor(DTensor):
         return replicated.to_local(grad_placements=grad_placements)
 
     def data_ptr(self) -> int:
-        """Return the address of this rank's piece, which other libraries use as a tensor's identity; 0 if empty."""
-        # Some callers would use the address as that of the wrapper's own storage, which does not exist.
-        if takes_address_for_memory():
-            return 0
-        local = piece_in(self)
-        if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
-            return local.data_ptr()
-        # accelerate (1.15) identifies parameters by address. An empty piece, or one on the meta device, has none.
-        return id(self)
+        """Return 0, as for torch's DTensors, since the tensor has no storage of its own.
+
+        ``to_local().data_ptr()`` is the address of the piece. While accelerate prepares a model under `as_fsdp2`, the
+        tensor has an address of its own (`identified_by_address`).
+        """
+        # torch's DCP stager, and RNNs on CUDA, take the storage of a tensor with another address.
+        return self._local_tensor.data_ptr() if _identified_by_address else 0
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        # torchao (0.18) recognizes its weights by their class, so it gets the tensor of the user's class.
-        if self.shown_to_torchao is not None and is_asked_by("torchao"):
-            return self.shown_to_torchao
-        # accelerate (1.15) identifies parameters by address. A piece that is empty or on the meta device has none, so
-        # accelerate gets this tensor, whose `data_ptr` is unique.
+        # torchao (0.18) recognizes its weights by the class of this tensor. The attribute is the piece's, not this
+        # tensor's, because torch's swap_tensors swaps attributes before it reads the local tensors.
         local = piece_in(self)
-        return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
+        local = vars(local).get(_AS_GIVEN, local)
+        if not _identified_by_address or (local.numel() and not local.is_meta):
+            return local
+        alias: Any = local.detach()  # a piece without memory has the address 0
+        alias.data_ptr = lambda: id(self)
+        return alias  # type: ignore[no-any-return]
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
@@ -298,7 +315,7 @@ class RaggedDTensor(DTensor):
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}{grad},\n"
             f"  {'; '.join(map(axis_text, axes, mesh.shape, self.placements))},\n"
-            f"  {piece_text(self._spec, self._local_tensor)})"
+            f"  {piece_text(self._spec, piece_in(self))})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -314,7 +331,8 @@ class RaggedDTensor(DTensor):
                 "or torch.save(tensor.full_tensor()) on one rank",
             )
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+        local = piece_in(self).detach()  # without the attribute `_AS_GIVEN`
+        return _rebuild, (local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
 
     def share_memory_(self) -> NoReturn:
         """Raise: torch's method would crash the process, because this tensor has no storage of its own."""
@@ -333,13 +351,12 @@ class RaggedDTensor(DTensor):
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # raises torch's own error for a tensor that is not a leaf
         is_parameter = isinstance(self, torch.nn.Parameter)
-        local = self._local_tensor.detach().clone()
+        local = piece_in(self).detach().clone()
         clone = memo[id(self)] = _rebuild(
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
-        # Attributes of the user are copied. Not copied are `shown_to_torchao`, a view of this tensor's memory, and the
-        # mark of a hook, which the copy does not have.
-        for name in vars(self).keys() - {"shown_to_torchao", "keeps_grad_placed"}:
+        # Attributes of the user are copied, but not the mark of a hook, which the copy does not have.
+        for name in vars(self).keys() - {"keeps_grad_placed"}:
             # setdefault keeps what `_rebuild` has set.
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
@@ -370,13 +387,13 @@ class RaggedDTensor(DTensor):
     # hooks that are set on an instance.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(fqn, self._local_tensor, self.boxes, self._spec)
+        return write_items(fqn, piece_in(self), self.boxes, self._spec)
 
     def __create_chunk_list__(self) -> list[Any]:
         return [chunk_of_box(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return tensor_shard(self._local_tensor, self.boxes, index)
+        return tensor_shard(piece_in(self), self.boxes, index)
 
 
 register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only
@@ -394,6 +411,14 @@ def _rebuild(
     """Return an unpickled or copied tensor. Pickles contain this function's name."""
     tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def show_as_given(tensor: RaggedDTensor, piece: torch.Tensor) -> None:
+    """Make ``tensor._local_tensor`` this rank's piece as a tensor of the user's class, as it is under FSDP2.
+
+    Operators still compute on the plain piece. For parameters whose class has all-gather hooks.
+    """
+    setattr(piece_in(tensor), _AS_GIVEN, piece)
 
 
 def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
@@ -565,7 +590,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: RaggedDTensor, grad_spec: DTensorSpec) -> torch.Tensor:
         ctx.spec = grad_spec
         # A new tensor on the same memory, as in torch's to_local.
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+        return piece_in(tensor).view_as(piece_in(tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
@@ -610,9 +635,16 @@ def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str)
         )
 
 
+# The way out for an optimizer that needs whole matrices.
+OWNER_OPTIMIZER = (
+    'fully_shard(..., granularity="whole") and vescale_fsdp.optim.OwnerOptimizer(cls, params, ...)'
+)
+
 _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or torch.optim.AdamW",
-    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which gathers each matrix on one rank",
+    torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or "
+    f"torch.optim.AdamW; or {OWNER_OPTIMIZER}",
+    torch.optim.Muon: "use vescale_fsdp.optim.Muon, which gathers each matrix on one rank; or "
+    f"{OWNER_OPTIMIZER}",
 }
 
 

@@ -196,7 +196,7 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Ste
             # the ragged axis is gathered.
             want = target.placements[axis]
             others = [p for other, p in enumerate(target.placements) if other != axis]
-            one_move = type(want) is Shard and not any(p.is_shard(want.dim) for p in others)
+            one_move = type(want) is Shard and not any(_cuts(p, want.dim) for p in others)
             step = _with(now, axis, want if one_move and _same_cut(now, target, axis) else Replicate())
             local = yield from _move_axis(local, now, step, axis)
             now = step
@@ -229,9 +229,7 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
     """Return whether the axes other than ``axis`` give every rank the same box under both specs."""
     pairs = zip(source.placements, target.placements, strict=True)
     return all(
-        other == axis
-        or have == want
-        or not (have.is_shard() or want.is_shard() or isinstance(want, RaggedShard))
+        other == axis or have == want or not (have.is_shard() or want.is_shard())
         for other, (have, want) in enumerate(pairs)
     )
 
@@ -254,7 +252,7 @@ def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
     # If two axes shard one dim, torch cuts it in the order of mesh axes, but the ragged axis is always cut last. So no
     # single exchange leads from this Shard to pieces, and torch gathers the axis instead.
     shares_dim = type(have) is Shard and any(
-        p.is_shard(have.dim)
+        _cuts(p, have.dim)
         for spec in (source, target)
         for other, p in enumerate(spec.placements)
         if other != axis
@@ -262,6 +260,11 @@ def _before_pieces(source: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
     movable = (type(have) is Shard and not shares_dim) or _is_reducible(have)
     placements[axis] = have if movable else Replicate()
     return spec_with(source, placements=placements)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    """Return whether a placement of torch's shards this dim."""
+    return not isinstance(placement, RaggedShard) and placement.is_shard(dim)
 
 
 def _is_reducible(placement: Placement) -> bool:

@@ -24,7 +24,13 @@ from types import ModuleType
 
 from vescale_fsdp.errors import BoundNamesWarning, explain
 from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, replace, restore
-from vescale_fsdp.integrations.stand_ins import ACTIVE, STAND_INS, PatternRule, Settings
+from vescale_fsdp.integrations.stand_ins import (
+    ACTIVE,
+    STAND_INS,
+    PatternRule,
+    Settings,
+    preparation_of_accelerate,
+)
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
@@ -111,7 +117,7 @@ def install(
     imported = {package for package in TRIED if package in sys.modules}
     by_stack = _stand_ins_of({package for package in imported if check_version(package)})
     padding = padding_policy if padding_policy is not None else PaddingPolicy()
-    settings = Settings(rule, padding, frozenset(by_stack), imported)
+    settings = Settings(rule, padding, imported)
     stand_ins = (*STAND_INS, *(stand_in for each in by_stack.values() for stand_in in each))
     bound = bound_names(stand_ins)
     if bound:  # warn before anything is replaced, because a filter may turn the warning into an error
@@ -156,17 +162,20 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
     Args:
         stacks: imported stacks whose version was tested; other versions may not have these functions.
     """
+    by_stack: dict[str, tuple[StandIn, ...]] = {}
+    if "accelerate" in stacks:
+        by_stack["accelerate"] = (preparation_of_accelerate(),)
     # transformers imports its modules lazily, so its loader may not be imported although transformers is.
-    if "transformers" not in stacks or "transformers.core_model_loading" not in sys.modules:
-        return {}
-    # Imported here, since these modules import transformers and peft.
-    from vescale_fsdp.integrations.transformers import LOADER
+    if "transformers" in stacks and "transformers.core_model_loading" in sys.modules:
+        # Imported here, since these modules import transformers and peft.
+        from vescale_fsdp.integrations.transformers import LOADER
 
-    if "peft" not in stacks:
-        return {"transformers": LOADER}
-    from vescale_fsdp.integrations.peft import ADAPTERS
+        by_stack["transformers"] = LOADER
+        if "peft" in stacks:
+            from vescale_fsdp.integrations.peft import ADAPTERS
 
-    return {"transformers": LOADER, "peft": ADAPTERS}
+            by_stack["peft"] = ADAPTERS
+    return by_stack
 
 
 def _callers_level() -> int:

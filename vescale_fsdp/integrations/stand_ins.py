@@ -39,9 +39,9 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.checkpoint.formats.dcp import state_dict as our_state_dict
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, identified_by_address
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
-from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_rule, resolve_granularity
@@ -91,11 +91,10 @@ class PatternRule:
 # eq=False: `ACTIVE.remove` must find this installation's settings, and other installations may have equal ones.
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The arguments that one installation adds to every ``fully_shard`` call, and the stacks that it has prepared."""
+    """The arguments that one installation adds to every ``fully_shard`` call."""
 
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
-    stacks: frozenset[str] = frozenset()  # stacks in whose own modules functions were replaced
     checked: set[str] = field(default_factory=set)  # stacks whose version was checked, to warn only once
 
     def __post_init__(self) -> None:
@@ -120,19 +119,10 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
         settings = ACTIVE[-1]  # not tested before, since another thread may end the installation after a test
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
-    caller = str(sys._getframe(1).f_globals.get("__name__"))  # the module that calls fully_shard
-    stack = caller.partition(".")[0]
-    if stack in TRIED and stack not in settings.checked:  # the stack was imported after `install`
-        settings.checked.add(stack)
-        check_version(stack)
-    if "transformers" not in settings.stacks and caller == _LOADER_MODULE:
-        raise LifecycleError(
-            "The loader of transformers cannot load into the shards of vescale_fsdp yet.",
-            expected="a tested version of transformers, whose models were imported before install() or as_fsdp2()",
-            got="an import after the installation, or an untested version",
-            where="from_pretrained(distributed_config=...)",
-            todo="import transformers' models before the installation (for Trainer and TRL, the order does not matter)",
-        )
+    for stack in TRIED:
+        if stack in sys.modules and stack not in settings.checked:  # it was imported after `install`
+            settings.checked.add(stack)
+            check_version(stack)
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
     # Without None: stacks pass None for a policy that the user has not chosen, which our function does not accept.
     chosen = {name: value for name, value in kwargs.items() if value is not None}
@@ -230,6 +220,24 @@ def _choice(
         return (ours if subject is not None and is_ours(subject) else torchs)(*args, **kwargs)
 
     return call
+
+
+@functools.cache
+def preparation_of_accelerate() -> StandIn:
+    """Return what replaces accelerate's preparation of models and optimizers, in a process that has imported it.
+
+    accelerate (1.15) gives an optimizer the parameters of a model that is sharded already by their addresses.
+    """
+    from accelerate import Accelerator
+
+    original = Accelerator._prepare_fsdp2
+
+    @functools.wraps(original)
+    def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        with identified_by_address():
+            return original(self, *args, **kwargs)
+
+    return StandIn(original, prepare, ("accelerate.accelerator:Accelerator",))
 
 
 # The modules in which each name is replaced: torch's modules that export the name, but not those that only use it

@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
@@ -111,6 +111,31 @@ class RaggedShard(Placement):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self  # immutable
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Return True: ranks own different elements, so code that sums pieces must also sum over the ranks.
+
+        Raises:
+            UnsupportedOpError: if ``dim`` is given, since a ragged cut need not be along one dim.
+        """
+        if dim is not None:
+            self._refuse_dim(f"is_shard({dim})")
+        return True
+
+    @property
+    def dim(self) -> NoReturn:
+        """Raise: code that reads the dim of a sharded tensor would cut it at other elements than the pieces."""
+        self._refuse_dim("dim")
+
+    def _refuse_dim(self, what: str) -> NoReturn:
+        raise UnsupportedOpError(
+            "A ragged cut is not a cut of one tensor dim into equal chunks.",
+            expected="code that asks RaggedShard for piece(shape, rank), or the tensor for its boxes",
+            got=what,
+            where=str(self),
+            todo=f"{_INSTEAD}. In from_pretrained(distributed_config=...): import the models of a tested version of "
+            "transformers before install() or as_fsdp2()",
+        )
 
     def __format__(self, spec: str) -> str:
         # torch's distribute_tensor formats an unknown placement into its error message and calls no other method of

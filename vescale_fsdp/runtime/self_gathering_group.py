@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.collectives import Work
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, show_as_given
 from vescale_fsdp.errors import MisuseError
 from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides
 from vescale_fsdp.runtime.all_gather_hooks import (
@@ -142,8 +142,7 @@ class _SelfGatheringParam:
             self._like, piece.view(piece.numel() // row_numel, *shape[1:])
         )
         if isinstance(self.param.sharded, RaggedDTensor):
-            # torchao finds its weights by their class, which is not the sharded parameter's class.
-            self.param.sharded.shown_to_torchao = rows
+            show_as_given(self.param.sharded, rows)
         self.outputs, self._inner = None, []
         self.param.unsharded, self.param.watched = None, False
 

@@ -205,7 +205,7 @@ def staged(folder: str, units: tuple[int, ...], how: str) -> None:
     piece = torch.zeros(64)[5 : 5 + stop - start]
     piece.copy_(plain(SHAPE).view(-1)[start:stop])
     tensor = RaggedDTensor.from_local(piece, mesh, [placement], shape=SHAPE)
-    assert tensor.storage_offset() == 5 and tensor.data_ptr() == piece.data_ptr()
+    assert tensor.storage_offset() == 5 and tensor.data_ptr() == 0
     shared = DefaultStager(StagingOptions(False, how != "copied", False, False))
     stager = {"blocking": BlockingAsyncStager(), "default": None}.get(how, shared)
     if how == "behind":

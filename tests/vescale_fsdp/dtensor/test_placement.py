@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 
@@ -67,12 +67,14 @@ def test_different_placements_differ() -> None:
 
 
 def test_torch_knows_it_is_no_placement_of_its_own() -> None:
-    """It is a Placement whose kind tests do not crash and say no (torch's class is C++)."""
+    """It is a Placement whose kind tests do not crash (torch's class is C++): sharded, but not along one dim."""
     placement = RaggedShard((0,), (1, 2))
 
     assert isinstance(placement, Placement)
-    assert not placement.is_shard()
-    assert not placement.is_shard(0)
+    assert placement.is_shard()
+    for ask in (lambda: placement.is_shard(0), lambda: placement.dim, lambda: hasattr(placement, "dim")):
+        with pytest.raises(UnsupportedOpError, check=lambda error: error.where == str(placement)):
+            ask()
     assert not placement.is_replicate()
     assert not placement.is_partial()
     assert not isinstance(placement, Shard | Replicate | Partial)

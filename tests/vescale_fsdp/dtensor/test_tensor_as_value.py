@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
 from typing import Any
@@ -19,10 +18,11 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import Whole, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, identified_by_address
 from vescale_fsdp.dtensor.spec import axis_text
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp.torch_private import piece_in
 
 
 def representations() -> list[str]:
@@ -78,37 +78,28 @@ def addresses() -> tuple[int, int]:
     params = [param for param in model.parameters() if isinstance(param, RaggedDTensor)]
     filled = [param for param in params if param.to_local().numel()]
     for param in params:
-        assert param.data_ptr() == param.detach().data_ptr() == param.to_local().data_ptr()
-        assert param.data_ptr() == 0 if not param.to_local().numel() else param.data_ptr() != 0
-        assert copy.deepcopy(param).data_ptr() != param.data_ptr() or not param.to_local().numel()
-    for module in ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn"):
-        asked = "{param.data_ptr() for param in params}"  # as these do
-        assert eval(asked, {"__name__": module, "params": params}) == {0}
-        assert importlib.import_module(module).__name__ == module
-    return len(filled), len({param.data_ptr() for param in filled})
+        assert param.data_ptr() == param.detach().data_ptr() == 0
+        assert param._local_tensor is piece_in(param)
+    return len(filled), len({param._local_tensor.data_ptr() for param in filled})
 
 
-def test_the_address_is_the_pieces() -> None:
-    """Others map tensors by address (accelerate its optimizer's): pieces have their own, a copy another."""
+def test_only_pieces_have_addresses() -> None:
+    """torch's stager and RNNs take the storage of a tensor with an address; a ragged tensor has none."""
     for filled, distinct in run_ranks(2, addresses):
         assert distinct == filled > 5
 
 
 def told_apart(device: str, granularity: Any) -> tuple[int, list[bool]]:
-    """How many pieces have no memory here; whether all parameters differ in what accelerate hears of them."""
+    """How many pieces have no memory here; whether all parameters have addresses that differ, in both ways to ask."""
     with torch.device(device):
         model = fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))), granularity=granularity)
-    params, found = list(model.parameters()), []
-    for module in ("accelerate.accelerator", "accelerate.utils.fsdp_utils"):
-        of_model, of_optimizer = (
-            eval(asked, {"__name__": module, "params": params})
-            for asked in ("[p.data_ptr() for p in params]", "[p._local_tensor.data_ptr() for p in params]")
-        )
-        found += [of_model == of_optimizer, len({*of_model}) == len(params), 0 not in of_model]
-    for module in ("accelerated", __name__):  # others hear of memory alone
-        asked = "[p._local_tensor.data_ptr() == p.data_ptr() == p.to_local().data_ptr() for p in params]"
-        found += eval(asked, {"__name__": module, "params": params})
-    return sum(param.data_ptr() == 0 for param in params), found
+    params: list[Any] = list(model.parameters())
+    with identified_by_address():
+        of_model = [p.data_ptr() for p in params]
+        of_optimizer = [p._local_tensor.data_ptr() for p in params]
+    found = [of_model == of_optimizer, len({*of_model}) == len(params), 0 not in of_model]
+    found += [p._local_tensor.data_ptr() == p.to_local().data_ptr() and p.data_ptr() == 0 for p in params]
+    return sum(p._local_tensor.data_ptr() == 0 for p in params), found
 
 
 def all_told_apart() -> list[tuple[int, list[bool]]]:
@@ -148,7 +139,7 @@ def asked_in_a_step() -> tuple[int, int]:
 
 
 def test_steps_take_pieces_from_the_slot() -> None:
-    """What the property does for accelerate costs a step nothing."""
+    """What the property does for stacks costs a step nothing."""
     assert run_ranks(2, asked_in_a_step) == [(0, 1)] * 2
 
 

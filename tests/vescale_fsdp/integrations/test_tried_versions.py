@@ -93,11 +93,10 @@ def test_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with as_fsdp2():
-            for _ in range(2):  # imported after the installation, and sharding
+            monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))  # imported after the installation
+            for _ in range(2):
                 with pytest.raises(ArgumentError, check=lambda error: "NoneType" in error.got):
-                    eval(
-                        "fully_shard(None)", {"__name__": "trl.models", "fully_shard": torch_fsdp.fully_shard}
-                    )
+                    torch_fsdp.fully_shard(None)  # type: ignore[call-overload]
     assert [w.category for w in caught if "trl 99.0" in str(w.message)] == [UntriedVersionWarning]
     monkeypatch.setattr(tried_versions, "version", lambda package: TRIED[package][0])
     with warnings.catch_warnings():

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.ragged_dtensor import OWNER_OPTIMIZER, RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, make_spec, spec_with
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.torch_modes import is_traced
-from vescale_fsdp.torch_private import DTensorSpec, local_of
+from vescale_fsdp.torch_private import DTensorSpec, local_of, piece_in
 
 OUTSIDE_FORWARD = (
     "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
@@ -43,14 +43,19 @@ def refuse(
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
-    where += _optimizer_text()
+    where += (optimizer := _optimizer_text())
+    if todo is None:
+        todo = (
+            f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
+        )
+    if optimizer:
+        todo = f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {todo}"
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
         expected=expected,
         got=str(func),
         where=where,
-        todo=todo
-        or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
+        todo=todo,
     )
 
 
@@ -254,7 +259,7 @@ def cut_like(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTenso
     Raises:
         Unlike: if it does not broadcast to that shape.
     """
-    shape, local = like.shape, like._local_tensor
+    shape, local = like.shape, piece_in(like)
     # Broadcasting aligns dims from the last one.
     pairs = zip(reversed(full.shape), reversed(shape), strict=False)
     if full.ndim > len(shape) or any(n not in (1, m) for n, m in pairs):

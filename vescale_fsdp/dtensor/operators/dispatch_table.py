@@ -16,7 +16,7 @@ from vescale_fsdp.dtensor.operators import elementwise, reductions, whole_tensor
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, has_out, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
-from vescale_fsdp.torch_private import operator_names
+from vescale_fsdp.torch_private import operator_names, piece_in
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a query about storage on this rank's piece, which has the storage."""
-    return func(args[0]._local_tensor, *args[1:], **kwargs)
+    return func(piece_in(args[0]), *args[1:], **kwargs)
 
 
 class Family(NamedTuple):

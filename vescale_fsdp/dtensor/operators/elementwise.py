@@ -114,13 +114,13 @@ def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     tensor: RaggedDTensor = args[0]
     # A format such as channels_last needs 4 dims, and a piece has one.
     kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
-    return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
+    return wrap_result(func, func(piece_in(tensor), *args[1:], **kwargs), tensor)
 
 
 def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run new_zeros and its family. The result is ragged if it has the tensor's shape, else replicated."""
     tensor: RaggedDTensor = args[0]
-    shape, local = torch.Size(args[1]), tensor._local_tensor
+    shape, local = torch.Size(args[1]), piece_in(tensor)
     if func is aten.new_empty_strided.default:  # drop the strides, which have no meaning for a flat piece
         func, args = aten.new_empty.default, (*args[:2], *args[3:])
     if shape == tensor.shape:
@@ -173,7 +173,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype or not view.is_contiguous():
         return None
     if view.shape == tensor.shape:
-        local = tensor._local_tensor
+        local = piece_in(tensor)
         # Allowed under any placements, because the piece stays the same.
         found: RaggedDTensor = wrap_result(func, local.view_as(local), tensor)
     elif not view.ndim or inner_box(tensor._spec).sizes != tuple(tensor.shape):
@@ -188,7 +188,7 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
         # The view may begin or end on another rank, so its edges are moved into this rank's piece.
         first, last = (min(max(edge, own.start), own.stop) - own.start for edge in (start, stop))
         found = RaggedDTensor.wrap(
-            tensor._local_tensor.view(-1)[first:last],
+            piece_in(tensor).view(-1)[first:last],
             make_spec(tensor.device_mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype),
         )
     if tensor.is_expanded:
@@ -219,7 +219,7 @@ def _expanded(tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None
     if any(numel % rows for numel in lengths.distinct):
         return None
     cut = RaggedShard.from_piece_numels(view.shape, lengths.map(lambda numel: numel // rows * out_rows))
-    own = tensor._local_tensor.reshape(-1, *_padded(tensor.shape, view.ndim)[kept:])
+    own = piece_in(tensor).reshape(-1, *_padded(tensor.shape, view.ndim)[kept:])
     local = own.expand(own.shape[0], *view.shape[kept:]).reshape(-1)
     found = RaggedDTensor.wrap(
         local, make_spec(spec.mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype)

@@ -48,6 +48,7 @@ from vescale_fsdp.dtensor.operators.whole_tensors import gathered, written_back
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
 from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
+from vescale_fsdp.torch_private import piece_in
 
 
 class _StreamCounter:
@@ -154,7 +155,7 @@ def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
         a, b: see ``kind``.
     """
     seed, stream = _streams.take(tensor.device_mesh)
-    local = tensor._local_tensor
+    local = piece_in(tensor)
     spans, device = _spans(tensor), local.device
     if kind == "normal":
         values = normals(spans, seed, stream, device) * b + a
@@ -200,7 +201,7 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
             raise RuntimeError(f"uniform_ expects from <= to, but found {a} > {b}")
     else:
         a, b = named.get("p", 0.5), 0.0
-    tensor._local_tensor.copy_(_draw(kind, tensor, a, b))
+    piece_in(tensor).copy_(_draw(kind, tensor, a, b))
     return tensor
 
 
@@ -220,7 +221,7 @@ def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if named.get("generator") is not None:
         _check(func, like, named)
     seed = Random("{} {}".format(*_streams.take(like.device_mesh))).getrandbits(63)
-    device = like._local_tensor.device
+    device = piece_in(like).device
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
         own = torch.Generator(device).manual_seed(seed)
@@ -242,9 +243,9 @@ def _drawn(
     if name_of(func) not in _FILLS or has_out(func):
         return (written_back if func._schema.is_mutable else gathered)(func, args, kwargs)
     check_written(func, bind(func, args, kwargs), like)
-    full = torch.zeros(like.shape, dtype=like.dtype, device=like._local_tensor.device)
+    full = torch.zeros(like.shape, dtype=like.dtype, device=piece_in(like).device)
     func(full, *args[1:], **kwargs)
-    like._local_tensor.copy_(cut_like(func, full, like))
+    piece_in(like).copy_(cut_like(func, full, like))
     return like
 
 
@@ -255,10 +256,10 @@ def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     _check(func, tensor, named)
     if is_partial(tensor):
         raise refuse(func, tensor, "the tensor has pending sums")
-    empty = torch.empty_like(tensor._local_tensor, dtype=named.get("dtype"), device=named.get("device"))
+    empty = torch.empty_like(piece_in(tensor), dtype=named.get("dtype"), device=named.get("device"))
     like = wrap_result(func, empty, tensor)
     kind = "normal" if "randn" in name_of(func) else "uniform"
-    like._local_tensor.copy_(_draw(kind, like, 0.0, 1.0))
+    piece_in(like).copy_(_draw(kind, like, 0.0, 1.0))
     return like
 
 

@@ -39,7 +39,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import RunLengths, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.torch_private import NormPartial, foreach_norm_of
+from vescale_fsdp.torch_private import NormPartial, foreach_norm_of, piece_in
 
 
 class _Call(NamedTuple):
@@ -139,7 +139,7 @@ def _on_rows(call: _Call) -> Any:
     schema = {argument.name: argument for argument in call.func._schema.arguments}
     # Some overloads take one dim, and some take a list of dims.
     takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
-    rows = tensor._local_tensor.reshape(-1, *tensor.shape[first:])
+    rows = piece_in(tensor).reshape(-1, *tensor.shape[first:])
     # torch warns about the spread of no rows, so a rank without rows computes one that it drops.
     has_none = rows.shape[0] == 0
     named = {
@@ -208,7 +208,7 @@ def _merged(
         part: reduces the values of a box, with ``keepdim``. It also gets the box's place in ``total``.
         merge: combines the reductions of two boxes.
     """
-    local, start = call.tensor._local_tensor.reshape(-1), 0
+    local, start = piece_in(call.tensor).reshape(-1), 0
     for box in call.tensor.boxes:
         values = local[start : start + box.numel].view(box.sizes)
         start += box.numel
@@ -232,8 +232,8 @@ def _cut_sum(call: _Call) -> torch.Tensor:
     # torch sums integers in a wider dtype. The sum of no elements has this dtype.
     zeros = torch.zeros(
         _kept_shape(call),
-        dtype=add(call.tensor._local_tensor[:0], dtype=dtype).dtype,
-        device=call.tensor._local_tensor.device,
+        dtype=add(piece_in(call.tensor)[:0], dtype=dtype).dtype,
+        device=piece_in(call.tensor).device,
     )
     total = _merged(call, zeros, lambda values, _: add(values, dims, keepdim=True, dtype=dtype))
     total = _all_reduced(call, total, dist.ReduceOp.SUM)
@@ -252,14 +252,14 @@ def _cut_norm(call: _Call) -> torch.Tensor:
     def powers(values: torch.Tensor, _: tuple[slice, ...]) -> torch.Tensor:
         return torch.linalg.vector_norm(values, order, dim=dims, keepdim=True, dtype=dtype) ** order
 
-    zeros = torch.linalg.vector_norm(call.tensor._local_tensor.new_zeros(1), order, dtype=dtype)
+    zeros = torch.linalg.vector_norm(piece_in(call.tensor).new_zeros(1), order, dtype=dtype)
     total = _merged(call, zeros.expand(_kept_shape(call)).clone(), powers)
     return _all_reduced(call, total, dist.ReduceOp.SUM) ** (1 / order)
 
 
 def _cut_extreme(call: _Call, *, largest: bool) -> torch.Tensor:
     """Compute amax or amin. A nan gives nan, as in torch."""
-    local = call.tensor._local_tensor
+    local = piece_in(call.tensor)
     reduce = torch.amax if largest else torch.amin
     neutral = _identity(local.dtype, largest)
     total = _merged(
@@ -281,7 +281,7 @@ def _cut_extreme(call: _Call, *, largest: bool) -> torch.Tensor:
 def _cut_truth(call: _Call, *, every: bool) -> torch.Tensor:
     """Compute all (``every``) or any."""
     reduce = torch.all if every else torch.any
-    local = call.tensor._local_tensor
+    local = piece_in(call.tensor)
 
     def truth(values: torch.Tensor, _: tuple[slice, ...]) -> torch.Tensor:
         return reduce(values != 0, dim=call.dims, keepdim=True).to(torch.uint8)
@@ -294,7 +294,7 @@ def _cut_truth(call: _Call, *, every: bool) -> torch.Tensor:
 
 def _cut_prod(call: _Call) -> torch.Tensor:
     """Compute prod, over one dim."""
-    (dim,), dtype, local = call.dims, call.options.get("dtype"), call.tensor._local_tensor
+    (dim,), dtype, local = call.dims, call.options.get("dtype"), piece_in(call.tensor)
     ones = torch.ones(_kept_shape(call), dtype=torch.prod(local[:0], dtype=dtype).dtype, device=local.device)
     total = _merged(call, ones, lambda values, _: values.prod(dim, keepdim=True, dtype=dtype), torch.mul)
     return _all_reduced(call, total, dist.ReduceOp.PRODUCT)
@@ -302,14 +302,14 @@ def _cut_prod(call: _Call) -> torch.Tensor:
 
 def _cut_nonzero(call: _Call) -> torch.Tensor:
     """Compute count_nonzero."""
-    zeros = torch.zeros(_kept_shape(call), dtype=torch.int64, device=call.tensor._local_tensor.device)
+    zeros = torch.zeros(_kept_shape(call), dtype=torch.int64, device=piece_in(call.tensor).device)
     total = _merged(call, zeros, lambda values, _: (values != 0).sum(call.dims, keepdim=True))
     return _all_reduced(call, total, dist.ReduceOp.SUM)
 
 
 def _cut_spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     """Compute var or std (``root``) in float64: the mean first, then the sum of squared distances from it."""
-    local, dims = call.tensor._local_tensor, call.dims
+    local, dims = piece_in(call.tensor), call.dims
     zeros = torch.zeros(_kept_shape(call), dtype=torch.float64, device=local.device)
     total = _merged(call, zeros.clone(), lambda values, _: values.double().sum(dims, keepdim=True))
     mean = _all_reduced(call, total, dist.ReduceOp.SUM) / _count(call)
@@ -327,7 +327,7 @@ def _cut_spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> 
 
 def _cut_log_sum_exp(call: _Call) -> torch.Tensor:
     """Compute logsumexp, relative to the largest values, so that exp does not overflow."""
-    local = call.tensor._local_tensor
+    local = piece_in(call.tensor)
     largest = _cut_extreme(call, largest=True)
     base = largest.masked_fill(largest.isinf(), 0.0)  # inf - inf would be nan
     zeros = local.new_zeros(_kept_shape(call))
@@ -375,7 +375,7 @@ def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor
 def _sum(call: _Call) -> DTensor:
     """Run sum or nansum over all dims."""
     total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
-    local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
+    local = total(piece_in(call.tensor), dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
     # dtype, because the user may have chosen a narrow integer dtype, which torch would widen.
     return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
@@ -383,9 +383,9 @@ def _sum(call: _Call) -> DTensor:
 
 def _mean(call: _Call) -> DTensor:
     """Run mean over all dims."""
-    local = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
+    local = torch.sum(piece_in(call.tensor), dtype=call.options.get("dtype"))
     if not (local.is_floating_point() or local.is_complex()):
-        call.func(call.tensor._local_tensor)  # raises torch's own error for integers
+        call.func(piece_in(call.tensor))  # raises torch's own error for integers
     total = _gather_answers(local, call.tensor).sum(0)
     return replicated(total / call.tensor.numel(), call.tensor)
 
@@ -394,7 +394,7 @@ def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tens
     """Return a reduction that applies ``part`` to each piece and ``whole`` to the gathered results."""
 
     def total(call: _Call) -> DTensor:
-        answer = part(call.tensor._local_tensor.reshape(-1), **call.options)
+        answer = part(piece_in(call.tensor).reshape(-1), **call.options)
         return replicated(whole(_gather_answers(answer, call.tensor)), call.tensor)
 
     return total
@@ -411,7 +411,7 @@ def _identity(dtype: torch.dtype, largest: bool) -> Any:
 
 def _extreme(call: _Call, *, largest: bool) -> DTensor:
     """Run max or min over all dims."""
-    local = call.tensor._local_tensor
+    local = piece_in(call.tensor)
     if local.numel():
         answer = local.max() if largest else local.min()
     else:  # torch raises for an empty tensor
@@ -426,7 +426,7 @@ _max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     """Run argmax or argmin over all dims: the first flat position of the extreme value. A nan counts as extreme."""
-    tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
+    tensor, local = call.tensor, piece_in(call.tensor).reshape(-1)
     no_index = torch.iinfo(torch.int64).max  # stands for the index of an empty piece
     index = torch.full((), no_index, dtype=torch.int64, device=local.device)
     value = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
@@ -442,7 +442,7 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
 
 def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     """Run var or std (``root``) over all dims, from each rank's count, mean and sum of squared distances."""
-    local = call.tensor._local_tensor
+    local = piece_in(call.tensor)
     wide = local.to(torch.float64)  # so that combining the ranks' sums loses no bits of the result
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
     mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
@@ -512,7 +512,7 @@ def _norm(call: _Call) -> DTensor:
     tensor, order, dtype = call.tensor, _order(call.options), call.options.get("dtype")
     if tensor.numel() == 0 and math.isinf(order):
         raise refuse(call.func, tensor, "the tensor has no elements")
-    local = _local_norm(tensor._local_tensor, order, dtype)
+    local = _local_norm(piece_in(tensor), order, dtype)
     if 0 < order < math.inf:
         return _pending_norms([local], tensor, order)[0]
     return replicated(_norm_of_norms(_gather_answers(local, tensor), order), tensor)
@@ -542,7 +542,7 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
         together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     home = first_ragged(tensors)
     for indices in together.values():
-        local_norms = _local_norms([tensors[i]._local_tensor for i in indices], order, dtype)
+        local_norms = _local_norms([piece_in(tensors[i]) for i in indices], order, dtype)
         if len(indices) == len(tensors) and 0 < order < math.inf:
             return _pending_norms(local_norms, tensors[0], order)
         answers = _gather_answers(torch.stack(local_norms), tensors[indices[0]])
@@ -598,5 +598,5 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         raise refuse(func, like, "the tensor has pending sums")
     # The pieces of the right tensor are brought to those of the left one, or the reverse.
     is_same = func(*combining.brought(func, [(left, like), (right, like)]), *rest, **kwargs)
-    answer = torch.tensor(int(is_same), dtype=torch.int64, device=like._local_tensor.device)
+    answer = torch.tensor(int(is_same), dtype=torch.int64, device=piece_in(like).device)
     return bool(_gather_answers(answer, like).all().item())

@@ -35,7 +35,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
 )
 from vescale_fsdp.dtensor.operators.gathered_views import gather_all
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.torch_private import local_of, pytree
+from vescale_fsdp.torch_private import local_of, piece_in, pytree
 
 # Arguments that batch norms write to, although some of their schemas do not declare it.
 STATISTICS = ("running_mean", "running_var")
@@ -119,7 +119,7 @@ def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     named = bind(func, args, kwargs)
     out: RaggedDTensor = named["out"]
     check_written(func, named, out)
-    full = torch.eye(named["n"], named.get("m", named["n"]), dtype=out.dtype, device=out._local_tensor.device)
+    full = torch.eye(named["n"], named.get("m", named["n"]), dtype=out.dtype, device=piece_in(out).device)
     if full.shape != out.shape:
         raise refuse(func, out, f"a matrix of shape {tuple(full.shape)} would resize it")
     return out.copy_(replicated(full, out))

@@ -1,0 +1,166 @@
+"""Optimizers that need whole matrices: each rank steps those that it owns, with the bits of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers.optimization import Adafactor
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.optim_cases import full_tensors, laid_like
+from vescale_fsdp import checkpoint as native
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint.state_dict import set_optimizer_state_dict
+from vescale_fsdp.errors import CheckpointError, LayoutError, UnsupportedOpError
+from vescale_fsdp.optim import OwnerOptimizer
+
+# torch's, with tensors as state; transformers', with numbers, vectors and a scheduled learning rate of its own.
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "muon": (torch.optim.Muon, {"lr": 0.02}),
+    "adafactor": (Adafactor, {"beta1": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+}
+Values = dict[str, torch.Tensor]
+
+
+def build(seed: int) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 9), (9, 16), (16, 5), (5, 5))))
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    for param, value in zip(model.parameters(), full_tensors(shapes, seed).values(), strict=True):
+        param.data = value.clone()
+    return model
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> Values:
+    """Steps with the gradients of these numbers, and the parameters after them."""
+    params = list(model.parameters())
+    for number in numbers:
+        grads = full_tensors([tuple(p.shape) for p in params], 100 + number)
+        for param, grad in zip(params, grads.values(), strict=True):
+            param.grad = laid_like(grad, param)
+        optimizer.step()
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+
+
+def sharded(kind: str, seed: int, mesh: Any = None) -> tuple[nn.Module, OwnerOptimizer]:
+    model = fully_shard(build(seed), mesh=mesh or cpu_mesh(), granularity="whole")
+    cls, options = KINDS[kind]
+    return model, OwnerOptimizer(cls, model.parameters(), **options)  # type: ignore[arg-type]
+
+
+def run(kind: str, folder: str, form: str) -> tuple[Values, int]:
+    """Three steps and a save; the values after two more, and the number of parameters that this rank owns."""
+    model, optimizer = sharded(kind, 0)
+    steps(model, optimizer, range(3))
+    if form == "native":
+        native.save(folder, {"model": model, "optimizer": optimizer})
+    else:
+        dcp.save(
+            {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)},
+            checkpoint_id=folder,
+        )
+    return steps(model, optimizer, range(3, 5)), sum(p.to_local().numel() > 0 for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def resume(kind: str, folder: str, form: str, stepped_before: bool) -> Values:
+    """The values after two steps of another model that has loaded the state."""
+    model, optimizer = sharded(kind, 7)
+    if stepped_before:
+        steps(model, optimizer, range(1))
+    if form == "native":
+        native.load(folder, {"model": model, "optimizer": optimizer})
+    else:
+        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optim"])
+    return steps(model, optimizer, range(3, 5))
+
+
+def plainly(kind: str) -> Values:
+    cls, options = KINDS[kind]
+    model = build(0)
+    return steps(model, cls(model.parameters(), **options), range(5))
+
+
+def check(every: list[Values], kind: str) -> None:
+    for values in every:
+        for name, expected in plainly(kind).items():
+            assert torch.equal(values[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("adafactor", "native"),
+        ("muon", "dcp"),
+        pytest.param("muon", "native", marks=pytest.mark.part("numerics")),
+        pytest.param("adafactor", "dcp", marks=pytest.mark.part("numerics")),
+        pytest.param("adamw", "native", marks=pytest.mark.part("numerics")),
+    ],
+)
+def test_the_bits_of_one_process_on_any_number_of_ranks(kind: str, form: str, tmp_path: Path) -> None:
+    """Saved on two ranks, which own some matrices each, and continued on three and on one."""
+    runs = run_ranks(2, run, kind, str(tmp_path), form)
+
+    check([values for values, _ in runs], kind)
+    assert all(0 < owned < 4 for _, owned in runs)
+    check(run_ranks(3, resume, kind, str(tmp_path), form, False), kind)
+    check(run_ranks(1, resume, kind, str(tmp_path), form, True), kind)
+
+
+class ByPlainRows(torch.optim.SGD):
+    """Adds a plain vector to a matrix, which ragged parameters refuse."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(torch.ones(param.shape[1]))
+
+
+def named_as_the_way_out() -> None:
+    model = fully_shard(nn.Linear(8, 64, bias=False), mesh=cpu_mesh())
+    for kind in (torch.optim.Muon, ByPlainRows):
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(1, 8)).sum().backward()
+        with pytest.raises(UnsupportedOpError) as caught:
+            optimizer.step()
+        assert "OwnerOptimizer" in caught.value.todo
+        assert kind.__name__ in str(caught.value)
+        optimizer.zero_grad()
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_named_with_the_way_out() -> None:
+    """By the hook before the step of torch's own, or by the first operator that is refused."""
+    run_ranks(2, named_as_the_way_out)
+
+
+def copied_and_refused() -> None:
+    model, optimizer = sharded("adafactor", 0, cpu_mesh(2, 1))
+    steps(model, optimizer, range(3))
+    model, optimizer = copy.deepcopy((list(model.parameters()), optimizer))  # type: ignore[assignment]
+    for number in (3, 4):
+        params: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = full_tensors([tuple(p.shape) for p in params], 100 + number)
+        for param, grad in zip(params, grads.values(), strict=True):
+            param.grad = laid_like(grad, param)
+        optimizer.step()
+    expected = list(plainly("adafactor").values())
+    assert all(torch.equal(p.full_tensor().detach(), e) for p, e in zip(params, expected, strict=True))
+    other = sharded("adamw", 0)[1]
+    with pytest.raises(CheckpointError):
+        other.load_state_dict(optimizer.state_dict())
+    cut = fully_shard(nn.Linear(8, 64, bias=False), mesh=cpu_mesh())
+    with pytest.raises(LayoutError, check=lambda error: "(64, 8)" in error.where):
+        OwnerOptimizer(torch.optim.Muon, cut.parameters())
+
+
+def test_copies_continue_and_cut_matrices_are_refused() -> None:
+    """Replicas step alike; state of another class, or a matrix that is cut, raises."""
+    run_ranks(2, copied_and_refused)
