@@ -48,8 +48,8 @@ def close_gloo_connections() -> int:
                     num_closed += 1
                     with suppress(OSError):  # the other side has closed the connection already
                         # Not close(), which closes only this copy: gloo's descriptor would keep the connection open.
-                        # Only reads: gloo closes the connection when its thread reads the end. A send that meets a closed
-                        # connection before that is lost by gloo, and its collective waits for the time-out.
+                        # Only reads: gloo closes the connection when its thread reads the end. A send that meets a
+                        # closed connection before that is lost by gloo, and its collective waits for the time-out.
                         connection.shutdown(socket.SHUT_RD)
     return num_closed
 
