@@ -20,7 +20,6 @@ PRINTED = "a page, picture, plan or `repr`, whose text is what the test is for"
 COMMAND = "what a command or a tool prints"
 TORCH = "torch's own text, or a name that it gives"
 OURS = "texts of tests/support and of tables in tests"
-RANKS = "errors that ranks return as texts"
 
 # Files that may compare sentences, and whose sentences these are.
 ALLOWED = {
@@ -38,9 +37,6 @@ ALLOWED = {
     "house/test_wheel.py": PRINTED,
     "vescale_fsdp/dtensor/test_op_db.py": TORCH,
     "vescale_fsdp/dtensor/test_tensor_as_value.py": PRINTED,
-    "vescale_fsdp/elastic/test_job.py": RANKS,
-    "vescale_fsdp/elastic/test_renewal.py": RANKS,
-    "vescale_fsdp/elastic/test_store_membership.py": RANKS,
     "vescale_fsdp/integrations/test_refusals.py": TORCH,
     "vescale_fsdp/layout/test_plan_report.py": PRINTED,
     "vescale_fsdp/runtime/test_fsdp2_surface.py": TORCH,
