@@ -68,7 +68,9 @@ class OwnerOptimizer(StructuredOptimizer):
         self._plain: dict[torch.Tensor, nn.Parameter] = {}  # the owned parameters of `_inner`
         self._kinds: dict[Any, dict[str, Any]] = {}  # state after one step, by kind of parameter
         self._likes: dict[torch.Tensor, dict[str, Any]] = {}  # the same, by parameter
-        defaults = dict(kind([nn.Parameter(torch.ones(2, 2, device="cpu"))], **options).defaults)
+        defaults = dict(
+            kind([nn.Parameter(torch.ones(2, 2, dtype=torch.float32, device="cpu"))], **options).defaults
+        )
         defaults["steps_by"] = f"{kind.__module__}.{kind.__qualname__}"
         super().__init__(params, defaults, adamw_params=None, adamw=AdamWOptions())
 
@@ -92,14 +94,16 @@ class OwnerOptimizer(StructuredOptimizer):
                 where=f"parameter of shape {tuple(param.shape)}",
                 todo='shard with granularity="whole", or with {pattern: "whole"} for the parameters of this optimizer',
             )
-        state = {_STEPPED: _shared_with(param, torch.zeros((), dtype=torch.uint8))}
+        state = {_STEPPED: _shared_with(param, torch.zeros((), dtype=torch.uint8, device="cpu"))}
         self._likes[param] = likes = self._state_after_a_step(param, group)
         for name, value in likes.items():
             # float64, so that a number is stored without rounding.
             like = (
-                value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=_NUMBERS[type(value)])
+                value
+                if isinstance(value, torch.Tensor)
+                else torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")
             )
-            state[name] = _shared_with(param, torch.zeros_like(like, device="cpu"))
+            state[name] = _shared_with(param, torch.zeros_like(like, dtype=like.dtype, device="cpu"))
         return state
 
     def _state_after_a_step(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:

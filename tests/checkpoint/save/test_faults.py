@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -63,6 +64,7 @@ def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> N
     """Whichever operation of a save fails, the path holds the old or the new checkpoint, whole, and no file is open."""
     save(tmp_path / "c", _state(1.0))
     outcomes = set()
+    gc.collect()  # may close files of tests before
     num_open = len(os.listdir("/proc/self/fd"))
     for fail_at in range(1000):
         storage = FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=fail_at, error=error)
@@ -76,7 +78,7 @@ def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> N
         assert torch.equal(torch.full((7,), value), reader["b"].read())
         assert verify(tmp_path / "c").ok
         outcomes.add((failed, value == 2.0 + fail_at))
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
         assert not told or (not failed and str(tmp_path / "c") in str(told[0].message))
         if not failed and not told:
             break

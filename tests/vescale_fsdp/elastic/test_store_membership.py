@@ -130,8 +130,8 @@ def test_a_silent_process_is_lost_after_three_keep_alives() -> None:
     """Its port still accepts connections, as that of a stopped process does; the others go on without it."""
     server, silent = _Stalling(), _Stalling()
     silent.store = server.store
-    members = [_member(server.client(), 3, keep_alive_s=0.2, max_missed=3) for _ in range(2)]
-    members.append(_member(silent.client(), 3, keep_alive_s=0.2, max_missed=3))
+    members = [_member(server.client(), 3, keep_alive_s=1.0, max_missed=3) for _ in range(2)]
+    members.append(_member(silent.client(), 3, keep_alive_s=1.0, max_missed=3))
     _together(*members)
     silent.is_cut = True
     wait_until(lambda: all(member.has_lost() for member in members[:2]), "the silent process to be lost")
