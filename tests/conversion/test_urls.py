@@ -81,6 +81,7 @@ def _convert(source: str, target: str, kind: str = "hf", **options: object) -> N
     convert(open_source(source), target, kind, ConvertOptions(**{**LIMITS, **options}))  # type: ignore[arg-type]
 
 
+@pytest.mark.part("formats")
 def test_both_ends_remote(remote: str, tmp_path: Path) -> None:
     """Local DCP -> remote DCP -> remote Hugging Face -> remote torch file -> local: no bit lost."""
     tensors = _state()

@@ -71,6 +71,7 @@ def test_peaks_in_fp32_are_not_above(name: str, dtypes: str) -> None:
     assert live <= 1.001 and pools <= 1.05
 
 
+@pytest.mark.part("numerics")
 def test_steps_in_the_backward_take_less() -> None:
     """Reduced gradients of units that are through are gone, which counts where the last units make the peak."""
     case, policy = (
@@ -92,6 +93,7 @@ def test_gradients_written_at_once_are_seen() -> None:
     assert live > 1.15
 
 
+@pytest.mark.part("numerics")
 def test_an_optimizers_state_is_counted() -> None:
     """What DTensors hold inside, ours and FSDP2's."""
     mesh = init_device_mesh("cpu", (16,))

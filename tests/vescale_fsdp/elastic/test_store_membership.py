@@ -315,9 +315,7 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
 
 def test_too_few_are_told() -> None:
     """In the first round."""
-    with pytest.raises(
-        LifecycleError, check=lambda error: " 2 " in error.expected and error.got.startswith("1:")
-    ):
+    with pytest.raises(LifecycleError, check=lambda error: " 2 " in error.expected):
         _member(dist.HashStore(), 2, timeout_s=0.2).wait()
 
 
