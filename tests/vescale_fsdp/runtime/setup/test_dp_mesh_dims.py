@@ -156,7 +156,7 @@ PARITIES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[Row]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.part("numerics") if name == "replicas, tp" else ())
+        pytest.param(name, marks=pytest.mark.part("numerics") if name.endswith(", tp") else ())
         for name in PARITIES
     ],
 )
