@@ -58,6 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(IN_VENV) || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH_INDEX) torch
 	$(INSTALL) --editable ".[hf,s3,test,dev]"
+	$(IN_VENV) -c "from tests.support import async_device as device; device.missing_compiler() or device.build()"
 	touch $(STAMP)
 
 test: venv

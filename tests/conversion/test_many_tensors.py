@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 from vescale_fsdp.checkpoint import verify
@@ -90,6 +91,7 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
         assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
 
 
+@pytest.mark.part("formats")
 def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     """So do those of a plan for every target, and of what only looks, at 1,024, 2,048 and 4,096 tensors."""
     calls: dict[str, list[int]] = {}

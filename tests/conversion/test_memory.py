@@ -50,8 +50,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("source", "options"),
     [
         ("dcp", []),
-        ("native", []),
-        ("dcp", ["--dtype", "bf16"]),
+        pytest.param("native", [], marks=pytest.mark.part("formats")),
+        pytest.param("dcp", ["--dtype", "bf16"], marks=pytest.mark.part("formats")),
         ("native", ["--dtype", "bf16"]),
         ("native", ["--quantize", "big=fp8-128x128"]),
     ],
@@ -90,6 +90,7 @@ print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
 
 
+@pytest.mark.part("formats")
 def test_what_is_asked_of_transformers_is_not_held(tmp_path: Path) -> None:
     """Which weights are tied, a child process finds out: the converter has the answer, and none of the libraries."""
     (tmp_path / "transformers").mkdir()

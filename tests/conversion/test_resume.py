@@ -89,7 +89,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts"), [("native", 1), ("dcp", 3), pytest.param("dcp", 1, marks=pytest.mark.part("formats"))]
+    ("kind", "parts"),
+    [("native", 1), *(pytest.param("dcp", parts, marks=pytest.mark.part("formats")) for parts in (1, 3))],
 )
 def test_killed_at_ten_moments(
     kind: str, parts: int, sources: Path, expected: dict[str, bytes], tmp_path: Path

@@ -195,6 +195,7 @@ def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
         assert open_store(target).read(name) == (tmp_path / "expected" / name).read_bytes()
 
 
+@pytest.mark.part("faults")
 def test_parts_between_urls_killed_and_resumed(s3: str, tmp_path: Path) -> None:
     """Two parts read from S3 and write to S3; one is killed in the middle, the other when all was done."""
     tensors = {f"w{i}": torch.full((300, 500), float(i)) for i in range(8)}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from examples.stacks.options import Options
 from examples.stacks.train_accelerate import train
 from tests.stacks.example_ranks import LARGEST, divide_once_more, run_example
 
 
+@pytest.mark.part("jobs")
 def test_losses_are_fsdp2s(tmp_path: Path) -> None:
     """A few clipped steps of two micro-batches and a save: stock FSDP2's bits, which wrongly divided gradients miss."""
     clip = {"norm_type": LARGEST, "max_norm": 0.05}

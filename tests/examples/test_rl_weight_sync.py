@@ -20,6 +20,7 @@ def job(options: Options, folder: str) -> list[float]:
     return start(rank, options, folder)
 
 
+@pytest.mark.part("jobs")
 def test_the_sampler_learns_what_the_trainers_do(tmp_path: Path) -> None:
     """Both jobs see the same rewards, which grow: samples are drawn from weights that are new in every step."""
     options = Options(f"file://{tmp_path}/meet", steps=30, picture=tmp_path / "weights.svg")

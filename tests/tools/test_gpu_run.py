@@ -54,9 +54,8 @@ def every_case(cases: list[str], device: str) -> dict[str, tuple[bool, bool]]:
     return {name: (right, wrong.get(name, False)) for name, right in found.items()}
 
 
-@pytest.mark.parametrize(
-    "cases", [CORE, pytest.param(INTERPRETED, marks=pytest.mark.part("pages"))], ids=["core", "all"]
-)
+@pytest.mark.part("pages")
+@pytest.mark.parametrize("cases", [INTERPRETED], ids=["all"])
 def test_switches_on_two_ranks(cases: list[Case]) -> None:
     """Weights are a plain model's under every switch, and a weight that was changed is found out.
 

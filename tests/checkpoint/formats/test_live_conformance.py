@@ -261,6 +261,7 @@ def _load_from_a_bucket(endpoint: str) -> list[str]:
     return problems
 
 
+@pytest.mark.part("formats")
 def test_sources_load_from_an_object_store_by_ranges(saved: Path) -> None:
     """The same from an object store, by ranges."""
     weather = Weather()

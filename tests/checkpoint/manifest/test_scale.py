@@ -133,6 +133,7 @@ def _memory(tmp_path: Path, saving: bool) -> tuple[float, float]:
     return found["peak"], shards.num_bytes / (1 << 20)
 
 
+@pytest.mark.part("formats")
 def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     """Blocking saves and resharding loads of more than 100 MiB per rank need little besides."""
     if not Path("/proc/self/clear_refs").exists():

@@ -1,6 +1,6 @@
 """Whatever fails on a rank, at whatever call of a storage: all ranks hear of it, and nothing acknowledged is lost.
 
-make test                   every call, way and error, each on every rank and at both moments
+make test                   every call, way and error of some settings, each on every rank and at both moments
 make test-part PART=faults  a sample in which every two of call, way, error, rank, store and moment meet
 make test-faults            all of them
 """
@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.distributed import RankError, RankTimeout, run_ranks
 from tests.support.faults.fault_matrix import (
+    CORE_SETTINGS,
     SETTINGS,
     WORLD,
     Cell,
@@ -46,8 +47,8 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def calls(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[Setting, list[list[Call]]]:
-    """What fault-free runs ask of a storage."""
-    return run_ranks(WORLD, record, tmp_path_factory.mktemp("record"), endpoint)[0]
+    """The calls of storages that fault-free runs make."""
+    return run_ranks(WORLD, record, tmp_path_factory.mktemp("record"), endpoint, SETTINGS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,7 @@ def cells(calls: dict[Setting, list[list[Call]]]) -> list[Cell]:
     return every if _ALL else sample(every, every_pair, _SAMPLE, _SEED)
 
 
+@pytest.mark.part("faults")
 def test_runs_are_recorded_whole(calls: dict[Setting, list[list[Call]]]) -> None:
     """Both ranks make calls in every setting but where one writes for all, and no operation of a storage stays out."""
     asks = {"free_bytes"}  # all that rank 1 does where rank 0 writes for it
@@ -108,11 +110,11 @@ def test_a_fault_can_go_wrong(first: Outcome, second: Outcome, complaint: str | 
     assert complaint is None or complaint in problems[0]
 
 
-def test_a_fault_of_any_call_is_raised_on_all_ranks_and_costs_no_state(
-    calls: dict[Setting, list[list[Call]]], endpoint: str, tmp_path: Path
-) -> None:
+def test_a_fault_of_any_call_is_raised_on_all_ranks_and_costs_no_state(endpoint: str, tmp_path: Path) -> None:
     """No rank is left behind, none takes an error for its own, no state is lost, and the next save goes well."""
+    calls = run_ranks(WORLD, record, tmp_path, endpoint, CORE_SETTINGS)[0]
     chosen = sample(all_cells(calls), core_pairs, _CORE, _SEED)
+    assert {cell.setting for cell in chosen} == set(CORE_SETTINGS)
 
     _run(sorted(chosen, key=lambda cell: cell.setting), tmp_path, endpoint)
 

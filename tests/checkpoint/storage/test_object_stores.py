@@ -36,6 +36,7 @@ def s3() -> Iterator[tuple[RemoteStorage, Weather]]:
         yield RemoteStorage("s3://bucket/parts", endpoint_url=endpoint, **options), weather
 
 
+@pytest.mark.part("formats")
 def test_several_parts_are_on_their_way_at_once(s3: tuple[RemoteStorage, Weather]) -> None:
     """Of one file, a bounded number; a part that is refused is sent again alone; an upload given up leaves nothing."""
     storage, weather = s3

@@ -33,6 +33,9 @@ def loaded(*arguments: str, program: str = RUN) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+MORE = pytest.mark.part("formats")
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same small state as native, DCP, Hugging Face and torch.save."""
@@ -45,7 +48,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("source", ["native", "dcp", "state.pt", "hf"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "native",
+        pytest.param("dcp", marks=MORE),
+        pytest.param("state.pt", marks=MORE),
+        pytest.param("hf", marks=MORE),
+    ],
+)
 def test_to_hf_needs_no_torch(sources: Path, tmp_path: Path, source: str) -> None:
     """From every format, values equal; a cast may load numpy but not torch."""
     if source == "hf":

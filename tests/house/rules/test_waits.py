@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -152,15 +153,32 @@ PAUSES = {
 }
 
 
-def _calls_in_tests(name: str) -> Iterator[tuple[str, ast.Call]]:
+@cache
+def _calls_of_tests() -> list[tuple[str, set[str], ast.Call]]:
+    """All calls in the tests: the file, the names that the function is called by, and the call."""
     folder = ROOT / "tests"
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and name in (
-                ast.unparse(node.func),
-                getattr(node.func, "attr", ""),
-            ):
-                yield path.relative_to(folder).as_posix(), node
+    return [
+        (path.relative_to(folder).as_posix(), _names_of(node.func), node)
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+
+
+def _names_of(function: ast.expr) -> set[str]:
+    """Of ``time.sleep``: ``sleep`` and ``time.sleep``."""
+    match function:
+        case ast.Name(id=name):
+            return {name}
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            return {name, f"{module}.{name}"}
+        case ast.Attribute(attr=name):
+            return {name}
+    return set()
+
+
+def _calls_in_tests(name: str) -> Iterator[tuple[str, ast.Call]]:
+    return ((file, call) for file, names, call in _calls_of_tests() if name in names)
 
 
 def test_no_test_waits_for_a_fixed_time() -> None:

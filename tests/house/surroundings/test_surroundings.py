@@ -151,6 +151,7 @@ def _modes(folder: Path) -> list[str]:
     return _differences(folder, SOLO + GROUP, MODES)
 
 
+@pytest.mark.part("numerics")
 def test_modes_of_torch(tmp_path: Path) -> None:
     """Another default device or dtype, no gradients, inference, determinism, autocast: the same values."""
     (found,) = run_ranks(1, _modes, tmp_path)

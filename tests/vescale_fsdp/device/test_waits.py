@@ -15,9 +15,9 @@ from tests.support.async_device.waits import Wait, all_waits, executed, without
 from tests.support.distributed import RankError, RankTimeout
 from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, needs_fresh, run, world_size
 
-pytestmark = needs_device()
+pytestmark = [needs_device(), pytest.mark.skipif(not IS_LONG, reason="runs in make test-device")]
 
-WAITS = all_waits()
+WAITS = all_waits() if IS_LONG else []
 ORDERS = (("sides last", 0), ("sides first", 0), ("late", 0), ("uneven", 0))
 
 
@@ -49,7 +49,6 @@ def _id(wait: Wait) -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not IS_LONG, reason="runs in make test-device")
 @pytest.mark.parametrize("wait", WAITS, ids=_id)
 def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
     programs = _programs_of()[wait]

@@ -89,10 +89,7 @@ def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("both", "rotated") else pytest.mark.part("numerics"))
-        for name in MESHES
-    ],
+    [pytest.param(name, marks=() if name == "rotated" else pytest.mark.part("numerics")) for name in MESHES],
 )
 def test_training_and_checkpoints(name: str, tmp_path: Path) -> None:
     """FSDP2's losses, parameters and gradients; a checkpoint that another mesh reads unchanged."""

@@ -37,7 +37,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
 
 TAKES_ALL = os.environ.get("OP_DB") == "all"
-CORE_SAMPLES, MOST_SAMPLES = 4, 40
+CORE_SAMPLES, MOST_SAMPLES = 2, 40
 
 # Values that nobody can predict: memory that was not written, and random numbers of another generator.
 UNPREDICTABLE = {

@@ -243,6 +243,7 @@ def all_pairs() -> int:
     return pairs
 
 
+@pytest.mark.part("numerics")
 def test_all_pairs_on_a_2d_mesh() -> None:
     """Values and gradients survive every move between ten kinds of placements."""
     assert run_ranks(4, all_pairs) == [100] * 4

@@ -18,8 +18,9 @@ _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 _MATRIX = [Cell(*each) for each in product(PHASES, ("rank", "node", "two"), (False, True))]
 
-CORE = [Cell("formation", "rank", True), Cell("backward", "node", True), Cell("finish", "rank", False)]
+CORE = [Cell("formation", "rank", True), Cell("backward", "node", True)]
 FAULTS = [
+    Cell("finish", "rank", False),
     Cell("optimizer", "rank", False),
     Cell("wait", "rank", True),
     Cell("renewal", "node", True),

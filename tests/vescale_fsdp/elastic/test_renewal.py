@@ -146,6 +146,7 @@ def _prove_equal_states(
     return sum(param.to_local().numel() > 0 for param in model.parameters())
 
 
+@pytest.mark.part("faults")
 def test_renewed_equals_fresh() -> None:
     """Losses, parameters and states, bit for bit, for every kind of optimizer; the objects stay the same."""
     assert min(run_ranks(4, _renew_all)) >= 9  # pieces that were compared; the last rank has the fewest

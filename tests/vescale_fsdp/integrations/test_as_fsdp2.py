@@ -94,6 +94,7 @@ def _fail_inside(outer: Installation) -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.part("jobs")
 def test_threads_share_the_count() -> None:
     """Eight threads that come and go leave the names as they were, and never see torch's inside."""
     seen: list[bool] = []

@@ -84,7 +84,13 @@ HOST = {
 
 
 @pytest.mark.parametrize(
-    ("block", "most"), [(Flat(32), 0), (Flat(50), 32), (Tiles(8, 32), 8), (Tiles(8, 20), 88)]
+    ("block", "most"),
+    [
+        (Flat(32), 0),
+        pytest.param(Flat(50), 32, marks=MORE),
+        pytest.param(Tiles(8, 32), 8, marks=MORE),
+        (Tiles(8, 20), 88),
+    ],
 )
 def test_8bit_steps_are_launched_once_for_all(block: Any, most: int) -> None:
     """Parameters with blocks alike are stepped as one, with the bits of one by one.
@@ -136,7 +142,7 @@ SHAMPOO: dict[str, Any] = {
     ("grafting", "dtype"),
     [
         ("adam", torch.float32),
-        ("none", torch.bfloat16),
+        pytest.param("none", torch.bfloat16, marks=MORE),
         pytest.param("adam", torch.bfloat16, marks=MORE),
         pytest.param("none", torch.float32, marks=MORE),
     ],

@@ -89,7 +89,8 @@ def beside_fsdp2(embeds: bool) -> None:
     assert torn.breaks > ours.breaks, "breaks are counted"
 
 
-@pytest.mark.parametrize("embeds", [False, pytest.param(True, marks=pytest.mark.part("numerics"))])
+@pytest.mark.part("numerics")
+@pytest.mark.parametrize("embeds", [False, True])
 def test_a_compiled_model_breaks_no_more_than_fsdp2s(embeds: bool) -> None:
     """No more than FSDP2's, and the losses of a model that is not compiled; a break more is counted."""
     run_ranks(2, beside_fsdp2, embeds)

@@ -115,7 +115,7 @@ def every_schedule(world: int, policy: MixedPrecisionPolicy) -> None:
     ("world", "policy"),
     [
         (2, FULL),
-        (4, HALF),
+        pytest.param(4, HALF, marks=pytest.mark.part("numerics")),
         pytest.param(2, HALF, marks=pytest.mark.part("numerics")),
         pytest.param(4, FULL, marks=pytest.mark.part("numerics")),
     ],

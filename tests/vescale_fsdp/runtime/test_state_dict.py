@@ -99,6 +99,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.part("formats")
 def test_dcp_between_worlds_and_layouts(tmp_path: Path) -> None:
     """Model and AdamW state load bit-equal under another world size and layout, and training goes on."""
     paths = {move: tmp_path / str(number) for number, move in enumerate(MOVES)}

@@ -67,6 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:config.json ties")
+@pytest.mark.part("formats")
 @pytest.mark.parametrize("name", CASES)
 def test_the_folder_is_what_the_converter_makes(name: str, saved: Path, tmp_path: Path) -> None:
     """Files, their cuts, index, headers, settings and every byte of every tensor: written in place, and as streams."""

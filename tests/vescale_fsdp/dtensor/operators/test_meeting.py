@@ -211,6 +211,7 @@ def compiled(names: tuple[str, ...]) -> int:
     return met
 
 
+@pytest.mark.part("numerics")
 def test_compiled_operators_meet_where_they_run() -> None:
     """A graph contains the messages: values are those of the call, not of the recording, and ranks meet each time."""
     assert run_ranks(2, compiled, ("copies",)) == [1, 1]

@@ -275,7 +275,8 @@ def run_hybrid(more: bool) -> dict[str, list[str]]:
     return {name: hazards for name, hazards in found.items() if hazards}
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.part("numerics"))])
+@pytest.mark.part("numerics")
+@pytest.mark.parametrize("more", [False, True])
 def test_no_hazard_with_replicas_and_parts(more: bool) -> None:
     """The same on 2 replicas of 2 shards, and where each rank keeps a part between forward and backward."""
     assert run_ranks(4, run_hybrid, more) == [{}] * 4

@@ -155,10 +155,7 @@ PARITIES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[Row]]] = {
 @WITH_DIMS
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.part("numerics") if name.endswith(", tp") else ())
-        for name in PARITIES
-    ],
+    [pytest.param(name, marks=() if name == "tp" else pytest.mark.part("numerics")) for name in PARITIES],
 )
 def test_named_axes_train_as_fsdp2_and_one_process(name: str) -> None:
     """Losses and gradients equal FSDP2's (to the bit where each sum is of two) and one process's.
