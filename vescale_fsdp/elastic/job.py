@@ -181,6 +181,10 @@ class ElasticJob:
         num_failures = 0
         members: tuple[str, ...] = ()  # of the last epoch
         failure: RuntimeError | None = None  # the error that ended the last epoch
+        # `_end_epoch` collects the cycles of an epoch. The imported modules are not part of any: leaving them out makes
+        # that ten times faster, while the other ranks wait.
+        gc.collect()
+        gc.freeze()
         try:
             while True:
                 quorum = self._membership.wait()
@@ -208,6 +212,7 @@ class ElasticJob:
                 self._end_epoch()
         finally:  # also after the last step and after an error; ending an epoch twice does no harm
             self._end_epoch()
+            gc.unfreeze()
             self._membership.leave()
 
     def _form(self, quorum: Quorum) -> None:

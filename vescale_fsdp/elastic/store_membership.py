@@ -460,6 +460,7 @@ class _Backend(RendezvousBackend):
         self._began_s = time.monotonic()
         self._link.deadline_s = self._began_s + timeout_s
         self._gone.clear()
+        self._asked_s = 0.0  # ports are asked at once: a member is probably lost
         try:
             rendezvous.next_rendezvous()
         except RendezvousTimeoutError:
