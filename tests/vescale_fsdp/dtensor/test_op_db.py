@@ -333,7 +333,7 @@ OPEN = {
 @pytest.mark.parametrize(
     ("most", "least_right", "least_refused"),
     [
-        (CORE_SAMPLES, 1200, 150),
+        (CORE_SAMPLES, 1200, 120),
         pytest.param(MOST_SAMPLES, 5000, 500, marks=pytest.mark.part("numerics")),
     ],
 )
