@@ -31,7 +31,17 @@ TEXTS = {
     "SECURITY.md": ROOT / "SECURITY.md",
 }
 OF_OTHERS = {  # Slurm's, torchrun's, pip's, Megatron's
-    *("--no-kill", "--array", "--wrap", "--nproc-per-node", "--standalone", "--extra-index-url"),
+    *(
+        "--no-kill",
+        "--array",
+        "--wrap",
+        "--kill-on-bad-exit",
+        "--signal",
+        "--ntasks-per-node",
+        "--gpus-per-node",
+    ),
+    *("--nproc-per-node", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts"),
+    *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--pid", "--extra-index-url"),
     *("--ckpt-format", "--dist-ckpt-optim-fully-reshardable", "-m", "-q"),
 }
 OPTIONS = {

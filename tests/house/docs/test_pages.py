@@ -55,7 +55,7 @@ def test_readme_trains_as_without_sharding_and_goes_on(launcher: Launcher, tmp_p
     with alone(tmp_path):
         assert run_page(PAGES["README.md"].read_text(), tmp_path, launcher) > 1
         for last in (10, 20):
-            assert_trained_alike(tmp_path / f"run/step-{last:08}", *_plain_readme(last), most=1e-3)
+            assert_trained_alike(tmp_path / f"run/step-{last:08}", *_plain_readme(last), most=1e-2)
 
 
 # Blocks that train and are compared elsewhere.
@@ -127,8 +127,10 @@ def _plain_readme(last: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(*blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, last + 1):
-        batch = torch.randn(8, 250, generator=torch.Generator().manual_seed(step))
-        (model(batch) - batch).square().mean().backward()
+        batch = torch.randn(24, 250, generator=torch.Generator().manual_seed(step))
+        narrow = {name: param.bfloat16() for name, param in model.named_parameters()}
+        found = torch.func.functional_call(model, narrow, (batch.bfloat16(),))
+        (found - batch).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
