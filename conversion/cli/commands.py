@@ -71,7 +71,13 @@ def _print_versions(ctx: click.Context, param: click.Parameter, is_set: bool) ->
     help="Print the versions of this package, its checkpoint format, torch and Python.",
 )
 def cli() -> None:
-    """Convert checkpoints between formats, in bounded memory."""
+    """Convert checkpoints between formats, in bounded memory.
+
+    \b
+    vescale-convert inspect run
+    vescale-convert to-hf run/step-00000020 repository --assets original_repository
+    vescale-convert to-vescale repository checkpoint
+    """
 
 
 def _open(src: str, step: int | None, **options: Any) -> Source:
@@ -339,6 +345,56 @@ def merge_command(**arguments: Any) -> None:
     tie is removed, so that the merged model computes the same as base and adapter. Memory holds one matrix at a time.
     """
     _convert("hf", **arguments)
+
+
+# By command: its line in the list of all commands, which click cuts at 80 columns, and examples.
+SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "inspect": (
+        "Print what the checkpoint SRC contains.",
+        ("inspect run", "inspect run/step-00000020 --json"),
+    ),
+    "verify": (
+        "Check that SRC is complete and undamaged.",
+        ("verify run/step-00000020", "verify model.safetensors --quick"),
+    ),
+    "diff": ("Compare the tensors of A and B.", ("diff run/step-00000010 repository --rtol 1e-6",)),
+    "report": ("Write an HTML page about SRC.", ("report run --out report.html",)),
+    "plan": (
+        "Print how fully_shard would lay out the model in SRC.",
+        ("plan repository --shards 8,64,512 --granularity rows:32 --out pictures",),
+    ),
+    "to-vescale": (
+        "Write SRC to OUT as a native checkpoint.",
+        ("to-vescale repository checkpoint", "to-vescale s3://bucket/global_step500 checkpoint --resume"),
+    ),
+    "to-zarr": (
+        "Write SRC to OUT as a native checkpoint in zarr v3 form.",
+        ("to-zarr run/step-00000020 arrays",),
+    ),
+    "to-fsdp2": (
+        "Write SRC to OUT as a torch.distributed.checkpoint folder.",
+        ("to-fsdp2 run/step-00000020 dcp --optimizer flattened",),
+    ),
+    "to-hf": (
+        "Write the model in SRC to OUT as a Hugging Face repository.",
+        (
+            "to-hf run/step-00000020 repository --assets original_repository",
+            "to-hf run/step-00000020 repository --assets original_repository --dtype bf16 --memory-budget 256MiB",
+        ),
+    ),
+    "to-torch": ("Write SRC to the file OUT as torch.save would.", ("to-torch run/step-00000020 model.pt",)),
+    "merge-adapter": (
+        "Merge a peft adapter into its base model.",
+        ("merge-adapter original_repository adapter_folder merged",),
+    ),
+}
+EXIT_CODES = "Exit codes: 0 done, 1 refused, failed or different, 2 wrong usage, 130 stopped by Ctrl-C."
+
+for _name, _command in cli.commands.items():
+    _command.short_help, _examples = SUMMARIES[_name]
+    # \b: click keeps the lines of this paragraph.
+    _lines = "\n".join(f"  vescale-convert {example}" for example in _examples)
+    _command.epilog = f"\b\nExamples:\n{_lines}\n\n{EXIT_CODES}"
 
 
 _CHECKED_BY = {"table": "shipped table", "class": "class itself"}  # `ClassCheck.how` -> words in the summary

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from tests.support.processes import run_command, wait_until
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
+from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
 from vescale_fsdp.formats import FORMATS
 
 
@@ -356,3 +358,19 @@ def test_usage_is_exit_2_in_the_command_itself(source: str, tmp_path: Path) -> N
     assert _main("--version").returncode == 0
     missing = _main("to-hf", source, str(tmp_path / "out"), "--rules", str(tmp_path / "no.toml"))
     assert missing.returncode == 1 and f"{tmp_path}/no.toml" in missing.stderr
+
+
+def test_the_list_of_commands_is_whole() -> None:
+    """Each has a summary, and click cuts none of them."""
+    shown = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
+    assert SUMMARIES.keys() == cli.commands.keys()
+    assert all(f"{name} " in shown and summary in shown for name, (summary, _) in SUMMARIES.items())
+
+
+@pytest.mark.parametrize("example", [example for _, examples in SUMMARIES.values() for example in examples])
+def test_examples_have_options_that_exist(example: str) -> None:
+    """With values that these take; nothing is opened."""
+    name, *arguments = shlex.split(example)
+    assert cli.commands[name].make_context(name, arguments).params
+    with pytest.raises(click.UsageError):
+        cli.commands[name].make_context(name, [*arguments, "--no-such-option"])
