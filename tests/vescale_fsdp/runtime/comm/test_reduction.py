@@ -408,7 +408,7 @@ ODD_WAYS: dict[str, Callable[[Any, torch.Tensor, bool], None]] = {
 
 def odd_way(way: str, shape: tuple[int, ...]) -> tuple[str, str] | None:
     """What a rank hears of a last rank that goes another way in the second step."""
-    with mock.patch.object(order_watch, "BOUND_S", 1.0):
+    with mock.patch.object(order_watch, "BOUND_S", 4.0):
         model: Any = TwoUnits()
         mesh = cpu_mesh(*shape)
         for module in (*model.units, model):
