@@ -55,6 +55,7 @@ _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _WORST = "_worst"  # attribute of errors that all ranks raise: the severity of the worst rank's error
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB, the largest message of a rank: other ranks allocate memory for it
 COMMIT, ABORT = "commit", "abort"
+_REPORT_S = 1.0  # for which a rank whose collective failed waits for the reports of other ranks
 _READERS_S = 5.0  # a rank that has not read a decision after this time has ended, or cannot reach the store
 _POLL_S = 0.001  # between two reads of a counter in the store
 _LONGEST_S = 1800.0  # torch's default time-out of groups
@@ -530,11 +531,32 @@ class GroupCoordinator(Coordinator):
             raise UnreachableError(
                 f"Ranks could not be reached while {doing}.",
                 expected=f"all {self.world_size} ranks within the process group's time-out",
-                got=f"{type(lost).__name__}: {lost}",
+                got=f"{self._silent()}; {type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
                 todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass a longer "
                 "time-out to init_process_group",
             ) from lost
+
+    def _silent(self) -> str:
+        """Name the ranks that do not report a failure soon after this rank, for an error."""
+        store, key = store_of(self.group), "vescale_fsdp failed on {}"
+
+        def silent() -> list[int]:
+            store.set(key.format(self.rank), "")
+            deadline_s = time.monotonic() + _REPORT_S
+            while True:
+                left = [
+                    rank for rank in range(min(self.world_size, 64)) if not store.check([key.format(rank)])
+                ]
+                if not left or time.monotonic() > deadline_s:
+                    return left
+                time.sleep(_POLL_S)
+
+        try:
+            left = within(_READERS_S, silent, f"rank {self.rank}")
+        except RuntimeError:  # torch's errors of a store, and the LifecycleError of `within`
+            return "no answer from rank 0, or the launcher that hosts the process group's store"
+        return f"no report from ranks {left}" if left else "a report from every rank"
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
         with self._reaching(f"sending to rank {to_rank}"):

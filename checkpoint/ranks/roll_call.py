@@ -22,7 +22,8 @@ _NOTES_S = 2.0  # wait between registration and warning, so that slightly later 
 _POLL_S = 0.02  # between two reads of the counter in the store
 _CAUSE = (
     "save, load, async_save and a manager's calls are collectives: every rank of the group must make them. Take this "
-    "call out of a condition such as `if rank == 0:`"
+    "call out of a condition such as `if rank == 0:`. If they made it, they have ended or cannot be reached: look at "
+    "their logs, machines and network"
 )
 _log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import break_group
+from vescale_fsdp.collectives import break_group, closed_peers
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
 
@@ -50,6 +50,8 @@ _ALARMS_PER_BOUND = 4
 # Seconds: longest wait before the first reduction after a forward. Short, so that a slow store does not delay steps.
 _SETTLE_S = 0.05
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
+_LOST_S = 0.3  # the same, if a connection is closed: the rank behind it has probably ended, and shows no log
+_ANSWER_S = 2.0  # seconds for which the store may take to answer after that
 # A log of this length is compared though no step has ended, because forwards without gradients end no step.
 _MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
@@ -93,6 +95,8 @@ class OrderWatch:
         self._is_awaited = False  # whether the next reduction waits for `_is_compared`
         self._lock = threading.Lock()  # held while comparing, in the thread or in `explain`
         self._shown: tuple[int, int] | None = None  # the last published step, and the length of its log
+        self._is_concluding = False  # whether `_conclude` waits for other ranks' logs
+        self._silent: list[int] = []  # ranks that have shown no sign since a collective failed
         _thread.watch(self)
 
     # -- called by the training -----------------------------------------------------------------------
@@ -137,18 +141,56 @@ class OrderWatch:
                 self._is_compared.wait(BOUND_S)  # until the thread has read other ranks' logs for the error
 
     def explain(self, failure: RuntimeError) -> None:
-        """Raise a clearer error than ``failure`` if a collective failed because ranks started different collectives.
+        """Raise a clearer error than ``failure`` for a collective that failed; a no-op if there is none.
 
         Raises:
-            LifecycleError: on all ranks, with the first difference.
+            LifecycleError: on all ranks, with the first difference, if ranks started different collectives; with the
+                ranks that do not answer, if some have ended or cannot be reached.
         """
         if isinstance(failure, VescaleError):  # an error of this package needs no explanation
             return
-        deadline = time.monotonic() + _FAILED_S
-        while not self.guarded(self.look, True) and time.monotonic() < deadline:
-            time.sleep(0.02)  # much shorter than _FAILED_S, yet little load on the store
+        # In a thread, because a store on a machine that cannot be reached answers after minutes, or never.
+        looking = threading.Thread(target=self._look_late, name="vescale_fsdp explain", daemon=True)
+        looking.start()
+        looking.join(_FAILED_S + _ANSWER_S)
+        if self._is_concluding:
+            looking.join()  # bounded by `_conclude`
         if self.error is not None:
             raise self.error from failure
+        silent = f"ranks {self._silent}" if self._silent else ""
+        if looking.is_alive() or (self._has_ended and not silent):
+            silent = "rank 0, or the launcher that hosts the process group's store"
+        if silent:
+            raise LifecycleError(
+                "A collective failed, and not all ranks report it.",
+                expected=f"a report from every rank of the collective within {_FAILED_S:g} s",
+                got=f"none from {silent}, which may have ended, be unreachable, or not have met the failure yet; the "
+                f"collective's error: {failure}",
+                where=f"rank {self._rank}",
+                todo="look at the logs of those ranks, at their machines and at the network; then restart from the "
+                "last saved step",
+            ) from failure
+
+    def _look_late(self) -> None:
+        """Compare the logs of all ranks that publish theirs soon; note the ranks that do not."""
+        groups = {group for each in self.over for group in each.process_groups()}
+        # A closed connection: the rank has ended, or has failed first and publishes its log at once.
+        is_closed = any(dist.get_backend(group) == "gloo" and closed_peers(group) for group in groups)
+        deadline = time.monotonic() + (_LOST_S if is_closed else _FAILED_S)
+        self.guarded(self._report)
+        while not self.guarded(self.look, True) and time.monotonic() < deadline:
+            time.sleep(0.02)  # much shorter than the limits, yet little load on the store
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        self.guarded(self._find_silent, sorted(ranks)[:_MOST_LOGS])
+
+    def _report(self) -> bool:
+        self._store.set(f"{self._key} failed on {self._rank}", "")
+        return True
+
+    def _find_silent(self, ranks: list[int]) -> bool:
+        """Note those of ``ranks`` that have not reported a failure."""
+        self._silent = [rank for rank in ranks if not self._store.check([f"{self._key} failed on {rank}"])]
+        return True
 
     # -- called by the thread -------------------------------------------------------------------------
 
@@ -242,6 +284,7 @@ class OrderWatch:
         self._show()
         for group in {group for each in self.over for group in each.process_groups()}:
             break_group(group)  # ranks that wait for this rank then fail, and publish their logs too
+        self._is_concluding = True
         while True:
             self._show()
             logs = self._shown_logs(step, sources)
@@ -251,6 +294,7 @@ class OrderWatch:
                 return
             time.sleep(0.02)  # so that reading puts little load on the store
         self.error = _error(logs, self._ranks)
+        self._is_concluding = False
 
 
 def _differ(one: list[str], other: list[str]) -> bool:
