@@ -84,6 +84,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     ),
     "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
     "vescale_fsdp/runtime/comm/gradients.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/order_watch.py": {"looking.join()": THREAD},
     "vescale_fsdp/runtime/comm_context.py": {
         "event.synchronize()": DEVICE,
         "flags.wait()": GROUP,
