@@ -112,15 +112,18 @@ test-faults: venv
 
 # The versions of fsspec and its relatives are fixed: datasets, whose version torchtitan limits, requires an older fsspec
 # than the latest s3fs, and pip does not find a matching pair. Automodel is installed without its dependencies: it pins
-# another transformers and kernels for GPUs, and the tests only run its parallelizers, which need neither.
+# another transformers and kernels for GPUs, and the tests only run its parallelizers, which need neither. The same is true
+# of ModelOpt, AutoGPTQ and AutoAWQ: tests call their functions that dequantize on the CPU.
 $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
 	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch-checkpointing,torchtitan,torchdata]" \
 	    fsspec==2026.2.0 s3fs==2026.2.0 gcsfs==2026.2.0 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
-	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 jax==0.10.2 orbax-checkpoint==0.12.8
-	$(INSTALL_STACKS) setuptools wheel einops hjson msgpack ninja py-cpuinfo
+	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 gguf==0.19.0 jax==0.10.2 orbax-checkpoint==0.12.8
+	$(INSTALL_STACKS) setuptools wheel einops hjson msgpack ninja py-cpuinfo omegaconf pulp nvidia-ml-py torchprofile
+	$(INSTALL_STACKS) --no-deps nvidia-modelopt==0.47.0
+	BUILD_CUDA_EXT=0 $(INSTALL_STACKS) --no-deps --no-build-isolation auto_gptq==0.7.1 autoawq==0.2.9
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL_STACKS) --no-deps --no-build-isolation deepspeed==0.19.8
 	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
 	! command -v npm > /dev/null || npm install --silent --prefix $(STACKS_VENV)/node azurite@3.37.0

@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims,
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.conversion.quantization import find_quantized
+from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.errors import ConversionError, format_bytes, some
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def _dequantized(
     if options.dequantize is None:
         return state
     from vescale_fsdp.checkpoint.moves.casting import float_type
-    from vescale_fsdp.conversion.quantization import dequantized
+    from vescale_fsdp.conversion.quantization.dequantize import dequantized
 
     dtype = float_type(options.dequantize)
     state = dequantized(state, _config(assets, source), dtype)
@@ -392,7 +392,7 @@ def _newly_quantized(
     """Quantize weights if requested, and describe the quantization in config.json."""
     if not options.quantize:
         return state
-    from vescale_fsdp.conversion.quantization import newly_quantized
+    from vescale_fsdp.conversion.quantization.quantize import newly_quantized
 
     state, settings = newly_quantized(state, options.quantize, assets.settings or _config(assets, source))
     assets.set_quantization(settings)

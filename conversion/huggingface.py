@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.convert import plan_conversion
 from vescale_fsdp.conversion.convert_options import ConvertOptions
-from vescale_fsdp.conversion.quantization import find_quantized
+from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.errors import ConversionError, some
 

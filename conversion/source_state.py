@@ -13,7 +13,8 @@ from vescale_fsdp.checkpoint.moves.carried_state import whole_state
 from vescale_fsdp.checkpoint.moves.casting import float_type
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.peft import one_adapter, trained_names
-from vescale_fsdp.conversion.quantization import dequantized, find_quantized
+from vescale_fsdp.conversion.quantization.dequantize import dequantized
+from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 

@@ -60,10 +60,29 @@ _FAMILIES = (
     ),
     *("Helium", "Glm", "Glm4", "Ernie4_5", "SeedOss", "Nemotron", "HunYuanDenseV1", "Exaone4"),
 )
-CLASSES = (
+COMMON = (
     *(f"{family}ForCausalLM" for family in _FAMILIES),
     *("GPT2LMHeadModel", "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"),
 )
+# Tried and not described: experts in some layers only (DeepSeek-V3, GLM-4-MoE), hybrids of attention and state space
+# models, names that depend on heads (StableLM), sizes that a config computes (LFM2, ModernBERT, Mamba).
+_OTHERS = (
+    "AlbertForMaskedLM AlbertModel ApertusForCausalLM ArceeForCausalLM BertForSequenceClassification "
+    "BertForTokenClassification BertLMHeadModel BertModel BioGptForCausalLM BitNetForCausalLM "
+    "BloomForCausalLM CLIPTextModel CamembertForMaskedLM CamembertModel CodeGenForCausalLM "
+    "Cohere2MoeForCausalLM CwmForCausalLM DistilBertForSequenceClassification "
+    "DistilBertForTokenClassification DistilBertModel ElectraForMaskedLM ElectraModel FlexOlmoForCausalLM "
+    "GPTBigCodeForCausalLM GPTJForCausalLM Gemma2Model Gemma3TextModel GemmaModel GraniteMoeForCausalLM "
+    "HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM "
+    "LlamaForSequenceClassification LlamaModel MPNetForMaskedLM MPNetModel MinistralForCausalLM "
+    "MistralForSequenceClassification MistralModel MptForCausalLM NanoChatForCausalLM OlmoeForCausalLM "
+    "OpenAIGPTLMHeadModel PersimmonForCausalLM PhiForCausalLM PhimoeForCausalLM "
+    "Qwen2ForSequenceClassification Qwen2Model Qwen3ForSequenceClassification Qwen3Model RobertaForCausalLM "
+    "RobertaForSequenceClassification RobertaForTokenClassification RobertaModel VaultGemmaForCausalLM "
+    "ViTForImageClassification XLMRobertaForMaskedLM XLMRobertaForSequenceClassification "
+    "XLMRobertaForTokenClassification XLMRobertaModel "
+)
+CLASSES = (*COMMON, *_OTHERS.split())
 # Fields that change no parameter of any class. All other fields are tried.
 HARMLESS = re.compile(
     r".*token_ids?|.*rope.*|.*layer_types|.*act|.*activation(_function)?|.*dtype|id2label|label2id|architectures|model_type"
@@ -93,6 +112,9 @@ def sizes(keys: Mapping[str, Any], seed: int) -> Settings:
         r"num_local_experts|num_experts": 4 + 3 * (seed % 2),
         r"max_position_embeddings|n_positions": next(odd),
         r"type_vocab_size": 23,
+        r"d_model": hidden,
+        r"embedding_size": next(odd),
+        r"n_routed_experts|moe_num_experts": 4 + 3 * (seed % 2),
     }
     names = [*keys, "head_dim"]  # many classes read it although their config does not define it
     found = {key: value for key in names for form, value in known.items() if re.fullmatch(form, key)}
@@ -268,12 +290,18 @@ def _candidates(fields: list[str]) -> Iterator[str]:
     yield from (f"2*{a}*{b}" for a, b in itertools.combinations(fields, 2))
     yield from (f"{a}*{c}+2*{b}*{c}" for a, b, c in itertools.permutations(fields, 3))
     yield from (f"{field}+{add}" for field in fields for add in (2,))
+    yield from (f"{a}//{b}" for a, b in itertools.permutations(fields, 2))
+    yield from (f"{a}*{b}//{c}" for a, b, c in itertools.permutations(fields, 3))
+    yield from (f"{a}*{b}+2*{a}//{b}" for a, b in itertools.permutations(fields, 2))
 
 
 def _expression(values: list[int], bases: list[Settings], fields: list[str], where: str) -> str:
     for text in _candidates(fields):
         if all(model_class.size(text, base) == value for value, base in zip(values, bases, strict=True)):
             return text
+    # A number that no size changes: a field that does has its default in `fixed`.
+    if len(set(values)) == 1:
+        return str(values[0])
     raise Unfit(f"no expression for {values} in {where}")
 
 
@@ -294,7 +322,10 @@ def _value_for(
     except Exception:  # noqa: BLE001  the model's code may raise any
         return None
     for text in candidates:
-        tried = [{**base, field: model_class.size(str(text), base)} for base in without]
+        try:
+            tried = [{**base, field: model_class.size(str(text), base)} for base in without]
+        except ZeroDivisionError:
+            continue
         if all(list(_forms(row, one)) == forms for one, forms in zip(tried, wanted, strict=True)):
             return text
     return None

@@ -91,6 +91,7 @@ FORMATS = {
     "safetensors": Format(
         r".*\.safetensors", f"{_CHECKPOINT}.huggingface.read:open_safetensors", is_file=True, takes=("file",)
     ),
+    "gguf": Format(r".*\.gguf", f"{_CONVERSION}.formats.gguf:open_gguf", is_file=True, takes=("file",)),
     "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_CHECKPOINT}.torch_save.read:open_torch", is_file=True),
 }
 # Matches files of a folder that contains a model and its optimizer as two checkpoints of torch.distributed.checkpoint.

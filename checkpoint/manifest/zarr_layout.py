@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
-from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
+from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of, whole_box
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, unless one row is larger
 
@@ -103,6 +103,8 @@ def chunk_boxes(shape: tuple[int, ...], chunks: tuple[int, ...], within: Box | N
 
 def clipped(box: Box, shape: tuple[int, ...]) -> Box:
     """Return the part of a chunk's box that is inside the tensor."""
+    if box.sizes == shape and not any(box.offsets):  # a shortcut: the chunk is the tensor
+        return box
     sizes = tuple(
         min(size, full - start) for start, size, full in zip(box.offsets, box.sizes, shape, strict=True)
     )
@@ -164,12 +166,13 @@ def group_files(manifest: Manifest) -> dict[str, bytes]:
     for path in manifest.array_paths:
         parts = path.split("/")
         paths |= dict.fromkeys("/".join(parts[:depth]) for depth in range(2, len(parts)))
-    groups: dict[str, Json] = {f"{path}/zarr.json": {} for path in paths}
-    groups["zarr.json"] = {"arrays": data, "manifest": MANIFEST_NAME}
-    return {
-        name: dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
-        for name, attributes in groups.items()
-    }
+    groups = dict.fromkeys((f"{path}/zarr.json" for path in paths), _group_json({}))
+    return {**groups, "zarr.json": _group_json({"arrays": data, "manifest": MANIFEST_NAME})}
+
+
+def _group_json(attributes: dict[str, Json]) -> bytes:
+    """Return the content of ``zarr.json`` for a group."""
+    return dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 
 class Chunk(NamedTuple):
@@ -208,6 +211,14 @@ def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Hol
         entry = manifest.entries[index]
         held = manifest.holders_of(index).position(rank)
         if held is None or not entry.numel:
+            continue
+        # As after a conversion, which may have very many tensors: the rank holds each as a whole.
+        if manifest.world_size == 1 and not entry.cuts:
+            box, sizes = whole_box(entry.shape), manifest.chunk_sizes[index]
+            whole = Region.of_box(box)
+            # Most tensors are one chunk.
+            for each in (box,) if sizes == entry.shape else chunk_boxes(entry.shape, sizes):
+                yield Chunk(index, each), [Holder(0, whole, clipped(each, entry.shape).numel)]
             continue
         own = manifest.distributions[index].region(entry.shape, held[0], manifest.structure.layouts)
         for chunk in chunks_of(manifest, index, own):

@@ -463,7 +463,15 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}
     own = replace(model, names={names[name]: short for name, short in model.names.items()})
-    return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)
+    return CarriedState(
+        views,
+        values,
+        paths,
+        own,
+        frozenset(own.names),
+        source.omitted,
+        file_metadata=source.file_metadata,
+    )
 
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")  # a word in CamelCase or snake_case

@@ -3,6 +3,9 @@
     fp8        weight [n, k]          ScaledView(DecodedView(codes), scales, blocks of 128 x 128)
     mxfp4      blocks [e, n, k/32, 16]   the same with [e, n, k/2] bytes of two values, and a scale per 32 values
     bnb nf4    bytes [n * k / 2]      the same with flat bytes, and bitsandbytes' own tables and scales
+    gptq       words [k / 8, n]       UnpackedView(words) gives the codes; IndexedView(scales, g_idx) gives the scale
+                                      of each row, if rows of a group are not adjacent
+    gguf       blocks of bytes        BlocksView(bytes), decoded by the functions of the package gguf
 
 A requested box is processed in tiles of at most 2^18 values, which keeps memory use at a few MiB. Codes are computed
 from complete blocks: if a box begins inside a block, the whole block is read.
@@ -18,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from vescale_fsdp.views.bit_packing import BitPacking
     from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
 
 _TILE_NUMEL = 2**18  # 1 MiB as float32
@@ -142,9 +146,184 @@ class DecodedView(_ComputedView):
         return f"{self.kind} values of {self.codes.identity()}"
 
 
+@dataclass(frozen=True)
+class BlocksView(_ComputedView):
+    """Blocks of bytes along the last dim, each decoded to a fixed number of float32 values.
+
+    Args:
+        blocks: the bytes, uint8; the last dim is a multiple of ``block_bytes``.
+        block_bytes, block_values: bytes and values of a block.
+        decode: returns the values of rows of whole blocks: float32 [.., n * block_values] for uint8
+            [.., n * block_bytes].
+        kind: text that identifies the function, for `identity`.
+    """
+
+    blocks: TensorView
+    block_bytes: int
+    block_values: int
+    decode: Callable[[np.ndarray], np.ndarray]
+    kind: str
+
+    @property
+    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
+        return (self.blocks,)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        *lead, nbytes = self.blocks.info.shape
+        return TensorInfo(
+            self.blocks.info.name, (*lead, nbytes // self.block_bytes * self.block_values), _F32
+        )
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        for tile in _tiles(box, (1,) * len(box.sizes)):
+            raw = np.empty(self._bytes_of(tile).sizes, dtype=np.uint8)
+            self.blocks.read_into(self._bytes_of(tile), raw)
+            skipped = tile.offsets[-1] % self.block_values
+            values = self.decode(raw).reshape(*raw.shape[:-1], -1)[..., skipped : skipped + tile.sizes[-1]]
+            out[tile.slices(box.offsets)] = np.ascontiguousarray(values).view(out.dtype)
+
+    def _bytes_of(self, box: Box) -> Box:
+        """Return the bytes of the blocks that a box overlaps."""
+        first = box.offsets[-1] // self.block_values
+        stop = -(-(box.offsets[-1] + box.sizes[-1]) // self.block_values)
+        return box.with_range(len(box.sizes) - 1, first * self.block_bytes, (stop - first) * self.block_bytes)
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return self.blocks.parts(self._bytes_of(box)) if box.numel else iter(())
+
+    def identity(self) -> str:
+        return f"{self.kind} blocks of {self.blocks.identity()}"
+
+
+@dataclass(frozen=True)
+class UnpackedView(_ComputedView):
+    """Codes of a few bits that are packed in words along a dim, as uint8.
+
+    Args:
+        words: the words, integers of as many bits as ``packing`` names.
+        packing: how words store codes.
+        dim: the dim that is packed.
+        size: number of codes in this dim; the words must be as many as these codes need.
+    """
+
+    words: TensorView
+    packing: BitPacking
+    dim: int
+    size: int
+
+    def __post_init__(self) -> None:
+        info = self.words.info
+        assert info.shape[self.dim] == self.packing.num_words(self.size), (info, self.size)
+        assert info.dtype.itemsize * 8 == self.packing.word_bits, (info, self.packing)
+
+    @property
+    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
+        return (self.words,)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        words = self.words.info
+        return TensorInfo(
+            words.name, (*words.shape[: self.dim], self.size, *words.shape[self.dim + 1 :]), _U8
+        )
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        if not box.numel:
+            return
+        inner, skipped = self._words_of(box)
+        raw = np.empty(inner.sizes, dtype=self.words.info.dtype.raw)
+        self.words.read_into(inner, raw)
+        words = np.moveaxis(raw, self.dim, -1)
+        if missing := -words.shape[-1] % self.packing.words:  # the last period may be cut off
+            words = np.concatenate([words, np.zeros((*words.shape[:-1], missing), words.dtype)], axis=-1)
+        codes = self.packing.unpack(words)[..., skipped : skipped + box.sizes[self.dim]]
+        out[...] = np.moveaxis(codes, -1, self.dim)
+
+    def _words_of(self, box: Box) -> tuple[Box, int]:
+        """Return the words of the periods that a box overlaps, and how many codes of the first period precede it."""
+        start, each = box.offsets[self.dim], self.packing
+        first, stop = start // each.codes, -(-(start + box.sizes[self.dim]) // each.codes)
+        end = min(stop * each.words, self.words.info.shape[self.dim])
+        inner = box.with_range(self.dim, first * each.words, end - first * each.words)
+        return inner, start - first * each.codes
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return self.words.parts(self._words_of(box)[0]) if box.numel else iter(())
+
+    def identity(self) -> str:
+        return f"{self.packing} along {self.dim} to {self.size} of {self.words.identity()}"
+
+
+@dataclass(frozen=True)
+class IndexedView(_ComputedView):
+    """Slices of a tensor in the order of an index tensor: slice i along ``dim`` is slice ``index[i]`` of ``values``.
+
+    Args:
+        values: the tensor.
+        index: a 1D integer tensor.
+        dim: the dim along which slices are taken.
+
+    Raises:
+        CorruptCheckpointError: by reads, if an index is not one of a slice.
+    """
+
+    values: TensorView
+    index: TensorView
+    dim: int
+
+    @property
+    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
+        return (self.values, self.index)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        values, (count,) = self.values.info, self.index.info.shape
+        shape = (*values.shape[: self.dim], count, *values.shape[self.dim + 1 :])
+        return TensorInfo(values.name, shape, values.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        if not box.numel:
+            return
+        dtype, count = self.index.info.dtype, self.values.info.shape[self.dim]
+        raw = np.empty(box.sizes[self.dim], dtype=dtype.raw)
+        self.index.read_into(self._index_of(box), raw)
+        index = raw.view(dtype.name)
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= count:
+            raise CorruptCheckpointError(
+                "An index is not one of a group of scales.",
+                expected=f"numbers from 0 to {count - 1}",
+                got=f"{low} to {high}",
+                where=f"tensor {self.index.info.name}",
+                todo="copy the checkpoint again from where it was made",
+            )
+        inner = box.with_range(self.dim, low, high + 1 - low)
+        slices = np.empty(inner.sizes, dtype=out.dtype)
+        self.values.read_into(inner, slices)
+        out[...] = np.take(slices, index - low, axis=self.dim)
+
+    def _index_of(self, box: Box) -> Box:
+        return Box((box.offsets[self.dim],), (box.sizes[self.dim],))
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        yield from self.index.parts(self._index_of(box))
+        # The indices are not read for this, so all slices count.
+        yield from self.values.parts(box.with_range(self.dim, 0, self.values.info.shape[self.dim]))
+
+    def identity(self) -> str:
+        return f"{self.values.identity()} by {self.index.identity()} along {self.dim}"
+
+
 @dataclass(frozen=True, eq=False)  # eq=False: a dict cannot be hashed
 class ScaledView(_ComputedView):
-    """Values multiplied by the scale of their block: ``values * scales * factor + offset``.
+    """Values multiplied by the scale of their block: ``(values - zeros) * scales * factor + offset``.
 
     Args:
         values: a float32 tensor.
@@ -152,6 +331,9 @@ class ScaledView(_ComputedView):
         block: size of a block in each dim; the last block of a dim may be smaller.
         dtype: dtype of the result.
         factor, offset: constants for all values; None to skip the multiplication or addition.
+        zeros: a float32 tensor of zero points, of the scales' shape; None to skip the subtraction.
+        shifts: a float32 tensor of the scales' shape, added after the multiplication; None to skip it.
+        divides: whether to divide by the scales.
         lost: filled by reads: tile -> number of its finite values that became infinite in the result's dtype.
     """
 
@@ -161,11 +343,19 @@ class ScaledView(_ComputedView):
     dtype: DType = _F32
     factor: float | None = None
     offset: float | None = None
+    zeros: TensorView | None = None
+    shifts: TensorView | None = None
+    divides: bool = False
     lost: dict[Box, int] = field(default_factory=dict, repr=False)
 
     @property
     def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.values, self.scales)
+        return (self.values, *self._by_block)
+
+    @property
+    def _by_block(self) -> tuple[TensorView, ...]:
+        """The tensors that have one item per block."""
+        return tuple(view for view in (self.scales, self.zeros, self.shifts) if view is not None)
 
     @cached_property
     def info(self) -> TensorInfo:
@@ -179,7 +369,17 @@ class ScaledView(_ComputedView):
 
         for tile in _tiles(box, (1,) * len(box.sizes)):
             values = _floats(self.values, tile)
-            values *= self._scales_of(tile)
+            if self.zeros is not None:
+                values -= self._per_item(self.zeros, tile)
+            scales = self._per_item(self.scales, tile)
+            # Infinities and NaNs are results like any other; numpy would warn.
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                if self.divides:
+                    values /= scales
+                else:
+                    values *= scales
+            if self.shifts is not None:
+                values += self._per_item(self.shifts, tile)
             if self.factor is not None:
                 values *= np.float32(self.factor)
             if self.offset is not None:
@@ -193,12 +393,12 @@ class ScaledView(_ComputedView):
     def overflows(self) -> int:
         return sum(self.lost.values()) + super().overflows
 
-    def _scales_of(self, tile: Box) -> np.ndarray:
-        """Return the scale of each value in a tile, as an array that broadcasts to the tile."""
+    def _per_item(self, view: TensorView, tile: Box) -> np.ndarray:
+        """Return the item of its block for each value in a tile, as an array that broadcasts to the tile."""
         import numpy as np
 
         part = _blocks_of(tile, self.block)
-        scales = _floats(self.scales, part)
+        scales = _floats(view, part)
         for dim, size in enumerate(self.block):
             if size > 1 and part.sizes[dim] > 1:  # a single scale broadcasts without a copy
                 skipped = tile.offsets[dim] - part.offsets[dim] * size
@@ -209,10 +409,13 @@ class ScaledView(_ComputedView):
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         yield from self.values.parts(box)
         if box.numel:
-            yield from self.scales.parts(_blocks_of(box, self.block))
+            for view in self._by_block:
+                yield from view.parts(_blocks_of(box, self.block))
 
     def identity(self) -> str:
-        by = f"{self.scales.identity()} per {self.block}, {self.factor}, {self.offset}, as {self.dtype.name}"
+        views = ", ".join(view.identity() for view in self._by_block)
+        kinds = (self.zeros is not None, self.shifts is not None, self.divides)
+        by = f"{views} {kinds} per {self.block}, {self.factor}, {self.offset}, as {self.dtype.name}"
         return f"{self.values.identity()} times {by}"
 
 

@@ -423,7 +423,14 @@ def summary(report: ConvertReport) -> str:
     if not report.outcome.published and not report.dry_run:
         lines.append("not published yet: other parts are not complete")
     if report.check is not None and report.check.how != "not checked":
-        lines.append(f"checked: {report.check.class_name} loads it (by the {_CHECKED_BY[report.check.how]})")
+        # The memory budget is that of the copy; the child runs after it.
+        child = (
+            f", in a child process of {format_bytes(report.check.child_bytes)}"
+            if report.check.child_bytes
+            else ""
+        )
+        by = f"by the {_CHECKED_BY[report.check.how]}{child}"
+        lines.append(f"checked: {report.check.class_name} loads it ({by})")
     if report.dropped_optimizer:
         lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:

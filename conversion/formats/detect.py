@@ -48,7 +48,7 @@ _FOREIGN = (
         "Megatron-LM's per-rank files, which do not record which part of a tensor each file contains",
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
     ),
-    (r".*\.gguf", "llama.cpp's quantized file", "convert the repository that it was made from"),
+    (r".*\.gguf", "a file of llama.cpp in a folder", "pass the .gguf file itself"),
     (
         r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
         "weights of TensorFlow or Flax",

@@ -9,9 +9,13 @@ Codes of quantized weights are decoded by the tables of `code_table` and `nibble
 
     table        bytes                          value
     e4m3, e5m2   8-bit floats                   the float
+    ..fnuz       8-bit floats of AMD            the float; 128 is NaN, there are no infinities and no negative zero
     int8         -128 .. 127                    the integer
     e8m0         exponents of scales            2^(byte - 127)
     e2m1         two 4-bit floats, low first    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+    e2m1+0       the same                       the same, without a negative zero
+    int4         two numbers, low first         -8 .. 7
+    e2m3         6-bit floats, unpacked         the float
     nibbles(t)   two indices, high first        t[index], as bitsandbytes packs nf4 and fp4
 
 `Fp8Encoding` gives bit for bit the codes of transformers' reference for fp8 blocks. `Mxfp4Encoding` follows the OCP's
@@ -40,7 +44,7 @@ _E8M0_BIAS = 127
 
 @cache
 def code_table(kind: str) -> np.ndarray:
-    """Return the values of each byte, float32 [256, values per byte], for e4m3, e5m2, int8, e8m0 or e2m1."""
+    """Return the values of each code, float32 [codes, values per code], for a table of the module's docstring."""
     codes = np.arange(256)
     if kind == "int8":
         return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
@@ -50,18 +54,35 @@ def code_table(kind: str) -> np.ndarray:
             return np.ldexp(np.float32(1), codes - _E8M0_BIAS).astype(np.float32)[:, None]
     if kind == "e5m2":  # the upper half of a float16
         return (codes.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)[:, None]
-    if kind == "e2m1":
+    if kind == "int4":
+        halves = np.stack([codes & 15, codes >> 4], axis=1)
+        return np.where(halves < 8, halves, halves - 16).astype(np.float32)
+    if kind in ("e2m1", "e2m1+0"):
         values = np.array([*_E2M1, *(-value for value in _E2M1)], dtype=np.float32)
+        values[8] = 0.0 if kind == "e2m1+0" else -0.0
         return values[np.stack([codes & 15, codes >> 4], axis=1)]
+    if kind == "e2m3":
+        return _small_floats(codes[:64], exponent_bits=2, mantissa_bits=3, bias=1)[:, None]
+    if kind.endswith("fnuz"):
+        mantissa_bits = int(kind[3])
+        values = _small_floats(codes, 7 - mantissa_bits, mantissa_bits, bias=2 ** (6 - mantissa_bits))
+        values[128] = np.nan
+        return values[:, None]
     assert kind == "e4m3", kind
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    # - 10, because the exponent's bias is 7, and the mantissa has 3 bits. maximum, because subnormals have exponent 1.
-    # mantissa + 8, because normal numbers have an implicit leading 1.
-    sizes = np.ldexp(
-        np.where(exponent, mantissa + 8, mantissa).astype(np.float32), np.maximum(exponent, 1) - 10
-    )
-    sizes[codes & 127 == 127] = np.nan  # e4m3fn has this NaN only, and no infinity
-    return np.copysign(sizes, np.where(codes < 128, 1, -1)).astype(np.float32)[:, None]
+    values = _small_floats(codes, exponent_bits=4, mantissa_bits=3, bias=7)
+    values[[127, 255]] = [np.nan, -np.nan]  # e4m3fn has this NaN only, and no infinity
+    return values[:, None]
+
+
+def _small_floats(codes: np.ndarray, exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+    """Return the values of floats of a few bits (sign, exponent, mantissa) that are all finite, as float32."""
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    # Normal numbers have an implicit leading 1; subnormals have exponent 1.
+    whole = np.where(exponent, mantissa + (1 << mantissa_bits), mantissa).astype(np.float32)
+    sizes = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa_bits)
+    is_negative = codes >> (exponent_bits + mantissa_bits)
+    return np.copysign(sizes, np.where(is_negative, -1, 1)).astype(np.float32)
 
 
 def nibble_table(values: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
     class_table.json    common classes: names and shapes as functions of config.json, options, ties; imports nothing.
                         Made by `tools.class_table`. A row has no answer for settings that it does not describe.
     `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB. It runs before or after
-                        the copy of the data, never at the same time.
+                        the copy of the data, never at the same time. `class_cache` stores its answers on disk.
 
 The child process is isolated (``python -I``): it gets this process's search path without the working directory, and is
 told to use no network and no GPU. It is killed after ten minutes.
@@ -25,7 +25,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.huggingface import class_child
+from vescale_fsdp.checkpoint.formats.huggingface import class_cache, class_child
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
@@ -115,7 +115,10 @@ def expected_by(row: Mapping[str, Any], config: Mapping[str, Any]) -> KnownClass
         form: dict[str, tuple[int, ...]] = {}
         for template, dims in described.items():
             if all(flags[flag] == wanted for flag, wanted in only_if.get(template, {}).items()):
-                shape = tuple(size(text, sizes) for text in dims)
+                try:
+                    shape = tuple(size(text, sizes) for text in dims)
+                except ZeroDivisionError:  # by a number of heads that is 0
+                    return None
                 form |= dict.fromkeys(_names(template, sizes), shape)
         forms.append(form)
     # A pair, indexed by tie_word_embeddings: the ties if it is False, the ties if it is True.
@@ -155,7 +158,7 @@ def ask_child(
     class_name: str,
     tensors: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> Mapping[str, Any]:
-    """Run `class_child` in a child process and return its answer; ``{"unknown": reason}`` if it fails.
+    """Return the answer of `class_child`, a stored one or a child process's; ``{"unknown": reason}`` if it fails.
 
     Args:
         config: the config.json.
@@ -172,6 +175,8 @@ def ask_child(
     request: dict[str, Any] = {"class": class_name, "config": config, "path": path}
     if tensors is not None:
         request["tensors"] = tensors
+    if (stored := class_cache.stored_answer(request)) is not None:
+        return stored
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)} | _OFFLINE
     try:
         done = subprocess.run(
@@ -190,6 +195,7 @@ def ask_child(
     except ValueError:  # stdout is not JSON: the process has died before its answer
         last_line = done.stderr.strip().splitlines()[-1:]  # the last line of a traceback is the error itself
         return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(last_line)}"}
+    class_cache.store_answer(request, answer)
     return answer
 
 

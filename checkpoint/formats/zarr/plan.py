@@ -7,8 +7,7 @@ bytes and a crc32c. The rank's file with the checksums of all chunks is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
@@ -75,23 +74,54 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
         stripes = (body[slice(*rank_file.stripe(index))] for index in range(rank_file.num_stripes))
         return body + pack_table([checksum_of(stripe) for stripe in stripes])
 
-    # Each array's JSON is computed when it is written, because all JSON together is larger than the rest of the plan.
     arrays = [
-        _small_file(f"{path}/{ZARR_NAME}", partial(array_json, manifest, index))
+        ClosingFile(f"{path}/{ZARR_NAME}", _ArrayJson(manifest, index))
         for index, path in enumerate(manifest.array_paths)
     ]
-    *groups, root = [
-        _small_file(name, partial(bytes, content)) for name, content in group_files(manifest).items()
-    ]
-    checksums = _small_file(rank_file.name, rank_file_bytes)
-    closing = (*arrays, *groups, checksums, root, _small_file(MANIFEST_NAME, manifest.to_bytes))
+    *groups, root = [ClosingFile(name, _Bytes(content)) for name, content in group_files(manifest).items()]
+    checksums = ClosingFile(rank_file.name, lambda: (rank_file_bytes(),))
+    last = ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),))
+    closing = (*arrays, *groups, checksums, root, last)
     files = tuple(_chunk_plan(manifest, chunk, views[chunk.tensor_index], crcs) for chunk in rank_file.chunks)
     return OutputPlan("zarr", files, closing, is_stale=_is_stale, when_written=read_missing_crcs)
 
 
-def _small_file(name: str, content: Callable[[], bytes]) -> ClosingFile:
-    """Return the plan of a file that is written in one piece; ``content`` is called when it is written."""
-    return ClosingFile(name, lambda: (content(),))
+# Objects with slots, because a plan has one for each array: functions and partials take five times the memory.
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """The content of a file, in one piece."""
+
+    content: bytes
+
+    def __call__(self) -> tuple[bytes]:
+        return (self.content,)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayJson:
+    """The metadata of an array, computed when it is written: all JSON together is larger than the rest of the plan."""
+
+    manifest: Manifest
+    index: int
+
+    def __call__(self) -> tuple[bytes]:
+        return (array_json(self.manifest, self.index),)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkCrc:
+    """The CRC-32C of a chunk's items and of the zeros after them, which it also puts into ``crcs``."""
+
+    chunk: Chunk
+    zeros: bytes
+    crcs: dict[Chunk, int]
+
+    def __call__(self, crc_of: CrcOf) -> bytes:
+        crc = CRC32C.combine(crc_of(0), CRC32C.of(self.zeros), len(self.zeros))
+        self.crcs[self.chunk] = crc
+        return crc.to_bytes(CRC_BYTES, "little")
 
 
 def _is_stale(name: str) -> bool:
@@ -121,12 +151,8 @@ def _chunk_plan(manifest: Manifest, chunk: Chunk, view: TensorView, crcs: dict[C
     start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
     zeros = bytes((box.numel - inside.numel) * info.dtype.itemsize)
 
-    def crc(crc_of: CrcOf) -> bytes:
-        crcs[chunk] = CRC32C.combine(crc_of(0), CRC32C.of(zeros), len(zeros))
-        return crcs[chunk].to_bytes(CRC_BYTES, "little")
-
     contents: list[Content] = [TensorItems(view, start, start + inside.numel, CRC32C)]
     if zeros:
         contents.append(FixedBytes(zeros))
-    contents.append(ComputedBytes(CRC_BYTES, crc))
+    contents.append(ComputedBytes(CRC_BYTES, _ChunkCrc(chunk, zeros, crcs)))
     return FilePlan(chunk_file(manifest, *chunk), tuple(contents))

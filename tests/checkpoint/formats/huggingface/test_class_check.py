@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {}),
     "mixtral": ("MixtralForCausalLM", {}),
     "t5": ("T5ForConditionalGeneration", {}),
-    "classifier": ("Qwen3ForSequenceClassification", {"pad_token_id": 0}),
+    "classifier": ("Qwen3ForTokenClassification", {"pad_token_id": 0}),
     "gemma3 with images": ("Gemma3ForConditionalGeneration", {}),
 }
 

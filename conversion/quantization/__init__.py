@@ -1,0 +1,1 @@
+"""Quantized weights: find them, dequantize them to floats, and quantize floats."""
