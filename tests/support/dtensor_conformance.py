@@ -178,10 +178,14 @@ TOTALS: dict[str, Callable[[Any], Any]] = {
     "std": lambda x: x.double().std(correction=0),
     "logsumexp": lambda x: x.logsumexp(tuple(range(x.ndim))),
     "keepdim": lambda x: x.sum(dim=tuple(range(x.ndim)), keepdim=True),
-    **{f"norm{p}": partial(torch.linalg.vector_norm, ord=p) for p in (0, 1, 2, 3.5, math.inf, -math.inf)},
+    **{
+        f"norm{p}": partial(torch.linalg.vector_norm, ord=p)
+        for p in (0, 1, 2, 3.5, -1.5, math.inf, -math.inf)
+    },
     "norm": lambda x: x.norm(),
     "foreach_norm": lambda x: torch._foreach_norm([x, x * 2]),
     "foreach_norm_inf": lambda x: torch._foreach_norm([x, x * 2], math.inf),
+    "foreach_norm_negative": lambda x: torch._foreach_norm([x, x * 2], -1.5),
 }
 
 

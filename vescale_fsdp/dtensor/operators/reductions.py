@@ -91,7 +91,7 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
             return result
         kept = (1,) * call.tensor.ndim  # keepdim: the total has one element in each dim
         return type(result)(r.view(kept) for r in result) if isinstance(result, tuple) else result.view(kept)
-    if _are_whole_from(call.tensor, call.dims[0]):
+    if not over_all and _are_whole_from(call.tensor, call.dims[0]):
         return _on_rows(call)
     if not over_all and combines and name in _OVER_CUT:
         return _over_cut_dims(call)
@@ -105,10 +105,8 @@ def _needs_whole_tensor(call: _Call, name: str) -> bool:
         return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
     if name in ("linalg_vector_norm", "norm"):
         order = _order(call.options)
-        over_some = len(call.dims) < call.tensor.ndim
-        # An empty piece has no neutral value for a negative finite order. `_over_cut_dims` sums powers, which orders 0
-        # and infinity do not allow.
-        return (order < 0 and not math.isinf(order)) or (over_some and not 0 < order < math.inf)
+        # `_over_cut_dims` sums powers, which orders 0 and infinity do not allow, and starts from 0.
+        return len(call.dims) < call.tensor.ndim and not 0 < order < math.inf
     # `_spread` and `_cut_spread` compute in float64, which would drop imaginary parts. Complex numbers have no largest.
     return name.startswith(("std", "var", "logsumexp")) and call.tensor.is_complex()
 
@@ -159,8 +157,6 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
     """Return a ragged tensor from this rank's rows, cut between the same rows as the tensor of the call."""
     tensor, first = call.tensor, call.dims[0]
     shape = (*tensor.shape[:first], *rows.shape[1:])
-    if not shape:  # happens if one rank owns the whole tensor and every dim was reduced
-        raise refuse(call.func, tensor, "its result would be a 0-d ragged tensor")
     axis, _ = ragged_axis(tensor.placements)
     inner, numels = _cut_numels(tensor)
     run, row_numel = numel_of(inner[first:]), numel_of(rows.shape[1:])
@@ -470,9 +466,10 @@ def _order(options: dict[str, Any]) -> float:
 
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the norm of a piece. For an empty piece, return a value that does not change the norm of all pieces."""
-    if local.numel() or not math.isinf(order):
+    if local.numel() or 0 <= order < math.inf:
         return torch.linalg.vector_norm(local, order, dtype=dtype)
-    # torch raises for the infinity norm of an empty tensor. 0 does not change a largest magnitude, inf not a smallest.
+    # torch raises for these norms of an empty tensor. 0 does not change a largest magnitude. inf does not change a
+    # smallest one, nor a sum of negative powers.
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
@@ -480,9 +477,9 @@ def _local_norms(
     pieces: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     """Return the `_local_norm` of each of several pieces of one dtype, computed in one kernel."""
-    if not math.isinf(order):
+    if 0 <= order < math.inf:
         return list(foreach_norm_of(list(pieces), order, dtype))
-    # The kernel raises for the infinity norm of an empty tensor, so it gets the other pieces only.
+    # The kernel raises for these norms of an empty tensor, so it gets the other pieces only.
     filled = [piece for piece in pieces if piece.numel()]
     norms = iter(foreach_norm_of(filled, order, dtype) if filled else ())
     return [next(norms) if piece.numel() else _local_norm(piece, order, dtype) for piece in pieces]
@@ -536,8 +533,6 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             continue
         if is_partial(tensor):
             raise refuse(func, tensor, "a tensor of the list has pending sums")
-        if order < 0 and not math.isinf(order):
-            raise refuse(func, tensor, f"a norm of order {order} has no neutral value for an empty piece")
         cut = tuple(not p.is_replicate() for p in tensor.placements)  # the axes of the collective
         together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     home = first_ragged(tensors)
