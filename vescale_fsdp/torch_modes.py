@@ -29,6 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 # torch 2.11-2.15: the tensors that torch.compile records operators with.
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+# torch 2.11-2.15: sees every operator of a thread.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 Given = ParamSpec("Given")
 T = TypeVar("T")
 
@@ -93,6 +96,22 @@ def without_autocast() -> AbstractContextManager[Any]:
         if torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
+
+
+class _Silent(TorchDispatchMode):
+    def __init__(self, error: Callable[[str], Exception]) -> None:
+        super().__init__()
+        self._error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise self._error(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def without_collectives(error: Callable[[str], Exception]) -> AbstractContextManager[Any]:
+    """Return a context in which a collective raises ``error(operator)``, before anything is sent (torch 2.11-2.15)."""
+    return _Silent(error)
 
 
 def plainly(function: Callable[Given, T]) -> Callable[Given, T]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.optimization import Adafactor
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.optim_cases import full_tensors, laid_like
+from tests.support.optim_cases import counted, full_tensors, laid_like
 from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint.state_dict import set_optimizer_state_dict
@@ -116,6 +116,34 @@ def test_the_bits_of_one_process_on_any_number_of_ranks(kind: str, form: str, tm
     check(run_ranks(1, resume, kind, str(tmp_path), form, True), kind)
 
 
+def messages_and_costs(kind: str) -> tuple[list[str], float]:
+    """The collectives of two steps of two transformer layers, and what this rank's matrices cost per step."""
+    shapes = [(8, 8)] * 4 + [(24, 8)] * 2 + [(8, 24)]
+    model = nn.Sequential(*(nn.Linear(b, a, bias=False) for _ in range(2) for a, b in shapes))
+    fully_shard(model, mesh=cpu_mesh(), granularity="whole")
+    cls, options = KINDS[kind]
+    optimizer = OwnerOptimizer(cls, model.parameters(), **options)  # type: ignore[arg-type]
+    for param in model.parameters():
+        param.grad = laid_like(torch.ones(param.shape), param)
+    with counted() as wire:
+        optimizer.step()
+        optimizer.step()
+    owned = [p for p in model.parameters() if p.to_local().numel()]
+    return wire.names, float(sum(p.numel() * min(p.shape) for p in owned))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["muon", *(pytest.param(kind, marks=pytest.mark.part("numerics")) for kind in ("adafactor", "adamw"))],
+)
+def test_a_step_sends_nothing_and_costs_all_ranks_the_same(kind: str) -> None:
+    """Neither the first step nor a later one; a matrix costs its elements times its shorter side, as by Muon."""
+    names, costs = zip(*run_ranks(2, messages_and_costs, kind), strict=True)
+
+    assert names == ([], [])
+    assert max(costs) <= 1.1 * sum(costs) / 2
+
+
 class ByPlainRows(torch.optim.SGD):
     """Adds a plain vector to a matrix, which ragged parameters refuse."""
 
@@ -164,3 +192,43 @@ def copied_and_refused() -> None:
 def test_copies_continue_and_cut_matrices_are_refused() -> None:
     """Replicas step alike; state of another class, or a matrix that is cut, raises."""
     run_ranks(2, copied_and_refused)
+
+
+class OfAllNorms(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        total = torch.stack([p.grad.norm() for p in params]).norm()
+        for param in params:
+            param.sub_(param.grad / total, alpha=0.1)
+
+
+class OfAllRanks(torch.optim.SGD):
+    """Reduces gradients by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            torch.distributed.all_reduce(param.grad)
+
+
+def refused_before_training() -> list[str]:
+    model = fully_shard(build(0), mesh=cpu_mesh(), granularity="whole")
+    got = []
+    for kind in (OfAllNorms, OfAllRanks, torch.optim.LBFGS):
+        with pytest.raises(
+            UnsupportedOpError, check=lambda error, kind=kind: kind.__name__ in error.where
+        ) as caught:
+            OwnerOptimizer(kind, model.parameters(), lr=0.1)
+        got.append(str(caught.value.got))
+    return got
+
+
+def test_a_class_that_would_step_otherwise_is_refused_before_training() -> None:
+    """On all ranks: one whose parameters depend on each other, one that communicates, one that needs a closure."""
+    first, second = run_ranks(2, refused_before_training)
+
+    assert first == second
+    assert "c10d" in first[1] and "closure" in first[2]

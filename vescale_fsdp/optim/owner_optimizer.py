@@ -9,6 +9,7 @@ plain tensor of the global shape in the memory of its piece, with an unchanged o
 No rank knows the state of a class before its first step. So for each kind of parameter, one step on a tensor of the
 same shape is made at construction and discarded: every rank then has the names, shapes and dtypes of all state, owned
 or not, and a checkpoint has the same keys on all ranks. ``stepped`` counts whether the owner has made a first step.
+Other trials check that parameters do not depend on each other (`owner_trial`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vescale_fsdp.dtensor.spec import make_spec, shape_of_local
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.lazy import set_module
+from vescale_fsdp.optim.owner_trial import Like, check_parameters_apart, state_after_a_step
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer
 
 _STEPPED = "stepped"  # name of our own state: 1 from the owner's first step on
@@ -37,9 +39,9 @@ _OURS = ("params", "algorithm", "steps_by")  # keys of param groups that the inn
 class OwnerOptimizer(StructuredOptimizer):
     """Steps each parameter on the rank that owns it, by any optimizer class, without communication.
 
-    Results have the bits of the same class on one process, where its update of a parameter depends on this parameter
-    alone. Each rank must own whole parameters: ``fully_shard(model, granularity="whole")``. Plain and replicated
-    parameters are stepped by every rank.
+    Results have the bits of the same class on one process. Its update of a parameter must depend on this parameter
+    alone, which trials on small tensors check at construction. Each rank must own whole parameters:
+    ``fully_shard(model, granularity="whole")``. Plain and replicated parameters are stepped by every rank.
 
     Args:
         kind: the optimizer class, such as `torch.optim.Muon`.
@@ -48,7 +50,8 @@ class OwnerOptimizer(StructuredOptimizer):
 
     Raises:
         LayoutError: if a parameter is cut over several ranks.
-        UnsupportedOpError: if the state of the class has values other than tensors and numbers.
+        UnsupportedOpError: if the state of the class has values other than tensors and numbers; if its step needs more
+            than parameters and gradients, communicates, or depends on all parameters at once.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -60,7 +63,7 @@ class OwnerOptimizer(StructuredOptimizer):
 
     algorithm: ClassVar[str] = "owner"
     recorded: ClassVar[tuple[str, ...]] = ("steps_by",)
-    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_kind", "_options")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_kind", "_name", "_options")
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
         self._kind, self._options = kind, options
@@ -71,8 +74,12 @@ class OwnerOptimizer(StructuredOptimizer):
         defaults = dict(
             kind([nn.Parameter(torch.ones(2, 2, dtype=torch.float32, device="cpu"))], **options).defaults
         )
-        defaults["steps_by"] = f"{kind.__module__}.{kind.__qualname__}"
+        self._name = defaults["steps_by"] = f"{kind.__module__}.{kind.__qualname__}"
         super().__init__(params, defaults, adamw_params=None, adamw=AdamWOptions())
+        groups = [(group["params"], _inner_options(group)) for group in self.param_groups]
+        check_parameters_apart(
+            self._make, self._name, [[_like(p, options) for p in own if p.numel()] for own, options in groups]
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -108,17 +115,10 @@ class OwnerOptimizer(StructuredOptimizer):
 
     def _state_after_a_step(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state that the class has after one step of a parameter of this kind."""
-        options = {name: value for name, value in group.items() if name not in _OURS}
+        options = _inner_options(group)
         kind = (tuple(param.shape), param.dtype, param.device, str(options))
         if kind not in self._kinds:
-            with torch.random.fork_rng(), torch.enable_grad():
-                twin = nn.Parameter(
-                    torch.full(param.shape, 0.01, dtype=param.dtype, device=local_tensor(param).device)
-                )
-                twin.grad = torch.full_like(twin, 0.01)
-                probe = self._kind([{**options, "params": [twin]}], **self._options)
-                probe.step()
-            state = dict(probe.state[twin])
+            state = state_after_a_step(self._make, self._name, _like(param, options))
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) and type(value) not in _NUMBERS:
                     raise UnsupportedOpError(
@@ -138,7 +138,7 @@ class OwnerOptimizer(StructuredOptimizer):
         """Step the owned parameters by the inner optimizer, on plain tensors."""
         inner = self._inner if self._inner is not None else self._make_inner(groups)
         for outer, own in zip(groups, inner.param_groups, strict=True):
-            own.update({name: value for name, value in outer.items() if name not in _OURS})
+            own.update(_inner_options(outer))
         for param, plain in self._plain.items():
             plain.data = local_tensor(param).view(plain.shape)  # parameters may have moved in memory
             plain.grad = None if param.grad is None else local_grad(param).view(plain.shape)
@@ -150,7 +150,7 @@ class OwnerOptimizer(StructuredOptimizer):
             if inner.state.get(plain):
                 self._push(param, inner.state[plain])
         for outer, own in zip(groups, inner.param_groups, strict=True):
-            outer.update({name: value for name, value in own.items() if name not in _OURS})
+            outer.update(_inner_options(own))
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner_groups = []
@@ -158,10 +158,12 @@ class OwnerOptimizer(StructuredOptimizer):
             owned = [p for p in group["params"] if not p.numel() or local_tensor(p).numel()]
             for param in owned:
                 self._plain[param] = nn.Parameter(local_tensor(param).view(param.shape))
-            options = {name: value for name, value in group.items() if name not in _OURS}
-            inner_groups.append({**options, "params": [self._plain[param] for param in owned]})
-        self._inner = self._kind(inner_groups, **self._options)
+            inner_groups.append({**_inner_options(group), "params": [self._plain[param] for param in owned]})
+        self._inner = self._make(inner_groups)
         return self._inner
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return self._kind(groups, **self._options)
 
     def _pull(self, param: torch.Tensor, plain: nn.Parameter, inner: torch.optim.Optimizer) -> None:
         """Let the inner optimizer have the state in `state`, which a load may have changed."""
@@ -201,6 +203,15 @@ class OwnerOptimizer(StructuredOptimizer):
 
     def _group_of(self, param: torch.Tensor) -> dict[str, Any]:
         return next(g for g in self.param_groups if any(each is param for each in g["params"]))
+
+
+def _inner_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that the inner optimizer gets."""
+    return {name: value for name, value in group.items() if name not in _OURS}
+
+
+def _like(param: torch.Tensor, options: dict[str, Any]) -> Like:
+    return Like(tuple(param.shape), param.dtype, local_tensor(param).device, options)
 
 
 def _unchanged(

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.ragged_dtensor import OWNER_OPTIMIZER, RaggedDTensor, redistribute
-from vescale_fsdp.dtensor.spec import boxes_of, make_spec, spec_with
+from vescale_fsdp.dtensor.spec import boxes_of, spec_with
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import DTensorSpec, local_of, piece_in
@@ -34,7 +34,7 @@ SAME_SHAPE = "an out= tensor of the result's shape"
 
 def refuse(
     func: torch._ops.OpOverload,
-    tensor: RaggedDTensor | None,
+    tensor: DTensor | None,
     why: str,
     todo: str | None = None,
     expected: str = "an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
@@ -120,14 +120,6 @@ def summed(value: Any) -> Any:
     if not isinstance(value, RaggedDTensor) or not is_partial(value):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
-
-
-def replicated(full: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a replicated stock DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
-    mesh = like.device_mesh
-    spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
-    # `make_spec` describes a contiguous tensor.
-    return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:

@@ -36,9 +36,9 @@ from vescale_fsdp.dtensor.operators.arguments import (
     keep_grad_placed,
     refuse,
     refuse_plain,
-    replicated,
     summed,
 )
+from vescale_fsdp.dtensor.operators.replicated_results import replicated
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.redistribute import redistribute_local, start_redistribution
 from vescale_fsdp.dtensor.spec import inner_box, ragged_axis, ranks_in, spec_with

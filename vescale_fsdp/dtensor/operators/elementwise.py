@@ -41,10 +41,10 @@ from vescale_fsdp.dtensor.operators.arguments import (
     localize,
     refuse,
     refuse_written,
-    replicated,
     wrap_result,
     written_names,
 )
+from vescale_fsdp.dtensor.operators.replicated_results import STOCK, replicated
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import numel_of
@@ -329,7 +329,7 @@ def _write_stock(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
 ) -> Any:
     """Run a call that writes ragged tensors to stock DTensors of the first list."""
-    homes = {index: home for index, home in enumerate(args[0]) if type(home) is DTensor}
+    homes = {index: home for index, home in enumerate(args[0]) if type(home) in STOCK}
     if not homes:  # it writes to stock DTensors of another list
         raise refuse_written(func, first_ragged(args[0]), "lists")
 

@@ -32,9 +32,9 @@ from vescale_fsdp.dtensor.operators.arguments import (
     keep_grad_placed,
     name_of,
     refuse,
-    replicated,
     summed,
 )
+from vescale_fsdp.dtensor.operators.replicated_results import replicated, with_spec
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import RunLengths, numel_of
@@ -501,7 +501,7 @@ def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: fl
     """
     placements = [p if p.is_replicate() else NormPartial(order) for p in like.placements]
     spec = make_spec(like.device_mesh, placements, norms[0].shape, norms[0].dtype)
-    return [DTensor(norm, spec, requires_grad=False) for norm in norms]  # type: ignore[call-arg]
+    return [with_spec(norm, spec) for norm in norms]
 
 
 def _norm(call: _Call) -> DTensor:
@@ -545,7 +545,7 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
         assert home is not None
         spec = replicated(whole_norms[0], home)._spec
         for index, norm in zip(indices, whole_norms, strict=True):
-            norms[index] = DTensor(norm, spec, requires_grad=False)  # type: ignore[call-arg]
+            norms[index] = with_spec(norm, spec)
     return norms
 
 

@@ -30,10 +30,10 @@ from vescale_fsdp.dtensor.operators.arguments import (
     refuse,
     refuse_resize,
     refuse_written,
-    replicated,
     written_names,
 )
 from vescale_fsdp.dtensor.operators.gathered_views import gather_all
+from vescale_fsdp.dtensor.operators.replicated_results import replicated
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.torch_private import local_of, piece_in, pytree
 

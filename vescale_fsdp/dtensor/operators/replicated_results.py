@@ -1,0 +1,146 @@
+"""Results that every rank has whole: totals, norms, and what is computed from gathered tensors.
+
+A `ReplicatedResult` is a replicated DTensor on which operators run on the local value. torch's own DTensor refuses two
+habits of optimizers, which are defined here::
+
+    d.add_(p.abs().sum())          a plain tensor is written: it stays plain
+    p.norm().pow_(2)               a norm whose sum over ranks is pending is written: it is reduced first
+
+A plain tensor of several elements next to such a result raises, as next to a ragged tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, bind, is_partial, refuse, written_names
+from vescale_fsdp.dtensor.spec import make_spec
+from vescale_fsdp.torch_modes import is_traced
+from vescale_fsdp.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    dispatch_to_subclass,
+    local_of,
+    local_slot,
+    pytree,
+)
+
+# Operators of gradient clipping that keep a norm pending, so that the norms of all tensors cost one collective.
+_KEEP_PENDING = (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default)
+
+
+class ReplicatedResult(DTensor):
+    """A replicated DTensor, or a pending norm, that an operator on ragged tensors returned."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        dtensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        if any(type(each) not in STOCK for each in dtensors):
+            return NotImplemented  # a ragged tensor's rule decides
+        if func in _KEEP_PENDING and all(map(is_partial, dtensors)):
+            return pytree.tree_map_only(DTensor, _ours, _by_torch(func, leaves, tree))
+        for each in dtensors:
+            if isinstance(each, ReplicatedResult) and is_partial(each):
+                _reduce_in_place(each)
+        mesh = dtensors[0].device_mesh
+        is_local = all(
+            t.device_mesh == mesh and all(p.is_replicate() for p in t.placements) for t in dtensors
+        )
+        # torch gives all ranks the same random values, and changes the shape of a DTensor with its local tensor.
+        if not is_local or {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
+            return _by_torch(func, leaves, tree)
+        named = bind(func, args, kwargs or {})
+        written = [t for name in written_names(func) for t in pytree.tree_leaves(named.get(name))]
+        is_plain_written = any(isinstance(t, torch.Tensor) and not isinstance(t, DTensor) for t in written)
+        if not is_plain_written:
+            _check_plain(func, leaves, dtensors[0])
+        locals_ = [local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        local_args, local_kwargs = pytree.tree_unflatten(locals_, tree)
+        result = func(*local_args, **local_kwargs)
+        if is_plain_written:
+            return result
+        originals = {id(local_of(t)): t for t in written if isinstance(t, DTensor)}
+
+        def wrap(value: torch.Tensor) -> DTensor:
+            return originals[id(value)] if id(value) in originals else _with_value(value, mesh)
+
+        return pytree.tree_map_only(torch.Tensor, wrap, result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _stock(self).__reduce_ex__(protocol)  # files name torch's class
+
+
+STOCK = (DTensor, ReplicatedResult)  # the classes whose operators need no rule for ragged tensors
+
+dispatch_to_subclass(ReplicatedResult)  # torch 2.11 would not call the subclass's `__torch_dispatch__`
+
+
+def replicated(full: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a replicated DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
+    mesh = like.device_mesh
+    spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
+    full = full.contiguous()  # `make_spec` describes a contiguous tensor
+    if is_traced(full):  # compiled graphs return torch's own class
+        return DTensor(full, spec, requires_grad=False)  # type: ignore[call-arg]
+    return with_spec(full, spec)
+
+
+def with_spec(local: torch.Tensor, spec: DTensorSpec) -> ReplicatedResult:
+    """Return a result with a local tensor and a spec without shards."""
+    result: Any = ReplicatedResult.__new__(ReplicatedResult, local, spec, requires_grad=False)
+    return result  # type: ignore[no-any-return]
+
+
+def _with_value(local: torch.Tensor, mesh: Any) -> ReplicatedResult:
+    if local.is_conj() or local.is_neg():  # flags that a DTensor does not have
+        local = local.resolve_conj().resolve_neg()
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    return with_spec(local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
+
+
+def _check_plain(func: torch._ops.OpOverload, leaves: Sequence[Any], like: DTensor) -> None:
+    """Raise if a plain tensor of several elements is among the arguments, since it may differ between ranks."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
+            raise refuse(
+                func,
+                like,
+                f"it is combined with a plain tensor of shape {tuple(leaf.shape)}, which may differ between ranks",
+                todo=f"{OUTSIDE_FORWARD}. Elsewhere: .to_local() is the plain value",
+            )
+
+
+def _reduce_in_place(pending: ReplicatedResult) -> None:
+    """All-reduce a pending norm, and keep the result."""
+    mesh = pending.device_mesh
+    reduced = _stock(pending).redistribute(placements=[Replicate()] * mesh.ndim)
+    local_slot.__set__(pending, local_of(reduced))
+    pending._spec = reduced._spec
+
+
+def _by_torch(func: torch._ops.OpOverload, leaves: Sequence[Any], tree: Any) -> Any:
+    """Run an operator by torch's rules for DTensors."""
+    stock = [_stock(leaf) if isinstance(leaf, ReplicatedResult) else leaf for leaf in leaves]
+    originals = {id(each): leaf for each, leaf in zip(stock, leaves, strict=True)}
+    args, kwargs = pytree.tree_unflatten(stock, tree)
+    result = func(*args, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, lambda value: originals.get(id(value), value), result)
+
+
+def _stock(result: ReplicatedResult) -> DTensor:
+    return DTensor(local_of(result), result._spec, requires_grad=result.requires_grad)  # type: ignore[call-arg]
+
+
+def _ours(result: DTensor) -> DTensor:
+    return result if isinstance(result, ReplicatedResult) else with_spec(local_of(result), result._spec)
