@@ -114,6 +114,7 @@ test-faults: venv
 # than the latest s3fs, and pip does not find a matching pair. Automodel is installed without its dependencies: it pins
 # another transformers and kernels for GPUs, and the tests only run its parallelizers, which need neither. The same is true
 # of ModelOpt, AutoGPTQ and AutoAWQ: tests call their functions that dequantize on the CPU.
+# The packages of optimizers are, too: what they need is there, or belongs to models that the tests do not import.
 $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
@@ -126,6 +127,9 @@ $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	BUILD_CUDA_EXT=0 $(INSTALL_STACKS) --no-deps --no-build-isolation auto_gptq==0.7.1 autoawq==0.2.9
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL_STACKS) --no-deps --no-build-isolation deepspeed==0.19.8
 	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
+	$(INSTALL_STACKS) --no-deps adam-mini==1.1.1 apollo-torch==1.0.3 came-pytorch==0.1.3 galore-torch==1.0 \
+	    lion-pytorch==0.2.5 muon-optimizer==0.1.0 prodigyopt==1.1.2 pytorch_optimizer==4.1.0 schedulefree==1.4.1 \
+	    timm==1.0.31 torch-optimi==0.3.3
 	! command -v npm > /dev/null || npm install --silent --prefix $(STACKS_VENV)/node azurite@3.37.0
 	touch $(STACKS_STAMP)
 

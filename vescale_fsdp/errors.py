@@ -30,6 +30,7 @@ builds the text.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -202,6 +203,22 @@ class BoundNamesWarning(UserWarning):
 
 class UntriedVersionWarning(UserWarning):
     """The installed version of a training stack is one that this package was not tested with."""
+
+
+def optimizer_text() -> str:
+    """Return the optimizer whose step is running, for an error message; "" if none is."""
+    # The stack says it exactly. A name that a hook had stored would stay after a step that failed.
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        kind = type(frame.f_locals.get("self"))
+        # By name, because this module does not import torch.
+        if any(
+            (base.__module__, base.__name__) == ("torch.optim.optimizer", "Optimizer")
+            for base in kind.__mro__
+        ):
+            return f", in a step of {kind.__module__}.{kind.__qualname__}"
+        frame = frame.f_back
+    return ""
 
 
 def explain(

@@ -8,7 +8,7 @@ import pytest
 
 from examples.stacks.options import Options
 from examples.stacks.train_accelerate import train
-from tests.stacks.example_ranks import LARGEST, divide_once_more, run_example
+from tests.stacks.jobs.example_ranks import LARGEST, divide_once_more, run_example
 
 
 @pytest.mark.part("jobs")

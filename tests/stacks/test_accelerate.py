@@ -18,7 +18,7 @@ from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stacks.options import Options
 from examples.stacks.tiny_llm import CONFIG
 from examples.stacks.train_accelerate import train
-from tests.stacks.example_ranks import (
+from tests.stacks.jobs.example_ranks import (
     HALF,
     KINDS,
     LARGEST,

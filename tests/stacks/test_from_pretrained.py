@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, 
 from transformers.distributed import DistributedConfig
 
 from examples.stacks.tiny_llm import tiny_llama
-from tests.stacks.example_ranks import run_example, run_on_ranks
+from tests.stacks.jobs.example_ranks import run_example, run_on_ranks
 from vescale_fsdp import RaggedDTensor, Rows, Whole
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations import as_fsdp2, installation

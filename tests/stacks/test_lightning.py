@@ -1,4 +1,4 @@
-"""Lightning and Fabric under their strategies of ours: losses, resumes, and what beside the shards is kept."""
+"""Lightning and Fabric under their strategies of ours: losses, resumes, other ranks, state of callbacks."""
 
 from __future__ import annotations
 

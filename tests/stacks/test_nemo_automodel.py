@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from examples.stacks.options import Options
-from tests.stacks.example_ranks import (
+from tests.stacks.jobs.example_ranks import (
     HALF,
     LARGEST,
     History,

@@ -1,4 +1,4 @@
-"""torchft's all-reduce between replica groups, set by torchtitan's own manager, on modules of ours."""
+"""torchft's all-reduce between replica groups, set by torchtitan's own manager."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stacks.options import Options
 from examples.stacks.tiny_llm import Sequences, tiny_llama
 from examples.stacks.train_trainer import arguments, train
-from tests.stacks.example_ranks import (
+from tests.stacks.jobs.example_ranks import (
     HALF,
     KINDS,
     LARGEST,

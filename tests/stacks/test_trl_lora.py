@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from examples.stacks.options import Options
 from examples.stacks.tiny_llm import tiny_llama
 from examples.stacks.train_trl_lora import LORA, train
-from tests.stacks.example_ranks import (
+from tests.stacks.jobs.example_ranks import (
     HALF,
     KINDS,
     LARGEST,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from transformers.optimization import Adafactor
 
 from tests.support.distributed import cpu_mesh, run_ranks
@@ -22,11 +23,33 @@ from vescale_fsdp.checkpoint.state_dict import set_optimizer_state_dict
 from vescale_fsdp.errors import CheckpointError, LayoutError, UnsupportedOpError
 from vescale_fsdp.optim import OwnerOptimizer
 
+
+class InLists(torch.optim.Optimizer):
+    """Momentum of matrices, with state in a list, a dict and a text, the first of it before any step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for param in (p for group in self.param_groups for p in group["params"]):
+            self.state[param]["form"] = "momentum"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "parts" not in state:
+                    state["parts"], state["counts"] = [torch.zeros_like(param), None, ()], {"steps": 0}
+                state["counts"]["steps"] += 1
+                state["parts"][0].mul_(0.9).add_(param.grad)
+                param.sub_(state["parts"][0], alpha=group["lr"] / state["counts"]["steps"])
+
+
 # torch's, with tensors as state; transformers', with numbers, vectors and a scheduled learning rate of its own.
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "muon": (torch.optim.Muon, {"lr": 0.02}),
     "adafactor": (Adafactor, {"beta1": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "lists": (InLists, {"lr": 0.01}),
 }
 Values = dict[str, torch.Tensor]
 
@@ -101,6 +124,8 @@ def check(every: list[Values], kind: str) -> None:
     [
         ("adafactor", "native"),
         ("muon", "dcp"),
+        ("lists", "native"),
+        pytest.param("lists", "dcp", marks=pytest.mark.part("numerics")),
         pytest.param("muon", "native", marks=pytest.mark.part("numerics")),
         pytest.param("adafactor", "dcp", marks=pytest.mark.part("numerics")),
         pytest.param("adamw", "native", marks=pytest.mark.part("numerics")),
@@ -152,9 +177,18 @@ class ByPlainRows(torch.optim.SGD):
             param.data.add_(torch.ones(param.shape[1]))
 
 
+class CutByTorch(torch.optim.SGD):
+    """Cuts a full update by torch's own redistribute."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            full = DTensor.from_local(param.grad.full_tensor(), param.device_mesh)
+            param.data.add_(full.redistribute(placements=param.placements))
+
+
 def named_as_the_way_out() -> None:
     model = fully_shard(nn.Linear(8, 64, bias=False), mesh=cpu_mesh())
-    for kind in (torch.optim.Muon, ByPlainRows):
+    for kind in (torch.optim.Muon, ByPlainRows, CutByTorch):
         optimizer = kind(model.parameters(), lr=0.1)
         model(torch.ones(1, 8)).sum().backward()
         with pytest.raises(UnsupportedOpError) as caught:
@@ -165,7 +199,7 @@ def named_as_the_way_out() -> None:
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_named_with_the_way_out() -> None:
-    """By the hook before the step of torch's own, or by the first operator that is refused."""
+    """By the hook before the step of torch's own, by the first operator that is refused, or by the placement."""
     run_ranks(2, named_as_the_way_out)
 
 

@@ -1,12 +1,13 @@
 """A pytest plugin that records tested versions: ``pytest -p tools.docs.compatibility --compatibility torch|stacks``.
 
-If all tests pass, it writes the installed versions to docs/compatibility.json, and the tables of the page from it.
+If all tests pass, it writes the installed versions, and what tests recorded of optimizers, to docs/compatibility.json,
+and the tables of the page from it. ``python -m tools.docs.compatibility`` writes the tables alone.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-import re
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,26 @@ import pytest
 DATA = Path(__file__).parents[2] / "docs" / "compatibility.json"
 PAGE = DATA.with_suffix(".md")
 _OF_PACKAGES = {"stacks": "stack", "files": "package"}  # table of the data -> heading of its first column
+_TESTS = Path(__file__).parents[2] / "tests" / "stacks"
+# Stack -> the files of its tests.
+_TRIED_BY = {
+    "accelerate": ("test_accelerate.py",),
+    "lightning": ("test_lightning.py",),
+    "nemo_automodel": ("test_nemo_automodel.py",),
+    "peft": ("test_trl_lora.py",),
+    "torch_checkpointing": ("conversion/test_torch_checkpointing.py",),
+    "torchtitan": ("test_torchtitan.py", "test_torchft.py"),
+    "transformers": ("test_trainer.py", "test_from_pretrained.py"),
+    "trl": ("test_trl_lora.py",),
+}
+# Results of optimizer classes in the order of the table's columns.
+OPTIMIZER_RESULTS = {
+    "bits": "as it is, same bits",
+    "rounding": "as it is, up to rounding",
+    "owner": "by `OwnerOptimizer`",
+    "refused": "refused by name",
+}
+_recorded: dict[str, Any] = {}  # what tests recorded of optimizer packages
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what a test has recorded as its property "optimizers": the classes of each result, by package."""
+    if report.when == "call":
+        for name, value in report.user_properties:
+            if name == "optimizers":
+                _recorded.update(value)  # type: ignore[call-overload]
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Record the versions, in the process that sees the result of all tests."""
     what = session.config.getoption("--compatibility")
@@ -33,11 +62,19 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         what is None or exitstatus != 0 or "workerinput" in vars(session.config)
     ):  # xdist's workers see only some tests
         return
-    data = noted(json.loads(DATA.read_text()), what, version, f"{datetime.now(UTC):%Y-%m-%d}")
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    data = noted(json.loads(DATA.read_text()), what, version, today)
+    data["optimizers"] = dict(sorted({**data["optimizers"], **_recorded}.items()))
     DATA.write_text(json.dumps(data, indent=1) + "\n")
+    write_page(data)
+
+
+def write_page(data: dict[str, Any]) -> None:
+    """Write the tables of the data into the page."""
     text = PAGE.read_text()
     for name, table in tables(data).items():
-        text = re.sub(rf"\| {name} \|.*?\n\n", f"{table}\n", text, count=1, flags=re.DOTALL)
+        start = text.index(f"| {name} |")
+        text = text[:start] + f"{table}\n" + text[text.index("\n\n", start) + 2 :]
     PAGE.write_text(text)
 
 
@@ -64,11 +101,37 @@ def tables(data: dict[str, Any]) -> dict[str, str]:
     ]
     found = {"torch": "\n".join(["| torch | tests | result | date |", "|---|---|---|---|", *torch, ""])}
     for table, heading in _OF_PACKAGES.items():
+        tried = {name: f" {_tried(name)} |" if table == "stacks" else "" for name in data[table]}
         rows = [
-            f"| {name} | {', '.join(row['versions'])} | {row['torch']} | {row['date']} |"
+            f"| {name} | {', '.join(row['versions'])} | {row['torch']} | {row['date']} |{tried[name]}"
             for name, row in data[table].items()
         ]
-        found[heading] = "\n".join(
-            [f"| {heading} | versions | torch | date |", "|---|---|---|---|", *rows, ""]
-        )
+        columns = "| versions | torch | date |" + (" tried |" if table == "stacks" else "")
+        found[heading] = "\n".join([f"| {heading} {columns}", "|---" * columns.count("|") + "|", *rows, ""])
+    results = " | ".join(OPTIMIZER_RESULTS.values())
+    found["optimizers of"] = "\n".join(
+        [
+            f"| optimizers of | version | {results} |",
+            "|---|---|" + "---|" * len(OPTIMIZER_RESULTS),
+            *(_optimizer_row(package, row) for package, row in data["optimizers"].items()),
+            "",
+        ]
+    )
     return found
+
+
+def _tried(stack: str) -> str:
+    """What the tests of a stack try: the first sentences of their files."""
+    documents = [ast.get_docstring(ast.parse((_TESTS / file).read_text())) or "" for file in _TRIED_BY[stack]]
+    return "; ".join(text.partition("\n")[0].rstrip(".").rpartition(": ")[2] for text in documents)
+
+
+def _optimizer_row(package: str, row: dict[str, Any]) -> str:
+    cells = [
+        f"{len(row[result])}: {', '.join(row[result])}" if row[result] else "" for result in OPTIMIZER_RESULTS
+    ]
+    return f"| {package} | {row['version']} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    write_page(json.loads(DATA.read_text()))

@@ -45,7 +45,7 @@ from vescale_fsdp.dtensor.spec import (
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.placement import OWNER_OPTIMIZER, RaggedShard
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import (
     DTensorSpec,
@@ -635,11 +635,6 @@ def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str)
         )
 
 
-# The way out for an optimizer that needs whole matrices.
-OWNER_OPTIMIZER = (
-    'fully_shard(..., granularity="whole") and vescale_fsdp.optim.OwnerOptimizer(cls, params, ...)'
-)
-
 _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or "
     f"torch.optim.AdamW; or {OWNER_OPTIMIZER}",
@@ -649,18 +644,21 @@ _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise UnsupportedOpError for an optimizer of torch that needs whole matrices but has ragged parameters.
+    """Raise UnsupportedOpError for an optimizer of torch or torchao that does not support its ragged parameters.
 
     Without this hook an operator would raise in the middle of a step, after momenta and step counts have changed.
     """
     todo = next((text for kind, text in _REPLACEMENTS.items() if isinstance(optimizer, kind)), None)
+    if any(base.__module__.startswith("torchao.optim") for base in type(optimizer).__mro__):
+        # Its state is torch's own DTensors with the parameter's placements, which support no operator then.
+        todo = f"use vescale_fsdp.optim.AdamW8bit; or {OWNER_OPTIMIZER}"
     if todo is None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ragged = [param for param in params if isinstance(param, RaggedDTensor) and param.ndim > 1]
     if ragged:
         raise UnsupportedOpError(
-            f"torch.optim.{type(optimizer).__name__} cannot step on ragged parameters: it needs whole matrices.",
+            f"{type(optimizer).__name__} cannot step on ragged parameters.",
             expected="parameters that are whole on every rank, or an elementwise optimizer",
             got=f"{len(ragged)} of {len(params)} parameters are ragged, the first of shape {tuple(ragged[0].shape)}",
             todo=todo,

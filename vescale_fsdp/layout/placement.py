@@ -23,12 +23,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError, optimizer_text
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
 _INSTEAD = (
     "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint.state_dict"
+)
+
+# The way out for an optimizer that needs whole matrices.
+OWNER_OPTIMIZER = (
+    'fully_shard(..., granularity="whole") and vescale_fsdp.optim.OwnerOptimizer(cls, params, ...)'
 )
 
 
@@ -136,6 +141,22 @@ class RaggedShard(Placement):
             todo=f"{_INSTEAD}. In from_pretrained(distributed_config=...): import the models of a tested version of "
             "transformers before install() or as_fsdp2()",
         )
+
+    # What torch's ``redistribute`` calls to make shards of a stock DTensor (torch 2.11-2.15).
+    def _replicate_to_shard(self, *args: Any, **kwargs: Any) -> NoReturn:
+        optimizer = optimizer_text()
+        way_out = "vescale_fsdp.dtensor.redistribute does"
+        raise UnsupportedOpError(
+            "torch's redistribute cannot make ragged pieces.",
+            expected="placements of torch",
+            got=str(self),
+            where=f"DTensor.redistribute{optimizer}",
+            todo=f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {way_out}"
+            if optimizer
+            else way_out,
+        )
+
+    _reduce_shard_value = _replicate_to_shard
 
     def __format__(self, spec: str) -> str:
         # torch's distribute_tensor formats an unknown placement into its error message and calls no other method of

@@ -27,8 +27,15 @@ from vescale_fsdp.dtensor.spec import make_spec, shape_of_local
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.lazy import set_module
-from vescale_fsdp.optim.owner_trial import Like, check_parameters_apart, state_after_a_step
-from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer
+from vescale_fsdp.optim.owner_trial import (
+    Like,
+    check_parameters_apart,
+    filled,
+    groups_of,
+    leaves_of,
+    state_after_a_step,
+)
+from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, as_groups
 
 _STEPPED = "stepped"  # name of our own state: 1 from the owner's first step on
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # dtypes that store numbers exactly
@@ -63,7 +70,7 @@ class OwnerOptimizer(StructuredOptimizer):
 
     algorithm: ClassVar[str] = "owner"
     recorded: ClassVar[tuple[str, ...]] = ("steps_by",)
-    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_kind", "_name", "_options")
+    pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_kind", "_options")
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
         self._kind, self._options = kind, options
@@ -71,24 +78,39 @@ class OwnerOptimizer(StructuredOptimizer):
         self._plain: dict[torch.Tensor, nn.Parameter] = {}  # the owned parameters of `_inner`
         self._kinds: dict[Any, dict[str, Any]] = {}  # state after one step, by kind of parameter
         self._likes: dict[torch.Tensor, dict[str, Any]] = {}  # the same, by parameter
-        defaults = dict(
-            kind([nn.Parameter(torch.ones(2, 2, dtype=torch.float32, device="cpu"))], **options).defaults
-        )
-        self._name = defaults["steps_by"] = f"{kind.__module__}.{kind.__qualname__}"
-        super().__init__(params, defaults, adamw_params=None, adamw=AdamWOptions())
+        self._stepped: set[torch.Tensor] = set()  # the parameters whose state `_inner` has
+        if "eval" in dir(kind):
+            raise UnsupportedOpError(
+                f"{self._name} changes parameters outside of its step, and OwnerOptimizer only steps.",
+                expected="an optimizer without train() and eval()",
+                got="eval()",
+                where=f"OwnerOptimizer({self._name}, ...)",
+                todo="step sharded parameters by the class itself",
+            )
+        defaults, outer = groups_of(self._make, as_groups(params))
+        defaults["steps_by"] = self._name
+        super().__init__(outer, defaults, adamw_params=None, adamw=AdamWOptions())
         groups = [(group["params"], _inner_options(group)) for group in self.param_groups]
         check_parameters_apart(
             self._make, self._name, [[_like(p, options) for p in own if p.numel()] for own, options in groups]
         )
 
+    @property
+    def _name(self) -> str:
+        return f"{self._kind.__module__}.{self._kind.__qualname__}"
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._inner, self._plain, self._kinds, self._likes = None, {}, {}, {}
+        self._inner, self._plain, self._stepped, self._kinds, self._likes = None, {}, set(), {}, {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, and create their state."""
         super().add_param_group(param_group)
-        self._inner, self._plain = None, {}  # made again from the state at the next step
+        self._forget_inner()
+
+    def _forget_inner(self) -> None:
+        """Let the next step make the inner optimizer again, from the state."""
+        self._inner, self._plain, self._stepped = None, {}, set()
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Make state of zeros, with the names, shapes and dtypes of the class's own after one step."""
@@ -103,7 +125,7 @@ class OwnerOptimizer(StructuredOptimizer):
             )
         state = {_STEPPED: _shared_with(param, torch.zeros((), dtype=torch.uint8, device="cpu"))}
         self._likes[param] = likes = self._state_after_a_step(param, group)
-        for name, value in likes.items():
+        for name, value in leaves_of(likes).items():
             # float64, so that a number is stored without rounding.
             like = (
                 value
@@ -119,23 +141,28 @@ class OwnerOptimizer(StructuredOptimizer):
         kind = (tuple(param.shape), param.dtype, param.device, str(options))
         if kind not in self._kinds:
             state = state_after_a_step(self._make, self._name, _like(param, options))
-            for name, value in state.items():
+            for name, value in leaves_of(state).items():
                 if not isinstance(value, torch.Tensor) and type(value) not in _NUMBERS:
                     raise UnsupportedOpError(
                         f"OwnerOptimizer cannot reshard the state of {self._kind.__name__}.",
-                        expected="state of tensors and numbers",
+                        expected="state of tensors and numbers, in lists or dicts if need be",
                         got=f"{name}: {type(value).__name__}",
                         where=f"parameter of shape {tuple(param.shape)}",
                         todo="shard the model so that this optimizer's parameters are plain: ignored_params",
                     )
-            self._kinds[kind] = {
+            without_values = {
                 name: value.to("meta") if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
+                for name, value in leaves_of(state).items()
             }
+            self._kinds[kind] = filled(state, without_values)
         return self._kinds[kind]
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         """Step the owned parameters by the inner optimizer, on plain tensors."""
+        if any(
+            not self._has_stepped(param) for param in self._stepped
+        ):  # a load has brought an earlier state
+            self._forget_inner()
         inner = self._inner if self._inner is not None else self._make_inner(groups)
         for outer, own in zip(groups, inner.param_groups, strict=True):
             own.update(_inner_options(outer))
@@ -168,32 +195,34 @@ class OwnerOptimizer(StructuredOptimizer):
     def _pull(self, param: torch.Tensor, plain: nn.Parameter, inner: torch.optim.Optimizer) -> None:
         """Let the inner optimizer have the state in `state`, which a load may have changed."""
         state = self.state[param]
-        if not local_tensor(state[_STEPPED], "state").item():
-            inner.state.pop(plain, None)
+        if not self._has_stepped(param):
             return
         if param not in self._likes:  # after a copy or a pickle
             self._likes[param] = self._state_after_a_step(param, self._group_of(param))
-        for name, like in self._likes[param].items():
+        own, values = leaves_of(inner.state[plain]), {}
+        for name, like in leaves_of(self._likes[param]).items():
             local = local_tensor(state[name], "state")
             is_number = not isinstance(like, torch.Tensor)
-            inner.state[plain][name] = (
-                type(like)(local.item())
-                if is_number
-                else _unchanged(inner, plain, name, local.view(like.shape))
+            values[name] = (
+                type(like)(local.item()) if is_number else _unchanged(own.get(name), local.view(like.shape))
             )
+        inner.state[plain].update(filled(self._likes[param], values))
 
     def _push(self, param: torch.Tensor, changed: dict[str, Any]) -> None:
         """Bring the inner optimizer's state of an owned parameter into `state`."""
-        state = self.state[param]
-        if changed.keys() != state.keys() - {_STEPPED}:
+        state, changed = self.state[param], leaves_of(changed)
+        expected, got = ({name: _numel(value) for name, value in each.items()} for each in (state, changed))
+        del expected[_STEPPED]
+        if got != expected:
             raise UnsupportedOpError(
-                f"The state of {self._kind.__name__} has changed its names, so it could not be saved.",
-                expected=sorted(state.keys() - {_STEPPED}),
-                got=sorted(map(str, changed)),
+                f"The state of {self._kind.__name__} has other names or sizes than after a first step.",
+                expected=f"elements per name {expected}",
+                got=got,
                 where=f"parameter of shape {tuple(param.shape)}",
                 todo="use an optimizer whose state is complete after the first step",
             )
         local_tensor(state[_STEPPED], "state").fill_(1)
+        self._stepped.add(param)
         for name, value in changed.items():
             local = local_tensor(state[name], "state")
             if not isinstance(value, torch.Tensor):
@@ -201,8 +230,15 @@ class OwnerOptimizer(StructuredOptimizer):
             elif value.data_ptr() != local.data_ptr():
                 local.copy_(value.detach().reshape(local.shape))
 
+    def _has_stepped(self, param: torch.Tensor) -> bool:
+        return bool(local_tensor(self.state[param][_STEPPED], "state").item())
+
     def _group_of(self, param: torch.Tensor) -> dict[str, Any]:
         return next(g for g in self.param_groups if any(each is param for each in g["params"]))
+
+
+def _numel(value: Any) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
 def _inner_options(group: dict[str, Any]) -> dict[str, Any]:
@@ -214,11 +250,8 @@ def _like(param: torch.Tensor, options: dict[str, Any]) -> Like:
     return Like(tuple(param.shape), param.dtype, local_tensor(param).device, options)
 
 
-def _unchanged(
-    inner: torch.optim.Optimizer, plain: nn.Parameter, name: str, value: torch.Tensor
-) -> torch.Tensor:
+def _unchanged(own: Any, value: torch.Tensor) -> torch.Tensor:
     """Return the inner optimizer's own tensor if it has this memory, since views of it are not replaced needlessly."""
-    own = inner.state[plain].get(name)
     return own if isinstance(own, torch.Tensor) and own.data_ptr() == value.data_ptr() else value
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.torch_modes import without_collectives
 
-_STEPS = 3  # a global statistic changes at the latest in the second step
+_STEPS = 6  # estimates of the learning rate (Prodigy) change after some steps in one direction
 _MOST_GROUPS = 4
 
 Kind = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -66,6 +66,46 @@ def check_parameters_apart(kind: Kind, name: str, groups: Sequence[Sequence[Like
             )
 
 
+def leaves_of(state: Any, name: str = "") -> dict[str, Any]:
+    """Return the tensors and numbers of nested state by dotted names. None and texts count as parts of its form."""
+    if isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        parts = [leaves_of(value, f"{name}.{key}" if name else str(key)) for key, value in items]
+        return {leaf: value for part in parts for leaf, value in part.items()}
+    return {} if state is None or isinstance(state, str) else {name: state}
+
+
+def filled(state: Any, leaves: dict[str, Any], name: str = "") -> Any:
+    """Return nested state with other leaves: the inverse of `leaves_of`."""
+    if isinstance(state, dict):
+        return {
+            key: filled(each, leaves, f"{name}.{key}" if name else str(key)) for key, each in state.items()
+        }
+    if isinstance(state, (list, tuple)):
+        return type(state)(filled(each, leaves, f"{name}.{index}") for index, each in enumerate(state))
+    return state if state is None or isinstance(state, str) else leaves[name]
+
+
+def groups_of(kind: Kind, groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the defaults of a class, and groups with the options that its constructor gives them."""
+    twins = [
+        {
+            **group,
+            "params": [
+                nn.Parameter(torch.ones((2,) * p.ndim, dtype=torch.float32, device="cpu"))
+                for p in group["params"]
+            ],
+        }
+        for group in groups
+    ]
+    trial = kind(twins)
+    if len(trial.param_groups) != len(groups):  # it makes groups of its own
+        return dict(trial.defaults), list(groups)
+    return dict(trial.defaults), [
+        {**own, "params": group["params"]} for own, group in zip(trial.param_groups, groups, strict=True)
+    ]
+
+
 def _numel_of(like: Like) -> int:
     return torch.Size(like.shape).numel()
 
@@ -75,8 +115,11 @@ def _results(kind: Kind, name: str, likes: Sequence[Like], indices: Sequence[int
     twins = []
     for index in indices:
         like, generator = likes[index], torch.Generator().manual_seed(index)
-        values = torch.randn((_STEPS + 1, *like.shape), generator=generator, device="cpu").to(like.dtype)
-        twins.append((nn.Parameter(values[0].to(like.device)), like, values[1:].to(like.device)))
+        values = torch.randn(
+            (_STEPS + 1, *like.shape), generator=generator, dtype=torch.float32, device="cpu"
+        )
+        grads = (values[0] + 0.1 * values[1:]).to(like.device, like.dtype)
+        twins.append((nn.Parameter(values[0].to(like.device, like.dtype)), like, grads))
     _stepped(kind, name, [(twin, like) for twin, like, _ in twins], _STEPS, [grads for *_, grads in twins])
     return [twin.detach() for twin, *_ in twins]
 

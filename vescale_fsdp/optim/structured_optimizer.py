@@ -97,7 +97,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         adamw: AdamWOptions,
     ) -> None:
         self._adamw = adamw
-        groups = _as_groups(params)
+        groups = as_groups(params)
         if rest := list(adamw_params or ()):
             groups.append({"params": rest, "algorithm": "adamw"})
         super().__init__(groups, {"algorithm": self.algorithm, **defaults})
@@ -355,7 +355,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _as_groups(params: Any) -> list[dict[str, Any]]:
+def as_groups(params: Any) -> list[dict[str, Any]]:
     """Convert the ``params`` argument of an optimizer to param groups; empty if it has no parameters."""
     if isinstance(params, torch.Tensor):
         raise LayoutError(

@@ -25,7 +25,7 @@ from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stacks.options import Options
 from examples.stacks.tiny_llm import Sequences, tiny_llama
 from examples.stacks.train_trainer import arguments
-from tests.stacks.example_ranks import run_on_ranks
+from tests.stacks.jobs.example_ranks import run_on_ranks
 from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job
 from vescale_fsdp.conversion.convert import convert

@@ -7,7 +7,6 @@ unless they have one element.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from operator import methodcaller
@@ -16,9 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.dtensor.ragged_dtensor import OWNER_OPTIMIZER, RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, spec_with
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import UnsupportedOpError, optimizer_text
+from vescale_fsdp.layout.placement import OWNER_OPTIMIZER
 from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import DTensorSpec, local_of, piece_in
 
@@ -43,7 +43,7 @@ def refuse(
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
-    where += (optimizer := _optimizer_text())
+    where += (optimizer := optimizer_text())
     if todo is None:
         todo = (
             f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
@@ -57,18 +57,6 @@ def refuse(
         where=where,
         todo=todo,
     )
-
-
-def _optimizer_text() -> str:
-    """Return the optimizer whose step is running, for an error message; "" if none is."""
-    # The stack says it exactly. A name that a hook had stored would stay after a step that failed.
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        optimizer = frame.f_locals.get("self")
-        if isinstance(optimizer, torch.optim.Optimizer):
-            return f", in a step of {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        frame = frame.f_back
-    return ""
 
 
 def name_of(func: torch._ops.OpOverload) -> str:

@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.operators import combining
 from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, refuse, written_names
+from vescale_fsdp.dtensor.operators.replicated_results import as_result
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import GatherWarning, UnsupportedOpError, explain, format_bytes
+from vescale_fsdp.errors import GatherWarning, UnsupportedOpError, explain, format_bytes, optimizer_text
+from vescale_fsdp.layout.placement import OWNER_OPTIMIZER
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, dispatch_to_subclass, local_of, pytree
 
@@ -159,7 +161,7 @@ def _wrapped(local: torch.Tensor, spec: DTensorSpec, source: str) -> GatheredVie
 
 
 def _stock(view: GatheredView) -> DTensor:
-    return DTensor(local_of(view), view._spec, requires_grad=False)  # type: ignore[call-arg]
+    return as_result(local_of(view), view._spec)
 
 
 def _check_not_written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,11 +182,13 @@ def _check_not_written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
 
 
 def _refuse(func: torch._ops.OpOverload, view: GatheredView, why: str, todo: str) -> NoReturn:
+    if optimizer := optimizer_text():
+        todo = f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {todo}"
     raise UnsupportedOpError(
         f"{func} cannot be computed on a view of a sharded tensor: {why}.",
         expected=READING,
         got=str(func),
-        where=f"view of shape {tuple(view.shape)} of a {view.source}",
+        where=f"view of shape {tuple(view.shape)} of a {view.source}{optimizer}",
         todo=todo,
     )
 

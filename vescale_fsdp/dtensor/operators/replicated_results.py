@@ -90,10 +90,14 @@ def replicated(full: torch.Tensor, like: DTensor) -> DTensor:
     """Return a replicated DTensor of a tensor that is the same on all ranks of the mesh of ``like``."""
     mesh = like.device_mesh
     spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
-    full = full.contiguous()  # `make_spec` describes a contiguous tensor
-    if is_traced(full):  # compiled graphs return torch's own class
-        return DTensor(full, spec, requires_grad=False)  # type: ignore[call-arg]
-    return with_spec(full, spec)
+    return as_result(full.contiguous(), spec)  # `make_spec` describes a contiguous tensor
+
+
+def as_result(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a result with a local tensor and a spec without shards; torch's own class while a graph is recorded."""
+    if is_traced(local):
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return with_spec(local, spec)
 
 
 def with_spec(local: torch.Tensor, spec: DTensorSpec) -> ReplicatedResult:
