@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from tools.docs.families import SAME, written
 
-PAGE = "# Title\n\ntransformers 0: none\n\n| family | class | files | result |\n|---|---|---|---|\n| old | - | - | - |\n"
+PAGE = """# Title
+
+transformers 0: none
+
+| family | class | files | result |
+|---|---|---|---|
+| old | - | - | - |
+"""
 
 
 def test_rows_replace_the_old_ones_and_are_counted() -> None:
