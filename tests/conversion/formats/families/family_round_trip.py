@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -59,10 +60,13 @@ def check_formats(model: PreTrainedModel, hf: Path) -> None:
         assert (back / WEIGHTS).read_bytes() == (hf / WEIGHTS).read_bytes(), f"{kind}: back"
 
 
-def check_shards(expected: PreTrainedModel, hf: Path) -> None:
-    """On every rank: the folder fills live shards with the model's values, and they are saved as the same bytes."""
-    wanted = stored_names(expected)
-    model = copy.deepcopy(expected)
+def check_shards(class_name: str, config: Any, wanted: dict[str, torch.Tensor], hf: Path) -> None:
+    """On every rank: the folder fills live shards with the model's values, and they are saved as the same bytes.
+
+    Args:
+        wanted: `stored_names` of the model; hooks and parametrizations keep some models from being sent to a process.
+    """
+    model = getattr(transformers, class_name)(copy.deepcopy(config))
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in wanted:
