@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tools.docs.families import SAME, written
 
 PAGE = """# Title
@@ -22,7 +24,8 @@ def test_rows_replace_the_old_ones_and_are_counted() -> None:
         "c": ("", "", "needs *timm*"),
     }
     page = written(PAGE, rows, "5.0")
-    assert "transformers 5.0: 3 model types, 1 with the same bytes, 1 open, 1 not built." in page
+    counts = next(line for line in page.splitlines() if line.startswith("transformers"))
+    assert re.findall(r"\d+", counts) == ["5", "0", "3", "1", "1", "1"]
     table = page[page.index("| family |") :].splitlines()[2:]
     assert [row.split(" | ")[0] for row in table] == ["| a", "| b", "| c"]
     assert all(row.count("|") == 5 for row in table) and "old" not in page

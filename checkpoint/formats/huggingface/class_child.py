@@ -214,7 +214,7 @@ def _traced_class() -> Any:
 def _traced(name: str, shape: Sequence[int]) -> Any:
     import torch
 
-    tensor = torch.empty(tuple(shape), device="meta").as_subclass(_traced_class())
+    tensor = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_traced_class())
     tensor.expression = name
     return tensor
 
