@@ -3,7 +3,7 @@
 #                              number; tests/conftest.py lists them
 # make test-order SEED=3   the tests of make test in another order
 # make test-parts   every part, one after the other
-# make test-all   make test, every part, test-fuzz, test-device, test-lab, test-faults and test-stacks (a night)
+# make test-all   make test, every part, test-fuzz, test-device, test-lab, test-faults, test-families, test-stacks (a night)
 # make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
 #                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
 # make test-lab   the tests that need network namespaces as nodes: as root, with iproute2 (ten minutes; make test runs some)
@@ -13,6 +13,8 @@
 # make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 26)
 # make test-device SEED=0   programs on a device with asynchronous streams: every one in 12 orders of its work, 500 random
 #                           orders, and without each wait (make test runs a sample; needs a C++ compiler; half an hour)
+# make test-families   every model type of transformers, small: from its files into shards and formats, and back to the
+#                      same bytes; writes docs/families.md (half an hour)
 # make test-stacks   the examples on training stacks, which it installs into a separate environment
 # make gpu    checks and benchmarks on a machine with GPUs, half an hour: gpu_report/gpu.md and gpu.json
 # make demo   a demonstration on real text: train, kill, restart on more ranks, export
@@ -50,7 +52,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-lab test-device test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-lab test-device test-families test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -84,6 +86,7 @@ test-all:
 	$(MAKE) test-device
 	$(MAKE) test-lab
 	$(MAKE) test-faults
+	$(MAKE) test-families
 	$(MAKE) test-stacks
 
 # Torch is installed first, by version: later installs keep it.
@@ -109,6 +112,9 @@ test-faults: venv
 	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/save/test_fault_matrix.py \
 	    tests/vescale_fsdp/elastic/test_kills.py tests/vescale_fsdp/elastic/test_formation.py \
 	    tests/vescale_fsdp/dtensor/test_op_db.py tests/vescale_fsdp/runtime/test_compile.py
+
+test-families: venv
+	FAMILIES=all $(IN_VENV) -m pytest --numprocesses 2 --dist worksteal -p tools.docs.families --families tests/conversion/formats/families
 
 # The versions of fsspec and its relatives are fixed: datasets, whose version torchtitan limits, requires an older fsspec
 # than the latest s3fs, and pip does not find a matching pair. Automodel is installed without its dependencies: it pins

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    NAMES_OF_FILES,
     Assets,
     config_class,
     own_config,
@@ -234,7 +235,7 @@ def plan_conversion(
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
     # After the rules, because config.json ties weights by their names in the result.
-    state, tied, tie_warnings = _with_ties(state, kind, source, assets, is_equal)
+    state, tied, tie_warnings = _with_ties(state, kind, options, source, assets, is_equal)
     warnings += tie_warnings
     state = _newly_quantized(state, options, assets, source)
     quantized = _quantized_names(state, options, kind, assets, source)
@@ -336,9 +337,9 @@ def _merged(
 def _with_rules(
     state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
 ) -> CarriedState:
-    """Rename and reshape tensors by key rules if requested."""
+    """Rename and reshape tensors by key rules if requested, else as the class in config.json does."""
     if options.rules is None:
-        return state
+        return _with_names_of_class(state, kind, options, assets, source)
     from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
     from vescale_fsdp.conversion.rules.rule_file import load_rules
 
@@ -351,8 +352,41 @@ def _with_rules(
     )
 
 
+def _with_names_of_class(
+    state: CarriedState, kind: str, options: ConvertOptions, assets: Assets, source: Source
+) -> CarriedState:
+    """Give the model the names of the class in config.json: in files for a Hugging Face folder, else in memory."""
+    config = _config(assets, source)
+    class_name = config_class(config)
+    if class_name is None or kind == "adapter" or state.model.candidates:
+        return state
+    from vescale_fsdp.checkpoint.formats.huggingface.class_names import in_files, in_memory
+
+    infos = [view.info for name, view in state.views.items() if name in state.is_model]
+    # The class converts weights, not the codes and scales of a quantized release.
+    if options.dequantize is None and find_quantized(infos, config):
+        return state
+    to_files = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
+    # A merge has converted the base to the names in memory.
+    is_of_files = source.kind in NAMES_OF_FILES and not (to_files and options.merge is not None)
+    if to_files == is_of_files:
+        return state
+    if to_files:
+        return in_files(state, config, class_name)
+    named = in_memory(state, config, class_name, source.url)
+    if not named.unknown:
+        return named.state
+    warning = f"tensors keep their names in files, since {class_name} could not be asked: {named.unknown}"
+    return replace(named.state, warnings=(*named.state.warnings, warning))
+
+
 def _with_ties(
-    state: CarriedState, kind: str, source: Source, assets: Assets, is_equal: Compare | None
+    state: CarriedState,
+    kind: str,
+    options: ConvertOptions,
+    source: Source,
+    assets: Assets,
+    is_equal: Compare | None,
 ) -> tuple[CarriedState, dict[str, str], Sequence[str]]:
     """Leave out tied weights, or store them, as the target requires.
 
@@ -382,7 +416,8 @@ def _with_ties(
                 )
         return state.without(tied), tied, warnings
     # Other formats store every name, so the names that a Hugging Face source leaves out are added again.
-    aliases, warnings_of_class = left_out_by(source, state.views)
+    in_memory = options.rules is None and options.rules_to != "hf"
+    aliases, warnings_of_class = left_out_by(source, state.views, in_memory=in_memory)
     return state.with_aliases(aliases), {}, warnings_of_class
 
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vescale_fsdp.checkpoint.formats.huggingface.class_names import in_memory
+from vescale_fsdp.checkpoint.formats.huggingface.repository import NAMES_OF_FILES, config_class, own_config
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
-from vescale_fsdp.checkpoint.moves.carried_state import find_model, unwrapped_names
+from vescale_fsdp.checkpoint.moves.carried_state import find_model, model_state, unwrapped_names
 from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
@@ -145,6 +147,7 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
             todo="leave out --model-prefix, or list the names with: vescale-convert inspect",
         )
     left, right = _views(a, model_prefix), _views(b, model_prefix)
+    left, right = _with_names_of(b, right, a, left), _with_names_of(a, left, b, right)
     _add_aliases(a, left, right)
     _add_aliases(b, right, left)
     return left, right
@@ -202,6 +205,19 @@ def _views(source: Source, prefix: str | None) -> Views:
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors
     }
+
+
+def _with_names_of(other: Source, others: Views, source: Source, views: Views) -> Views:
+    """Give a Hugging Face folder the names in memory of its class, if the other side has these names."""
+    config = own_config(source.store) if source.kind in NAMES_OF_FILES else {}
+    class_name = config_class(config)
+    # Asking the class is slow, and not needed for classes with the same names in files.
+    if class_name is None or other.kind in NAMES_OF_FILES or not others.keys() - views.keys():
+        return views
+    named = in_memory(model_state(source), config, class_name, source.url).state
+    renamed = {key: view for key, view in views.items() if key[0] == "other"}
+    renamed |= {("model", name): named.views[full] for full, name in named.model.names.items()}
+    return renamed if len(renamed.keys() & others.keys()) > len(views.keys() & others.keys()) else views
 
 
 def _add_aliases(source: Source, views: Views, others: Views) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import Assets, own_config
+from vescale_fsdp.checkpoint.formats.huggingface.class_names import class_of, in_memory
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    NAMES_OF_FILES,
+    Assets,
+    config_class,
+    own_config,
+)
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.formats.viewed_checkpoint import OpenedSource
-from vescale_fsdp.checkpoint.moves.carried_state import whole_state
+from vescale_fsdp.checkpoint.moves.carried_state import InMemory, whole_state
 from vescale_fsdp.checkpoint.moves.casting import float_type
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.peft import one_adapter, trained_names
@@ -40,7 +45,23 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     # After dequantization there are no codes, even if config.json has a quantization config.
     quantized = find_quantized(infos, config) if options.dequantize is None else frozenset[str]()
-    return OpenedSource(source, state, quantized, partial(left_out_by, source), _adapter_names)
+    # The class converts weights, not the codes and scales of a quantized release.
+    has_names_of_files = source.kind in NAMES_OF_FILES and options.rules is None and not quantized
+
+    def named(modules: Collection[object]) -> InMemory | None:
+        if not has_names_of_files:
+            return None
+        live = [each for each in map(class_of, modules) if each is not None]
+        if modules:
+            class_name, settings = live[0] if len(live) == 1 else (None, {})
+        else:
+            class_name, settings = config_class(config), config
+        return None if class_name is None else in_memory(state, settings, class_name, url)
+
+    def aliases(names: Collection[str], are_in_memory: bool) -> tuple[dict[str, str], tuple[str, ...]]:
+        return left_out_by(source, names, in_memory=are_in_memory)
+
+    return OpenedSource(source, state, quantized, aliases, _adapter_names, named)
 
 
 def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,
+    InMemory,
     container_of,
     optimizer_container,
     optimizers_of,
@@ -69,17 +70,22 @@ class OpenedSource:
         source: the open checkpoint.
         state: the source's entries, dequantized and after key rules.
         quantized: names of the model's quantized codes and scales, which must not be cast.
-        aliases: takes all stored names; returns (dict from the other names of tied tensors to their stored names,
-            warnings). Called only if tensors are missing, since the function may import transformers.
+        aliases: takes all stored names, and whether they are those in memory; returns (dict from the other names of
+            tied tensors to their stored names, warnings). Called only if tensors are missing, since the function may
+            import transformers.
         adapter_names: takes the names of a live model and the names of the source's model. For an adapter's folder, it
             returns a dict from the adapter's tensors to names in the live model; for other sources, an empty dict.
+        in_memory: takes the live modules; returns the source's model under the names in memory of the only model of
+            transformers among them, or None without such a model. Without modules, the class is that of config.json.
+            Returns None for sources whose names are those in memory.
     """
 
     source: Source
     state: CarriedState
     quantized: frozenset[str]
-    aliases: Callable[[Collection[str]], tuple[dict[str, str], tuple[str, ...]]]
+    aliases: Callable[[Collection[str], bool], tuple[dict[str, str], tuple[str, ...]]]
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+    in_memory: Callable[[Collection[nn.Module]], InMemory | None]
 
 
 class ViewedCheckpoint(Loadable):
@@ -111,6 +117,9 @@ class ViewedCheckpoint(Loadable):
         texts = [text for text in casts if text != AS_STATE]
         self._rules = CastRules.parse(texts) if texts else None
         self._views: list[TensorView] = []  # by the tensor numbers of the last match
+        self._has_aliases = False  # whether `match` has asked for aliases
+        self._is_in_memory = False  # whether `_carried` has the names that its class has in memory
+        self._computed = frozenset[str]()  # names in the model of weights that its class keeps out of files
         self.where, self.metadata = opened.source.url, metadata
         self.warnings, self.left_out = tuple(opened.source.warnings), tuple[str, ...]()
 
@@ -131,11 +140,24 @@ class ViewedCheckpoint(Loadable):
             CheckpointError: if a leaf is a tensor in the state and another value in the source, or vice versa.
         """
         texts = self._carried.warnings
+        # The class of a live model decides how its names and layouts differ from those of the folder. Other states
+        # have the folder's own names, or those of the class in config.json.
+        is_first = self._carried is self._opened.state
+        modules = LiveObjects(state).modules.values()
+        is_named = is_first and bool(modules) and self._use_names_in_memory(modules)
         matched = self._match(state, include)
-        # The source may store tied tensors once that the state has under several names. Aliases are added only once:
-        # `_carried` is another object afterward.
-        if matched.missing and self._carried is self._opened.state:
-            aliases, doubts = self._opened.aliases(self._carried.views)
+        if matched.missing and is_first and not is_named and self._use_names_in_memory(()):
+            renamed = self._match(state, include)
+            if len(renamed.missing) < len(matched.missing):
+                matched = renamed
+            else:
+                self._carried, self._computed = self._opened.state, frozenset()
+                self._is_in_memory = False
+                matched = self._match(state, include)  # again, since `_views` has those of the last match
+        # The source may store tied tensors once that the state has under several names. Aliases are added only once.
+        if matched.missing and not self._has_aliases:
+            self._has_aliases = True
+            aliases, doubts = self._opened.aliases(self._carried.views, self._is_in_memory)
             texts += doubts
             if aliases:
                 self._carried = self._carried.with_aliases(aliases)
@@ -144,6 +166,20 @@ class ViewedCheckpoint(Loadable):
         for text in texts:
             warnings.warn(text, stacklevel=5)
         return matched
+
+    def _use_names_in_memory(self, modules: Collection[nn.Module]) -> bool:
+        """Give the source's model the names that its class has in memory; returns whether there is a class.
+
+        Args:
+            modules: see `OpenedSource.in_memory`.
+        """
+        named = self._opened.in_memory(modules)
+        if named is None:
+            return False
+        state = named.state
+        self._carried = state.restricted_to({*state.views, *state.values} - named.ignored)
+        self._computed, self._is_in_memory = named.computed, not named.unknown
+        return True
 
     def _match(self, state: Any, include: tuple[str, ...] | None) -> Match:
         """Match once, with the aliases that are known so far."""
@@ -163,9 +199,21 @@ class ViewedCheckpoint(Loadable):
         # A tied tensor is filled if any of its names is.
         filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
         matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
+        if self._computed:
+            kept = self._computed_leaves(leaves)
+            matched.missing = [name for name in matched.missing if name not in kept]
         if adapter:  # an adapter's folder lacks the base model, which keeps its values
             matched.missing = [name for name in matched.missing if name in adapter]
         return matched
+
+    def _computed_leaves(self, leaves: Mapping[Path, Any]) -> set[str]:
+        """Return the names of weights that their class keeps out of files. On the meta device they have no values."""
+        return {
+            name
+            for name, leaf in ((name_of(path), leaf) for path, leaf in leaves.items())
+            if isinstance(leaf, torch.Tensor) and not is_meta(leaf)
+            if any(name == own or name.endswith(f".{own}") for own in self._computed)
+        }
 
     def _type_of(self, read: TensorRead) -> tuple[str, tuple[int, ...]]:
         """Return (dtype, shape) of the view that fills a tensor."""

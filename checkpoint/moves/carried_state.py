@@ -378,6 +378,23 @@ class CarriedState:
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
 
 
+@dataclass(frozen=True)
+class InMemory:
+    """A folder's model under the names of its class in memory.
+
+    Attributes:
+        state: the state with these names.
+        ignored: names in ``state`` that the class ignores when it loads the folder.
+        computed: the class's names of weights that files may lack, because the class computes them.
+        unknown: why the class gave no answer; empty if it gave one. ``state`` then has the names of the files.
+    """
+
+    state: CarriedState
+    ignored: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()
+    unknown: str = ""
+
+
 def _renamed(text: str, old: str, new: str) -> str:
     """Rename a text that ends like ``old``.
 

@@ -75,7 +75,8 @@ class PreTrainedModel:
     config_class = type("Config", (), {"from_dict": staticmethod(dict)})
     def __init__(self, config): assert config["hidden_size"] == 8
     def get_expanded_tied_weights_keys(self, all_submodels): return {"head": "embed"}
-    def state_dict(self): return {}
+    _keys_to_ignore_on_save = None
+    def state_dict(self): return dict.fromkeys(("embed", "head"), type("Tensor", (), {"shape": (4,)}))
     def named_modules(self): return []
     print("noise")
 class Model(PreTrainedModel): pass

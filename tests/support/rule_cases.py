@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 
+GROUPED_EXPERTS = str(Path(__file__).parents[1] / "conversion" / "rules" / "grouped_experts.toml")
 CONFIG = {
     "num_hidden_layers": 2,
     "hidden_size": 24,

@@ -1,4 +1,6 @@
-"""Find out which weights a class of transformers has. This module imports torch and transformers.
+"""Find out which weights a class of transformers has, and how their names in files become their names in memory.
+
+This module imports torch and transformers.
 
 It runs as a script in a child process (see `model_class`), so it imports no other module of this package:
 
@@ -6,6 +8,14 @@ It runs as a script in a child process (see `model_class`), so it imports no oth
 
 The class is instantiated on the meta device, which allocates no weights. Only transformers' own classes are used:
 Python code in a repository is never imported, and nothing is downloaded.
+
+Names and layouts are converted by transformers itself, with tensors that have no data but record where their items come
+from (`_Traced`). The record is an expression: the name of a tensor, or ``[operation, arguments, inputs]``:
+
+    ["concat", [dim], [a, b]]  ["stack", [dim], [a, b]]  ["slice", [dim, start, size], [a]]  ["index", [dim, i], [a]]
+    ["permute", [dims], [a]]   ["reshape", [shape], [a]]
+
+It is None after an operation that computes values, or that this module does not know.
 """
 
 from __future__ import annotations
@@ -16,7 +26,9 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,19 +36,28 @@ _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
 # A line ``NAME | CONVERSION ..`` in the load report that transformers logs: it could not convert tensors to NAME.
 _CONVERSION = re.compile(r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE)
 
+# Buffers that older releases stored; all classes ignore them.
+_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Answer one request: describe a class, or check whether it loads given tensors.
 
     Args:
         request: ``class`` (its name) and ``config`` (of config.json); for a check also ``tensors``: name -> [shape,
-            torch's name of the dtype].
+            torch's name of the dtype]; for the names in memory, ``stored``: name -> shape of the tensors of files.
 
     Returns:
-        For a check, ``{"problems": [...]}``. For a description, ``"forms"``: name -> shape of all tensors, first in
-        memory, then in files; ``"ties"``: name -> the name it is tied to, in both forms; and ``"modules"``: name of a
-        Linear or Conv1D module -> whether its weight is [in, out]. If there is no answer, ``{"unknown": reason}``, with
-        ``"is_absent"`` if transformers or the class is missing.
+        For a check, ``{"problems": [...]}``. For names in memory, see `_to_memory`. For a description:
+
+            "forms"         name -> shape of all tensors, first in memory, then in files
+            "ties"          name -> the name it is tied to, in both forms; where they differ, in files
+            "memory_ties"   the same, in memory only
+            "modules"       name of a Linear or Conv1D module -> whether its weight is [in, out]
+            "in_files"      name in files -> the expression that makes it from tensors in memory
+            "unsaved"       names in memory that files lack
+
+        If there is no answer, ``{"unknown": reason}``, with ``"is_absent"`` if transformers or the class is missing.
     """
     try:
         import torch  # noqa: F401  transformers can be imported without torch, but then has no models
@@ -53,9 +74,14 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             "is_absent": True,
         }
     try:
-        return (
-            _load(model_class, request) if "tensors" in request else _describe(model_class, request["config"])
-        )
+        # A class's warnings about settings must be neither shown nor, under -W error, taken for no answer.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if "stored" in request:
+                return _to_memory(model_class, request["config"], request["stored"])
+            if "tensors" in request:
+                return _load(model_class, request)
+            return _describe(model_class, request["config"])
     except Exception as error:  # noqa: BLE001  a model's code may raise anything for unsupported settings
         return {"unknown": f"{type(error).__name__}: {error}"}
 
@@ -66,10 +92,11 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.pytorch_utils import Conv1D
 
-    with torch.device("meta"):
-        model = model_class(model_class.config_class.from_dict(dict(config)))
+    model = _on_meta(model_class, config)
     tensors = model.state_dict()
-    in_files = revert_weight_conversion(model, dict(tensors))
+    unsaved = [name for name in model._keys_to_ignore_on_save or () if name in tensors]
+    traced = {name: _traced(name, tensor.shape) for name, tensor in tensors.items() if name not in unsaved}
+    in_files = revert_weight_conversion(model, traced)
     ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
     names: dict[str, str] = {}  # name in memory -> name in files
     # Converted one by one: the conversion of all tensors does not say which name became which.
@@ -80,8 +107,189 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "forms": [{n: list(t.shape) for n, t in form.items()} for form in (tensors, in_files)],
         "ties": {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}},
+        "memory_ties": ties,
         "modules": {n: isinstance(m, Conv1D) for n, m in model.named_modules() if isinstance(m, kinds)},
+        "in_files": {name: tensor.expression for name, tensor in in_files.items()},
+        "unsaved": unsaved,
     }
+
+
+def _on_meta(model_class: Any, config: Mapping[str, Any]) -> Any:
+    """Instantiate a class on the meta device, with the settings of a config.json."""
+    import torch
+
+    with torch.device("meta"):
+        return model_class(_settings(model_class, config))
+
+
+def _settings(model_class: Any, config: Mapping[str, Any]) -> Any:
+    """Return a class's config with the settings of a config.json."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.keys() == {"__float__"}:  # how transformers writes what JSON lacks: Infinity, -Infinity, NaN
+            return float(value["__float__"])
+        return {key: plain(item) for key, item in value.items()}
+
+    return model_class.config_class.from_dict(plain(dict(config)))
+
+
+def _to_memory(
+    model_class: Any, config: Mapping[str, Any], stored: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Load tensors of files into the class, and return what each of its tensors is made from.
+
+    Returns:
+        ``"in_memory"``: name in memory -> expression; ``"ignored"``: names in files that the class ignores silently;
+        ``"computed"``: names in memory that files may lack;
+        ``"problems"``: one text for each tensor that the class cannot make from the given tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging
+
+    model = _on_meta(model_class, config)
+    traced = {name: _traced(name, shape) for name, shape in stored.items()}
+    settings = LoadStateDictConfig(
+        device_map={"": "meta"},
+        weight_mapping=get_model_conversion_mapping(model),
+        ignore_mismatched_sizes=True,  # list all mismatched shapes
+    )
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model, traced, settings)
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()
+    loaded = {name: t for name, t in model.state_dict().items() if isinstance(t, _traced_class())}
+    made = {name: tensor.expression for name, tensor in loaded.items()}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *_IGNORED]
+    return {
+        "in_memory": made,
+        "ignored": _matching(info.unexpected_keys & stored.keys(), ignored),
+        "computed": _matching(info.missing_keys, model._keys_to_ignore_on_load_missing or ()),
+        "problems": [
+            *(
+                f"{name} would be {list(given)}, the class has {list(expected)}"
+                for name, given, expected in sorted(info.mismatched_keys)
+            ),
+            *(f"{name}: {text.splitlines()[-1]}" for name, text in sorted(info.conversion_errors.items())),
+        ],
+    }
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the names that contain a match of any of the regular expressions."""
+    return sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+
+
+@cache
+def _traced_class() -> Any:
+    """Return the class `_Traced`. It is made here, because this module imports torch, its base class's home, late."""
+    import torch
+
+    class _Traced(torch.Tensor):
+        """A tensor on the meta device that records which items of which named tensors it consists of."""
+
+        expression: Any = None  # None after an operation that does not only move items
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            record = _RECORDS.get(func.__name__)
+            if record is not None:
+                record(result, *args, **(kwargs or {}))
+            return result
+
+    return _Traced
+
+
+def _traced(name: str, shape: Sequence[int]) -> Any:
+    import torch
+
+    tensor = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_traced_class())
+    tensor.expression = name
+    return tensor
+
+
+def _same(result: Any, tensor: Any, *_: Any, **__: Any) -> None:
+    result.expression = tensor.expression
+
+
+def _moved(operation: str, arguments: list[Any], *inputs: Any) -> Any:
+    """Return the expression of an operation; None if an input has none."""
+    parts = [each.expression for each in inputs]
+    return None if None in parts else [operation, arguments, parts]
+
+
+def _record_reshape(result: Any, tensor: Any, *_: Any, **__: Any) -> None:
+    made = _moved("reshape", [list(result.shape)], tensor)
+    if result.shape == tensor.shape:
+        made = tensor.expression
+    elif (
+        tensor.expression and tensor.expression[0] == "slice"
+    ):  # of one item, whose dim `squeeze` has removed
+        dim, start, size = tensor.expression[1]
+        if size == 1 and result.shape == (*tensor.shape[:dim], *tensor.shape[dim + 1 :]):
+            made = ["index", [dim, start], tensor.expression[2]]
+    result.expression = made
+
+
+def _record_join(operation: str) -> Callable[..., None]:
+    def record(result: Any, tensors: Sequence[Any], dim: int = 0) -> None:
+        result.expression = _moved(operation, [dim % result.ndim], *tensors)
+
+    return record
+
+
+def _record_parts(result: Sequence[Any], tensor: Any, _: Any, dim: int = 0) -> None:
+    """Record the results of `chunk` and `split`."""
+    start, dim = 0, dim % tensor.ndim
+    for part in result:
+        part.expression = _moved("slice", [dim, start, part.shape[dim]], tensor)
+        start += part.shape[dim]
+
+
+def _record_unbind(result: Sequence[Any], tensor: Any, dim: int = 0) -> None:
+    for index, part in enumerate(result):
+        part.expression = _moved("index", [dim % tensor.ndim, index], tensor)
+
+
+def _record_transpose(result: Any, tensor: Any, dim0: int, dim1: int) -> None:
+    dims = list(range(tensor.ndim))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    result.expression = _moved("permute", [dims], tensor)
+
+
+def _record_permute(result: Any, tensor: Any, *dims: Any) -> None:
+    order = dims[0] if len(dims) == 1 else dims
+    result.expression = _moved("permute", [[dim % tensor.ndim for dim in order]], tensor)
+
+
+def _record_item(result: Any, tensor: Any, index: Any) -> None:
+    if index is Ellipsis:
+        result.expression = tensor.expression
+
+
+_SAME = ("contiguous", "clone", "detach", "to", "requires_grad_", "cpu")
+_RECORDS: Mapping[str, Callable[..., None]] = {
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(("reshape", "view", "flatten", "squeeze", "unsqueeze"), _record_reshape),
+    **dict.fromkeys(("chunk", "split"), _record_parts),
+    **dict.fromkeys(("transpose", "swapaxes"), _record_transpose),
+    "cat": _record_join("concat"),
+    "stack": _record_join("stack"),
+    "unbind": _record_unbind,
+    "permute": _record_permute,
+    "__getitem__": _record_item,
+}
 
 
 def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +310,7 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     logger.addHandler(reports)
     is_quantized = False
     try:
-        config = model_class.config_class.from_dict(dict(request["config"]))
+        config = _settings(model_class, request["config"])
         # The setting may be in the config of the text part, as of a model for text and images.
         is_quantized = any(
             getattr(part, "quantization_config", None)

@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -157,6 +157,7 @@ def ask_child(
     config: Mapping[str, Any],
     class_name: str,
     tensors: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
+    stored: ClassForm | None = None,
 ) -> Mapping[str, Any]:
     """Return the answer of `class_child`, a stored one or a child process's; ``{"unknown": reason}`` if it fails.
 
@@ -164,6 +165,7 @@ def ask_child(
         config: the config.json.
         tensors: name -> (shape, torch's name of the dtype), to check whether the class loads these; None for a
             description of the class.
+        stored: name -> shape of the tensors of files, to get the names in memory.
     """
     # Without transformers the child could not answer, and need not be started.
     if "transformers" not in sys.modules and find_spec("transformers") is None:
@@ -175,8 +177,10 @@ def ask_child(
     request: dict[str, Any] = {"class": class_name, "config": config, "path": path}
     if tensors is not None:
         request["tensors"] = tensors
-    if (stored := class_cache.stored_answer(request)) is not None:
-        return stored
+    if stored is not None:
+        request["stored"] = stored
+    if (cached := class_cache.stored_answer(request)) is not None:
+        return cached
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)} | _OFFLINE
     try:
         done = subprocess.run(
@@ -203,12 +207,16 @@ def _describe(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
     """Return the description of a class by `class_child`, which is cached."""
     key = _key(config, class_name)
     if key not in _ANSWERS:
-        # Without a child if torch is imported already, or if an embedded interpreter has no executable to start.
-        if "torch" in sys.modules or not sys.executable:
+        if _is_in_process():
             _ANSWERS[key] = class_child.answer({"class": class_name, "config": config})
         else:
             _ANSWERS[key] = ask_child(config, class_name)
     return _ANSWERS[key]
+
+
+def _is_in_process() -> bool:
+    """Whether no child is needed: torch is imported already, or an embedded interpreter has no executable to start."""
+    return "torch" in sys.modules or not sys.executable
 
 
 def _key(config: Mapping[str, Any], class_name: str) -> str:
@@ -225,6 +233,36 @@ def class_asked_before(config: Mapping[str, Any], class_name: str) -> KnownClass
         return None
     forms = tuple({name: tuple(shape) for name, shape in form.items()} for form in answer["forms"])
     return KnownClass(forms, answer["ties"])
+
+
+def memory_names(config: Mapping[str, Any], class_name: str | None) -> frozenset[str] | None:
+    """Return the names that a class has in memory; None if neither the table nor an earlier answer has them."""
+    if class_name is None:
+        return None
+    known = known_class(config, class_name) or class_asked_before(config, class_name)
+    return None if known is None else frozenset(known.forms[0])
+
+
+def has_names_of_files(config: Mapping[str, Any], class_name: str, names: Iterable[str]) -> bool:
+    """Whether the shipped table says that a class has these names, and the same names in memory and in files."""
+    known = known_class(config, class_name)
+    return known is not None and len(known.forms) == 1 and known.forms[0].keys() >= set(names)
+
+
+def files_of_class(config: Mapping[str, Any], class_name: str) -> Mapping[str, Any]:
+    """Return the description of a class, with ``"in_files"`` (see `class_child.answer`), or ``{"unknown": reason}``."""
+    return _describe(config, class_name)
+
+
+def memory_of_class(config: Mapping[str, Any], class_name: str, stored: ClassForm) -> Mapping[str, Any]:
+    """Return what the tensors of a class are made from (see `class_child`), or ``{"unknown": reason}``.
+
+    Args:
+        stored: name -> shape of the tensors of files.
+    """
+    if _is_in_process():
+        return class_child.answer({"class": class_name, "config": config, "stored": stored})
+    return ask_child(config, class_name, stored=stored)
 
 
 def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str) -> bool | None:
@@ -249,14 +287,24 @@ def orientation_of_class(config: Mapping[str, Any], class_name: str, module: str
     return orientations.pop() if len(orientations) == 1 else None
 
 
-def ties_of_class(config: Mapping[str, Any], class_name: str) -> Ties:
-    """Return the ties of a class with the settings of a config.json, by names in memory and by names in files."""
+def ties_of_class(config: Mapping[str, Any], class_name: str, names: Collection[str] = ()) -> Ties:
+    """Return the ties of a class with the settings of a config.json, by names in memory and by names in files.
+
+    Args:
+        names: names of the model's tensors. One name may be tied to a name in memory and to another one in files.
+    """
     known = known_class(config, class_name)
     if known is not None:
         return dict(known.ties), ()
     answer = _describe(config, class_name)
     if "ties" in answer:
-        return dict(answer["ties"]), ()
+        ties = dict(answer["ties"])
+        ties |= {
+            alias: target
+            for alias, target in answer["memory_ties"].items()
+            if target in names and ties[alias] not in names
+        }
+        return ties, ()
     if answer.get("is_absent"):
         return None, ()
     return None, (f"transformers could not say which weights of {class_name} are tied: {answer['unknown']}",)

@@ -262,6 +262,10 @@ def _ties(config: Mapping[str, Any]) -> bool:
     )
 
 
+NAMES_OF_FILES = ("hf", "bin")
+"""Kinds of sources whose tensors have the names that a class of transformers has in files."""
+
+
 def config_class(config: Mapping[str, Any]) -> str | None:
     """Return the name of the model's class in a config.json; None if it names none."""
     classes = config.get("architectures")

@@ -11,11 +11,11 @@ warning, and the new config.json declares no ties.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.model_class import ties_of_class
-from vescale_fsdp.checkpoint.formats.huggingface.repository import own_config
+from vescale_fsdp.checkpoint.formats.huggingface.model_class import memory_names, ties_of_class
+from vescale_fsdp.checkpoint.formats.huggingface.repository import config_class, own_config
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
 
@@ -36,7 +36,7 @@ _PAIRS = {
 
 
 def declared_ties(
-    config: Mapping[str, Any], names: Iterable[str] = ()
+    config: Mapping[str, Any], names: Collection[str] = ()
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Find the ties that a config.json declares.
 
@@ -45,7 +45,8 @@ def declared_ties(
 
     Args:
         config: a config.json.
-        names: names of the model's tensors, to recognize ties without transformers.
+        names: names of the model's tensors: they may be those in memory or those in files. Without transformers, ties
+            are recognized by them.
 
     Returns:
         Omitted name -> stored name; and warnings if the class gave no answer.
@@ -56,7 +57,7 @@ def declared_ties(
     is_untied = config.get("tie_word_embeddings") is False and True not in declared
     if is_untied or (True not in declared and not classes):
         return {}, ()
-    ties, warnings = ties_of_class(config, str(classes[0])) if classes else (None, ())
+    ties, warnings = ties_of_class(config, str(classes[0]), names) if classes else (None, ())
     if ties is None:  # without the class, only ties that tie_word_embeddings declares
         known = set(names)
         ties = {
@@ -76,16 +77,26 @@ def _tie_settings(config: Any) -> Iterator[bool | None]:
             yield from _tie_settings(value)
 
 
-def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def left_out_by(
+    source: Source, names: Collection[str], *, in_memory: bool = False
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """Find the names of tied tensors that a Hugging Face folder omits.
+
+    Args:
+        names: names of the folder's tensors.
+        in_memory: whether ``names`` are those that the class has in memory. By default they may be those in files, too,
+            and so may the omitted names.
 
     Returns:
         Omitted name -> the one of ``names`` that the folder stores, empty for other formats; and warnings.
     """
     if source.kind not in _FOLDERS:
         return {}, ()
-    ties, warnings = declared_ties(own_config(source.store), names)
-    return _absent(ties, names), warnings
+    config = own_config(source.store)
+    ties, warnings = declared_ties(config, names)
+    absent = _absent(ties, names)
+    own = memory_names(config, config_class(config)) if in_memory and absent else None
+    return absent if own is None else {name: kept for name, kept in absent.items() if name in own}, warnings
 
 
 def absent_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:

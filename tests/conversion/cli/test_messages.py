@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
-from tests.support.rule_cases import experts, hf_folder
+from tests.support.rule_cases import GROUPED_EXPERTS, experts, hf_folder
 from vescale_fsdp.checkpoint import CheckpointManager, latest, load, save
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
@@ -217,7 +217,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         missing = f"model.layers.0.mlp.experts.{number}.down_proj.weight"
         kept = {name: tensor for name, tensor in tensors.items() if name != missing}
         folder = hf_folder(tmp_path / str(number), kept, **config)
-        assert others in _error("to-fsdp2", folder, tmp_path / "out", "--rules", "transformers-moe")
+        assert others in _error("to-fsdp2", folder, tmp_path / "out", "--rules", GROUPED_EXPERTS)
 
 
 def test_what_differs_from_the_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.dtype_zoo import same_bytes
-from tests.support.rule_cases import convert_in_parts, experts, hf_folder, llama
+from tests.support.rule_cases import GROUPED_EXPERTS, convert_in_parts, experts, hf_folder, llama
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.rules.apply_to_state import _flat_entry
 from vescale_fsdp.errors import ConversionError
@@ -82,13 +82,13 @@ def test_moments_of_experts_are_taken_apart_and_grouped(tmp_path: Path) -> None:
     """Moments of a grouped tensor go to its experts, every one with its step and options; grouped again they are the
     same state."""
     source = hf_folder(tmp_path / "hf", experts("mlp", "gate_proj", "up_proj", "down_proj"))
-    convert_in_parts(source, tmp_path / "grouped.pt", "torch", rules="transformers-moe")
+    convert_in_parts(source, tmp_path / "grouped.pt", "torch", rules=GROUPED_EXPERTS)
     model = torch.load(tmp_path / "grouped.pt", weights_only=True)
     moments = {name: torch.randn_like(value) for name, value in model.items()}
     state = {name: {"exp_avg": moments[name], "step": torch.tensor(4.0)} for name in model}
     optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(model)}]}
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    options = {"rules": "transformers-moe", "assets": str(source)}
+    options = {"rules": GROUPED_EXPERTS, "assets": str(source)}
     convert_in_parts(tmp_path / "dcp", tmp_path / "apart.pt", "torch", rules_to="hf", **options)
     apart = torch.load(tmp_path / "apart.pt", weights_only=True)
     prefix = "model.layers.1.mlp.experts."

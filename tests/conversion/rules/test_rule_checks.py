@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.rule_cases import RULES, STACKED, convert_in_parts, deepseek, hf_folder
+from tests.support.rule_cases import GROUPED_EXPERTS, RULES, STACKED, convert_in_parts, deepseek, hf_folder
 from vescale_fsdp.conversion.rules.rule_file import Pattern
 from vescale_fsdp.errors import ConversionError
 
@@ -103,7 +103,7 @@ def test_what_does_not_come_apart_is_named(
     ("rules", "name", "todo"),
     [
         ("torchtitan-deepseek-v3", "model.layers.0.self_attn.o_proj.weight_scale_inv", "fp8_cast_bf16"),
-        ("transformers-moe", "model.layers.0.mlp.experts.0.up_proj.weight_scale_inv", "bf16"),
+        (GROUPED_EXPERTS, "model.layers.0.mlp.experts.0.up_proj.weight_scale_inv", "bf16"),
         ("torchtitan-gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_blocks", "dequantize"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conversion.rules.torchtitan_names import NAMES, expand
+from tests.support.rule_cases import GROUPED_EXPERTS
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
@@ -96,7 +97,7 @@ def _hugging_face(rules: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Any
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     plain = config.to_dict()
     if any(name.endswith("experts.gate_up_proj") for name in shapes) and model_name != "GptOss":
-        files = apply_rules(load_rules("transformers-moe"), _views(shapes), plain, to_hf=True)
+        files = apply_rules(load_rules(GROUPED_EXPERTS), _views(shapes), plain, to_hf=True)
         return _shapes(files.views), plain
     return shapes, plain
 

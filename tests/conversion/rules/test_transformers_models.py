@@ -47,9 +47,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str | None]] = {
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         {**MOE, "moe_intermediate_size": 12},
-        "transformers-moe",
+        None,
     ),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE, "transformers-mixtral"),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE, None),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**MOE, "layer_types": None}, None),
     "bert": (
         "BertForMaskedLM",

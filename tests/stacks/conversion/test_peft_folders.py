@@ -15,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.conversion.rules.multimodal_models import FAMILIES, build_multimodal
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
-from vescale_fsdp.errors import ConversionError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
 
@@ -107,9 +106,6 @@ def test_merge_and_export(tmp_path: Path, case: str, dtype: torch.dtype) -> None
     assert any((before[name] - found[name]).norm() > 0 for name in found)
 
 
-RULES = {"gemma3": "gemma3", "mistral3": "gemma3", "qwen2-vl": "qwen2-vl", "qwen2.5-vl": "qwen2-vl"}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_text_and_images(tmp_path: Path, family: str) -> None:
     """An adapter has the names of the model in memory; where the base's files have others, rules lead there."""
@@ -131,11 +127,7 @@ def test_models_of_text_and_images(tmp_path: Path, family: str) -> None:
     model.merge_and_unload().save_pretrained(tmp_path / "expected")
 
     source, out = open_source(base), str(tmp_path / "merged")
-    if family in RULES:
-        with pytest.raises(ConversionError, match="--rules"):
-            convert(source, out, "hf", ConvertOptions(merge=adapter))
-    rules = f"transformers-{RULES[family]}" if family in RULES else None
-    convert(source, out, "hf", ConvertOptions(merge=adapter, rules=rules))
+    convert(source, out, "hf", ConvertOptions(merge=adapter))
     _equal(load_file(tmp_path / "expected" / "model.safetensors"), load_file(f"{out}/model.safetensors"))
 
 

@@ -337,6 +337,7 @@ def test_without_transformers(llama: Path, tmp_path: Path, monkeypatch: pytest.M
         return {"unknown": "planted", "is_absent": True}
 
     monkeypatch.setattr("vescale_fsdp.checkpoint.formats.huggingface.class_check.ask_child", ask)
+    monkeypatch.setattr(model_class, "_ANSWERS", {})  # of other tests
     report = convert(open_source(str(llama)), tmp_path / "out", "hf")
     assert report.check is not None and report.check.how == "table"
     with pytest.raises(ConversionError) as refused:
@@ -355,6 +356,7 @@ def test_the_child(child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "transformers.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
+    monkeypatch.setattr(model_class, "_ANSWERS", {})  # of other tests
     check = convert(open_source("hf"), "out", "hf").check
     assert check is not None and (check.how, check.problems) == ("class", ())
     assert 2**27 < check.child_bytes < 2**31 and not os.path.exists("ran")
