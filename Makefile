@@ -106,7 +106,7 @@ test-device: venv
 
 # One after the other, because their ranks use all cores.
 test-lab: venv
-	$(IN_VENV) -m pytest -m lab --durations 25
+	LAB=all $(IN_VENV) -m pytest -m lab --durations 25
 
 test-faults: venv
 	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/save/test_fault_matrix.py \

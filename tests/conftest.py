@@ -33,18 +33,18 @@ torch.set_num_threads(1)
 # one of these at the end.
 LONG = (
     "checkpoint/save/test_fault_matrix.py",
+    "vescale_fsdp/elastic/test_store_membership.py",
     "vescale_fsdp/device/test_programs.py",
-    "vescale_fsdp/optim/test_rounding.py",
-    "vescale_fsdp/optim/test_launches_of_steps.py",
-    "vescale_fsdp/optim/test_state_dict.py",
+    "checkpoint/formats/test_conformance.py",
+    "checkpoint/storage/test_remote.py",
+    "checkpoint/memory/test_ram_tier.py",
+    "checkpoint/formats/huggingface/test_class_check.py",
     "vescale_fsdp/runtime/fuzz/test_fuzz.py",
-    "vescale_fsdp/runtime/comm/test_reduction.py",
-    "checkpoint/save/test_faults.py",
-    "vescale_fsdp/optim/test_flat_optimizer.py",
-    "vescale_fsdp/elastic/test_formation.py",
+    "vescale_fsdp/elastic/test_kills.py",
     "conversion/test_urls.py",
-    "vescale_fsdp/runtime/setup/test_dp_mesh_dims.py",
-    "vescale_fsdp/dtensor/test_op_db.py",
+    "vescale_fsdp/runtime/test_numerics.py",
+    "vescale_fsdp/elastic/test_job.py",
+    "checkpoint/ranks/test_roll_call.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
 

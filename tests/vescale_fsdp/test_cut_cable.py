@@ -1,7 +1,7 @@
 """A cable is pulled, in each phase of a job on two nodes: every rank ends in time and says whom it misses.
 
 No packet says that a peer is gone, so only time-outs end a wait. What was acknowledged before is restored after the
-cable is back.
+cable is back. `make test-lab` cuts it in every phase, the part "faults" in two.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _ends(runs: dict[int, Run]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", PHASES if os.environ.get("LAB") == "all" else ("gather", "commit"))
 def test_all_ranks_end_and_name_those_behind_the_cut(phase: str, tmp_path: Path) -> None:
     with Lab(nodes=2, minutes=6, shared=[tmp_path]) as lab:
         runs = _launch(lab, phase, tmp_path)
