@@ -540,10 +540,12 @@ class GroupCoordinator(Coordinator):
     def _silent(self) -> str:
         """Name the ranks that do not report a failure soon after this rank, for an error."""
         store, key = store_of(self.group), "vescale_fsdp failed on {}"
+        # A closed connection: the rank has ended, or has failed first and reports at once.
+        wait_s = _REPORT_S / 4 if closed_peers(self.group) else _REPORT_S
 
         def silent() -> list[int]:
             store.set(key.format(self.rank), "")
-            deadline_s = time.monotonic() + _REPORT_S
+            deadline_s = time.monotonic() + wait_s
             while True:
                 left = [
                     rank for rank in range(min(self.world_size, 64)) if not store.check([key.format(rank)])
@@ -553,7 +555,7 @@ class GroupCoordinator(Coordinator):
                 time.sleep(_POLL_S)
 
         try:
-            left = within(_READERS_S, silent, f"rank {self.rank}")
+            left = within(2 * wait_s, silent, f"rank {self.rank}")
         except RuntimeError:  # torch's errors of a store, and the LifecycleError of `within`
             return "no answer from rank 0, or the launcher that hosts the process group's store"
         return f"no report from ranks {left}" if left else "a report from every rank"

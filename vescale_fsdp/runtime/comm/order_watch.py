@@ -51,7 +51,6 @@ _ALARMS_PER_BOUND = 4
 _SETTLE_S = 0.05
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
 _LOST_S = 0.3  # the same, if a connection is closed: the rank behind it has probably ended, and shows no log
-_ANSWER_S = 2.0  # seconds for which the store may take to answer after that
 # A log of this length is compared though no step has ended, because forwards without gradients end no step.
 _MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
@@ -149,10 +148,20 @@ class OrderWatch:
         """
         if isinstance(failure, VescaleError):  # an error of this package needs no explanation
             return
+        groups = {group for each in self.over for group in each.process_groups()}
+        # A closed connection: the rank has ended, or has failed first and publishes its log at once.
+        is_closed = any(dist.get_backend(group) == "gloo" and closed_peers(group) for group in groups)
+        wait_s = _LOST_S if is_closed else _FAILED_S
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         # In a thread, because a store on a machine that cannot be reached answers after minutes, or never.
-        looking = threading.Thread(target=self._look_late, name="vescale_fsdp explain", daemon=True)
+        looking = threading.Thread(
+            target=self._look_late,
+            args=(wait_s, sorted(ranks)[:_MOST_LOGS]),
+            name="vescale_fsdp explain",
+            daemon=True,
+        )
         looking.start()
-        looking.join(_FAILED_S + _ANSWER_S)
+        looking.join(2 * wait_s)
         if self._is_concluding:
             looking.join()  # bounded by `_conclude`
         if self.error is not None:
@@ -163,7 +172,7 @@ class OrderWatch:
         if silent:
             raise LifecycleError(
                 "A collective failed, and not all ranks report it.",
-                expected=f"a report from every rank of the collective within {_FAILED_S:g} s",
+                expected=f"a report from every rank of the collective within {wait_s:g} s",
                 got=f"none from {silent}, which may have ended, be unreachable, or not have met the failure yet; the "
                 f"collective's error: {failure}",
                 where=f"rank {self._rank}",
@@ -171,17 +180,13 @@ class OrderWatch:
                 "last saved step",
             ) from failure
 
-    def _look_late(self) -> None:
-        """Compare the logs of all ranks that publish theirs soon; note the ranks that do not."""
-        groups = {group for each in self.over for group in each.process_groups()}
-        # A closed connection: the rank has ended, or has failed first and publishes its log at once.
-        is_closed = any(dist.get_backend(group) == "gloo" and closed_peers(group) for group in groups)
-        deadline = time.monotonic() + (_LOST_S if is_closed else _FAILED_S)
+    def _look_late(self, wait_s: float, ranks: list[int]) -> None:
+        """Compare the logs of all ranks that publish theirs in time; note those of ``ranks`` that do not."""
+        deadline = time.monotonic() + wait_s
         self.guarded(self._report)
         while not self.guarded(self.look, True) and time.monotonic() < deadline:
             time.sleep(0.02)  # much shorter than the limits, yet little load on the store
-        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-        self.guarded(self._find_silent, sorted(ranks)[:_MOST_LOGS])
+        self.guarded(self._find_silent, ranks)
 
     def _report(self) -> bool:
         self._store.set(f"{self._key} failed on {self._rank}", "")
