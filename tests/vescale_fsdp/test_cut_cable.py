@@ -144,7 +144,9 @@ def test_all_ranks_end_and_name_those_behind_the_cut(phase: str, tmp_path: Path)
         assert end["error"] is not None, (rank, end)
         assert end["took_s"] <= MOST_S.get(phase, 2 * TIMEOUT_S), (rank, end)
         missed = ("[2, 3]",) if rank < 2 else ("rank 0", "store")  # the store is in the process of rank 0
-        assert any(name in end["text"] for name in missed) or phase == "rendezvous", (rank, end)
+        # torch's own errors, of its rendezvous and of the sum in a DTensor's norm, name no ranks.
+        is_torchs = phase in ("rendezvous", "norm")
+        assert any(name in end["text"] for name in missed) or is_torchs, (rank, end)
     assert {end["error"] for end in again} == {None}
     assert len({end["restored"] for end in again}) == 1 and again[0]["restored"] >= acknowledged
 
