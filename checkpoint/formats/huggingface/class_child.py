@@ -202,10 +202,20 @@ def _traced_class() -> Any:
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            result = super().__torch_function__(func, types, args, kwargs or {})
+            given = kwargs or {}
+            if func.__name__ == "__get__":  # an attribute, such as `_version` below
+                return super().__torch_function__(func, types, args, given)
+            traced = [each for each in (*args, *given.values()) if isinstance(each, cls)]
+            versions = [each._version for each in traced]
+            result = super().__torch_function__(func, types, args, given)
+            # A tensor that was written no longer has the items that its expression, or that of a view of it, says.
+            if func == torch.Tensor.data.__set__ or versions != [each._version for each in traced]:
+                raise NotImplementedError(
+                    f"the class writes to weights while it converts them ({func.__name__})"
+                )
             record = _RECORDS.get(func.__name__)
             if record is not None:
-                record(result, *args, **(kwargs or {}))
+                record(result, *args, **given)
             return result
 
     return _Traced
@@ -220,7 +230,7 @@ def _traced(name: str, shape: Sequence[int]) -> Any:
 
 
 def _same(result: Any, tensor: Any, *_: Any, **__: Any) -> None:
-    result.expression = tensor.expression
+    result.expression = tensor.expression if result.is_floating_point() else None
 
 
 def _moved(operation: str, arguments: list[Any], *inputs: Any) -> Any:
@@ -231,7 +241,9 @@ def _moved(operation: str, arguments: list[Any], *inputs: Any) -> Any:
 
 def _record_reshape(result: Any, tensor: Any, *_: Any, **__: Any) -> None:
     made = _moved("reshape", [list(result.shape)], tensor)
-    if result.shape == tensor.shape:
+    if result.dtype != tensor.dtype:  # a view of the bytes as another type
+        made = None
+    elif result.shape == tensor.shape:
         made = tensor.expression
     elif (
         tensor.expression and tensor.expression[0] == "slice"
