@@ -91,6 +91,7 @@ def _restore(
         erase(state)
         manager = _manager(LocalStorage(root) if reads_disk else _NoReads(root), shm, **options)
         restored = manager.restore(state)
+        manager.wait()  # copies that are made again must not be under way when the test loses a node
     assert restored is not None
     full = state["model"]["w"].full_tensor()
     assert full.numel() and full.eq(restored.step).all() and state["stock"]["plain"].eq(restored.step).all()
