@@ -749,6 +749,15 @@ def closed_peers(group: dist.ProcessGroup) -> list[int]:
     return closed
 
 
+def ended_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a gloo group that have probably ended: `closed_peers`, or none if all of several are closed.
+
+    A wait of this rank that times out closes all connections, so these then say nothing about the other ranks.
+    """
+    closed = closed_peers(group)
+    return [] if 1 < len(closed) == group.size() - 1 else closed
+
+
 def break_group(group: dist.ProcessGroup) -> None:
     """Abort a group: collectives in flight and later ones raise, on this rank and on ranks that wait for this rank."""
     if group.size() == 1:  # no other rank waits

@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -33,10 +34,10 @@ from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
-from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, within
+from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, silent_ranks, within
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, digest_of, hex_checksum_of
-from vescale_fsdp.collectives import break_group, closed_peers, new_group
+from vescale_fsdp.collectives import break_group, ended_peers, new_group
 from vescale_fsdp.errors import (
     ArgumentError,
     CheckpointError,
@@ -55,7 +56,9 @@ _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _WORST = "_worst"  # attribute of errors that all ranks raise: the severity of the worst rank's error
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB, the largest message of a rank: other ranks allocate memory for it
 COMMIT, ABORT = "commit", "abort"
-_REPORT_S = 1.0  # for which a rank whose collective failed waits for the reports of other ranks
+# Seconds for which a rank whose collective failed waits for the reports of other ranks: in general, if a rank has
+# probably ended, and in addition for an answer of the store.
+_REPORT_S, _LOST_S, _ANSWER_S = 1.0, 0.3, 1.0
 _READERS_S = 5.0  # a rank that has not read a decision after this time has ended, or cannot reach the store
 _POLL_S = 0.001  # between two reads of a counter in the store
 _LONGEST_S = 1800.0  # torch's default time-out of groups
@@ -379,9 +382,7 @@ class GroupCoordinator(Coordinator):
                 num_read = store.add(f"{name} read", 0)  # adding 0 reads the counter
 
     def leave(self, name: str, rank: int | None) -> tuple[int, ...]:
-        lost = closed_peers(self.group)
-        if 1 < len(lost) == self.world_size - 1:  # gloo closes all connections when a wait times out
-            lost = []
+        lost = ended_peers(self.group)
         if not lost and rank is not None:
             lost = [rank]
         store = store_of(self.group)
@@ -539,26 +540,13 @@ class GroupCoordinator(Coordinator):
 
     def _silent(self) -> str:
         """Name the ranks that do not report a failure soon after this rank, for an error."""
-        store, key = store_of(self.group), "vescale_fsdp failed on {}"
-        # A closed connection: the rank has ended, or has failed first and reports at once.
-        wait_s = _REPORT_S / 4 if closed_peers(self.group) else _REPORT_S
-
-        def silent() -> list[int]:
-            store.set(key.format(self.rank), "")
-            deadline_s = time.monotonic() + wait_s
-            while True:
-                left = [
-                    rank for rank in range(min(self.world_size, 64)) if not store.check([key.format(rank)])
-                ]
-                if not left or time.monotonic() > deadline_s:
-                    return left
-                time.sleep(_POLL_S)
-
+        wait_s = _LOST_S if ended_peers(self.group) else _REPORT_S
+        ask = partial(silent_ranks, store_of(self.group), self.rank, self.world_size, wait_s)
         try:
-            left = within(2 * wait_s, silent, f"rank {self.rank}")
+            silent = within(wait_s + _ANSWER_S, ask, f"rank {self.rank}")
         except RuntimeError:  # torch's errors of a store, and the LifecycleError of `within`
-            return "no answer from rank 0, or the launcher that hosts the process group's store"
-        return f"no report from ranks {left}" if left else "a report from every rank"
+            return "no answer from the process group's store, which rank 0 or its launcher hosts"
+        return f"no report from ranks {silent}" if silent else "a report from every rank"
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
         with self._reaching(f"sending to rank {to_rank}"):

@@ -32,6 +32,7 @@ _DIGEST = "sha256"
 _MAC_BYTES = 64  # length of a SHA-256 digest in hexadecimal
 _SIOCGIFADDR = 0x8915  # Linux ioctl, absent from Python's modules: get the IPv4 address of an interface
 _POLL_S = 0.02  # between two checks for missing keys
+_MOST_READ = 64  # ranks whose reports are read for an error
 T = TypeVar("T")
 
 
@@ -184,6 +185,25 @@ def within(timeout_s: float, call: Callable[[], T], what: str) -> T:
             where=what,
             todo="check the process that hosts the store; restart it and this job",
         ) from None
+
+
+def silent_ranks(store: dist.Store, rank: int, world_size: int, wait_s: float) -> list[int]:
+    """Report in a group's store that a collective failed on this rank; return the ranks that do not report it in time.
+
+    Args:
+        wait_s: how long to wait for reports. Only those of the first 64 ranks are read, to limit the load on the store.
+    """
+    keys = {each: f"vescale_fsdp failed on {each}" for each in range(min(world_size, _MOST_READ))}
+    store.check(
+        [keys[0]]
+    )  # first: the store of an elastic epoch raises at once if a member is known to be lost
+    store.set(f"vescale_fsdp failed on {rank}", "")
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        silent = [each for each, key in keys.items() if not store.check([key])]
+        if not silent or time.monotonic() > deadline_s:
+            return silent
+        time.sleep(_POLL_S)
 
 
 class _StoreProxy(dist.Store):

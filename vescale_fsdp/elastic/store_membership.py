@@ -165,6 +165,11 @@ class StoreMembership:
         """Return whether a member is known to have left or ended; asks the store and the next rank's port."""
         return self._backend.has_lost()
 
+    @property
+    def knows_lost(self) -> bool:
+        """Whether a member is known to have left or ended. Asks nobody."""
+        return self._backend.knows_lost
+
     def leave(self) -> None:
         """Close the port and end keep-alives, so that other processes count this one as lost."""
         if self._rendezvous is not None:
@@ -224,6 +229,8 @@ class _EpochStore(BoundedStore):
         self._membership = membership
 
     def check(self, keys: list[str]) -> bool:
+        if self._membership.knows_lost:  # the store may be in the lost process, and would not answer
+            raise dist.DistStoreError(f"a member of the epoch was lost: {keys[:4]}")
         is_there = super().check(keys)
         if not is_there and self._membership.has_lost():
             raise dist.DistStoreError(f"a member of the epoch was lost before {keys[:4]} were set")
@@ -450,6 +457,11 @@ class _Backend(RendezvousBackend):
             self._lost, self.has_changed = {following}, True
         else:
             self.get_state()
+        return bool(self._lost)
+
+    @property
+    def knows_lost(self) -> bool:
+        """Whether `has_lost` has returned True in this epoch, or a keep-alive has found a member to be lost."""
         return bool(self._lost)
 
     # -- between epochs ---------------------------------------------------------------------------------

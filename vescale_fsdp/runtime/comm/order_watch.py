@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import break_group, closed_peers
+from vescale_fsdp.collectives import break_group, closed_peers, ended_peers
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
 
@@ -50,7 +50,8 @@ _ALARMS_PER_BOUND = 4
 # Seconds: longest wait before the first reduction after a forward. Short, so that a slow store does not delay steps.
 _SETTLE_S = 0.05
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
-_LOST_S = 0.3  # the same, if a connection is closed: the rank behind it has probably ended, and shows no log
+_LOST_S = 0.3  # the same, if a rank has probably ended: it publishes no log
+_ANSWER_S = 1.0  # seconds for which the store may take to answer after that
 # A log of this length is compared though no step has ended, because forwards without gradients end no step.
 _MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
@@ -149,50 +150,55 @@ class OrderWatch:
         if isinstance(failure, VescaleError):  # an error of this package needs no explanation
             return
         groups = {group for each in self.over for group in each.process_groups()}
-        # A closed connection: the rank has ended, or has failed first and publishes its log at once.
-        is_closed = any(dist.get_backend(group) == "gloo" and closed_peers(group) for group in groups)
-        wait_s = _LOST_S if is_closed else _FAILED_S
-        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        of_gloo = [group for group in groups if dist.get_backend(group) == "gloo"]
+        # gloo's errors have no class of their own, but a collective that fails leaves connections closed.
+        is_collective = isinstance(failure, dist.DistError) or any(map(closed_peers, of_gloo))
+        wait_s = _LOST_S if any(map(ended_peers, of_gloo)) else _FAILED_S
+        ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
         # In a thread, because a store on a machine that cannot be reached answers after minutes, or never.
         looking = threading.Thread(
             target=self._look_late,
-            args=(wait_s, sorted(ranks)[:_MOST_LOGS]),
+            args=(wait_s, ranks[:_MOST_LOGS] if is_collective else ()),
             name="vescale_fsdp explain",
             daemon=True,
         )
         looking.start()
-        looking.join(2 * wait_s)
+        looking.join(wait_s + _ANSWER_S)
         if self._is_concluding:
             looking.join()  # bounded by `_conclude`
         if self.error is not None:
             raise self.error from failure
-        silent = f"ranks {self._silent}" if self._silent else ""
-        if looking.is_alive() or (self._has_ended and not silent):
-            silent = "rank 0, or the launcher that hosts the process group's store"
-        if silent:
+        if not is_collective:  # such as too little memory on this rank
+            return
+        missing = f"ranks {self._silent}" if self._silent else ""
+        if looking.is_alive() or (self._has_ended and not missing):
+            missing = "the process group's store, which rank 0 or its launcher hosts"
+        if missing:
             raise LifecycleError(
                 "A collective failed, and not all ranks report it.",
                 expected=f"a report from every rank of the collective within {wait_s:g} s",
-                got=f"none from {silent}, which may have ended, be unreachable, or not have met the failure yet; the "
-                f"collective's error: {failure}",
+                got=f"none from {missing}; the collective's error: {failure}",
                 where=f"rank {self._rank}",
-                todo="look at the logs of those ranks, at their machines and at the network; then restart from the "
-                "last saved step",
+                todo="look at the logs of those ranks: they have ended, cannot be reached, or have not met the failure "
+                "yet. Look at their machines and the network, and restart from the last saved step",
             ) from failure
 
-    def _look_late(self, wait_s: float, ranks: list[int]) -> None:
-        """Compare the logs of all ranks that publish theirs in time; note those of ``ranks`` that do not."""
+    def _look_late(self, wait_s: float, ranks: Sequence[int]) -> None:
+        """Compare the logs of all ranks that publish theirs in time; note those of ``ranks`` that report no failure."""
         deadline = time.monotonic() + wait_s
+        is_complete = self.guarded(self.look, True)
         self.guarded(self._report)
-        while not self.guarded(self.look, True) and time.monotonic() < deadline:
+        while not is_complete and time.monotonic() < deadline:
             time.sleep(0.02)  # much shorter than the limits, yet little load on the store
+            is_complete = self.guarded(self.look, True)
         self.guarded(self._find_silent, ranks)
 
     def _report(self) -> bool:
+        """Tell other ranks that a collective failed here."""
         self._store.set(f"{self._key} failed on {self._rank}", "")
         return True
 
-    def _find_silent(self, ranks: list[int]) -> bool:
+    def _find_silent(self, ranks: Sequence[int]) -> bool:
         """Note those of ``ranks`` that have not reported a failure."""
         self._silent = [rank for rank in ranks if not self._store.check([f"{self._key} failed on {rank}"])]
         return True
