@@ -193,6 +193,11 @@ def _traced_class() -> Any:
     """Return the class `_Traced`. It is made here, because this module imports torch, its base class's home, late."""
     import torch
 
+    from vescale_fsdp.torch_private import versions_of
+
+    tensor_class: Any = torch.Tensor  # to type checkers, `data` is a tensor rather than a descriptor
+    set_data = tensor_class.data.__set__
+
     class _Traced(torch.Tensor):
         """A tensor on the meta device that records which items of which named tensors it consists of."""
 
@@ -206,10 +211,10 @@ def _traced_class() -> Any:
             if func.__name__ == "__get__":  # an attribute, such as `_version` below
                 return super().__torch_function__(func, types, args, given)
             traced = [each for each in (*args, *given.values()) if isinstance(each, cls)]
-            versions = [each._version for each in traced]
+            versions = versions_of(traced)
             result = super().__torch_function__(func, types, args, given)
             # A tensor that was written no longer has the items that its expression, or that of a view of it, says.
-            if func == torch.Tensor.data.__set__ or versions != [each._version for each in traced]:
+            if func == set_data or versions != versions_of(traced):
                 raise NotImplementedError(
                     f"the class writes to weights while it converts them ({func.__name__})"
                 )
