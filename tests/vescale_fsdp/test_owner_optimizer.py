@@ -122,11 +122,11 @@ def check(every: list[Values], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("adafactor", "native"),
         ("muon", "dcp"),
         ("lists", "native"),
         pytest.param("lists", "dcp", marks=pytest.mark.part("numerics")),
         pytest.param("muon", "native", marks=pytest.mark.part("numerics")),
+        pytest.param("adafactor", "native", marks=pytest.mark.part("numerics")),
         pytest.param("adafactor", "dcp", marks=pytest.mark.part("numerics")),
         pytest.param("adamw", "native", marks=pytest.mark.part("numerics")),
     ],

@@ -201,8 +201,10 @@ def _every_fault(
     ("bad_rank", "verify"),
     [
         (0, "before"),
-        (1, "while"),
-        *(pytest.param(*row, marks=pytest.mark.part("faults")) for row in ((1, "before"), (0, "while"))),
+        *(
+            pytest.param(*row, marks=pytest.mark.part("faults"))
+            for row in ((1, "before"), (0, "while"), (1, "while"))
+        ),
     ],
 )
 def test_whatever_one_rank_meets_all_raise(bad_rank: int, verify: Verify, tmp_path: Path) -> None:

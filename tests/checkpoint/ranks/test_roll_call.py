@@ -89,14 +89,14 @@ def _one_rank_stays_away(folder: Path, call: str, missing: int, before: int) -> 
 @pytest.mark.parametrize(
     ("call", "missing", "before"),
     [
-        ("save", 1, 0),
-        ("async_save", 1, 1),
         ("manager", 2, 1),
         ("restore", 0, 0),
         *(
             pytest.param(*row, marks=pytest.mark.part("faults"))
             for row in (
+                ("save", 1, 0),
                 ("save", 2, 1),
+                ("async_save", 1, 1),
                 ("async_save", 0, 0),
                 ("load", 1, 0),
                 ("should_save", 1, 0),

@@ -6,6 +6,7 @@ What a case wrote to stderr is in FOLDER/<case>.err, exit statuses in FOLDER/cod
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -96,6 +97,7 @@ _CASES: dict[str, Callable[[Path], None]] = {
 
 def _main(folder: Path) -> None:
     torch.set_num_threads(1)  # a forked child must not use OpenMP threads that its parent had
+    gc.freeze()  # or each child, at its end, would collect what all imported
     children = {}
     for name, case in _CASES.items():
         child = os.fork()

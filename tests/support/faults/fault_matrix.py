@@ -122,11 +122,9 @@ SETTINGS = [
 # Of `make test`: every action, way, form, mode and store at least once.
 CORE_SETTINGS = [
     Setting("save", "manager", "native", "async", "local"),
-    Setting("save", "path", "native", "sync", "s3"),
     Setting("save", "path", "zarr", "sync", "local"),
     Setting("save", "path", "hf", "sync", "s3"),
     Setting("save", "path", "dcp", "sync", "local"),
-    Setting("save", "memory", "native", "sync", "local"),
     Setting("restore", "manager", "native", "once", "local"),
     Setting("restore", "memory", "native", "each", "local"),
     Setting("restore", "path", "native", "each", "far"),

@@ -162,8 +162,8 @@ def towers(context: type[CommContext], kind: str, orders: list[Any]) -> dict[Any
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        ("shards", 1),
-        ("read twice", 1),
+        pytest.param("shards", 1, marks=pytest.mark.part("numerics")),
+        pytest.param("read twice", 1, marks=pytest.mark.part("numerics")),
         ("replicas", 13),
         ("parts", 13),
         pytest.param("replicas", 3, marks=pytest.mark.part("numerics")),

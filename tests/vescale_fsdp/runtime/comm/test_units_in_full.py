@@ -220,7 +220,7 @@ FEW = ["plain", "checkpoint", "base layers apart"]
     ("frozen", "ways"),
     [
         (SOME, list(WAYS)),
-        (OTHERS, FEW),
+        pytest.param(OTHERS, FEW, marks=pytest.mark.part("numerics")),
         pytest.param(OTHERS, [name for name in WAYS if name not in FEW], marks=pytest.mark.part("numerics")),
     ],
     ids=["some", "others", "others-more"],

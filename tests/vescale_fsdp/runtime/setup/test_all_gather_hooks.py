@@ -114,8 +114,8 @@ def train_beside_fsdp2(
         (2, Int8Rows, 8, {"reshard_after_forward": False}),
         (2, Int8Rows, 8, {"hybrid": True}),
         (2, HalfRows, 7, {}),
-        (3, HalfRows, 7, {}),
-        (4, HalfRows, 7, {}),
+        pytest.param(3, HalfRows, 7, {}, marks=pytest.mark.part("numerics")),
+        pytest.param(4, HalfRows, 7, {}, marks=pytest.mark.part("numerics")),
     ],
     ids=str,
 )

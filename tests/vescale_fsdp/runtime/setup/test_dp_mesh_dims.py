@@ -153,10 +153,8 @@ PARITIES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[Row]]] = {
 
 
 @WITH_DIMS
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "tp" else pytest.mark.part("numerics")) for name in PARITIES],
-)
+@pytest.mark.part("numerics")
+@pytest.mark.parametrize("name", PARITIES)
 def test_named_axes_train_as_fsdp2_and_one_process(name: str) -> None:
     """Losses and gradients equal FSDP2's (to the bit where each sum is of two) and one process's.
 
