@@ -9,7 +9,7 @@ import pytest
 
 from tools.torchrun_job import Job
 
-SAVES_IN_THE_MIDDLE = ("accelerate", "automodel", "trainer", "trl_lora")
+SAVES_IN_THE_MIDDLE = ("accelerate", "automodel", "trainer", "trl_lora", "verl")
 
 
 @pytest.mark.parametrize("stack", [*SAVES_IN_THE_MIDDLE, "fabric", "lightning"])

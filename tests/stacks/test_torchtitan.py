@@ -1,4 +1,4 @@
-"""torchtitan under our runtime and checkpoints: losses, resumes, experts, Hugging Face in and out."""
+"""torchtitan under our runtime: losses, resumes, experts, Hugging Face in and out; torchft's hook of replica groups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformers import AutoModelForCausalLM
 
-from tests.support.distributed import run_ranks
+from tests.support.distributed import cpu_mesh, run_ranks
 from tools.torchrun_job import Job
+from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import read_state
 from vescale_fsdp.conversion.cli.main import cli
 
@@ -171,3 +175,35 @@ def test_what_cannot_be_honored() -> None:
     assert "enable_fsdp_symm_mem" in symmetric
     assert "spmd_backend" in backend
     assert "BaseCheckpointManager" in manager
+
+
+def gradients_of_replicas(with_ours: bool) -> list[torch.Tensor]:
+    """Gradients of two replicas, each of one rank, whose hook averages them."""
+    from torchtitan.experiments.torchft.manager import TorchFTManager
+
+    mesh = cpu_mesh(2, 1, names=("replica", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    for module in (*model, model):
+        (fully_shard if with_ours else torch_fully_shard)(module, mesh=mesh["shard"])
+    manager = object.__new__(TorchFTManager)  # its quorum needs a server; what it does to the model does not
+    manager._manager, manager.use_async_quorum = object(), True
+    manager.replicate_pg = mesh["replica"].get_group()
+    manager.maybe_set_all_reduce_hook([model])
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def gradients_of_both() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Stock FSDP2's and ours."""
+    return gradients_of_replicas(False), gradients_of_replicas(True)
+
+
+def test_torchfts_hook_averages_between_replicas() -> None:
+    """Both replicas have the same gradients, which are stock FSDP2's."""
+    found = run_ranks(2, gradients_of_both)
+    for stock, ours in found:
+        assert len(ours) == 4
+        for ours_grad, stock_grad, elsewhere in zip(ours, stock, found[0][1], strict=True):
+            assert torch.equal(ours_grad, stock_grad) and torch.equal(ours_grad, elsewhere)
+            assert ours_grad.abs().sum() > 0

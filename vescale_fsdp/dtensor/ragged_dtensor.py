@@ -91,6 +91,24 @@ def identified_by_address() -> Iterator[None]:
         _identified_by_address.pop()
 
 
+# One entry per `pieces_in_torch_save` that is active, in any thread.
+_pieces_in_torch_save: list[None] = []
+
+
+@contextmanager
+def pieces_in_torch_save() -> Iterator[None]:
+    """Context manager: in the whole process, ``torch.save`` stores the rank's piece of a ragged tensor, and its boxes.
+
+    For training stacks that save one file per rank. ``torch.load`` gives ragged tensors to the same number of ranks;
+    `vescale_fsdp.checkpoint.load` reads the files of all ranks on any number of ranks.
+    """
+    _pieces_in_torch_save.append(None)
+    try:
+        yield
+    finally:
+        _pieces_in_torch_save.pop()
+
+
 _AS_GIVEN = "_vescale_as_given"  # attribute of a piece, set by `show_as_given`
 
 
@@ -321,6 +339,18 @@ class RaggedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The protocol identifies the caller: only torch.save uses this one, while pickle, multiprocessing and DCP's
         # process writer use a later one.
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        local = piece_in(self).detach()  # without the attribute `_AS_GIVEN`
+        if protocol == torch.serialization.DEFAULT_PROTOCOL and _pieces_in_torch_save:
+            boxes = tuple((box.offsets, box.sizes) for box in self.boxes)
+            return _rebuild_piece, (
+                local,
+                tuple(self.shape),
+                boxes,
+                self._spec,
+                self.requires_grad,
+                is_parameter,
+            )
         if protocol == torch.serialization.DEFAULT_PROTOCOL:
             raise UnsupportedOpError(
                 "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
@@ -330,8 +360,6 @@ class RaggedDTensor(DTensor):
                 todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
                 "or torch.save(tensor.full_tensor()) on one rank",
             )
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        local = piece_in(self).detach()  # without the attribute `_AS_GIVEN`
         return _rebuild, (local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
 
     def share_memory_(self) -> NoReturn:
@@ -411,6 +439,24 @@ def _rebuild(
     """Return an unpickled or copied tensor. Pickles contain this function's name."""
     tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+@set_module("vescale_fsdp.dtensor")
+def _rebuild_piece(
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
+    spec: DTensorSpec,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    """Return a tensor of a file that `pieces_in_torch_save` made. Such files contain this function's name.
+
+    Args:
+        shape, boxes: the global shape and the rank's boxes (offsets, sizes), in the order of the items of ``local``.
+            For readers of the files of all ranks, which know no placements (`checkpoint.formats.torch_save`).
+    """
+    return _rebuild(local, spec, None, requires_grad, is_parameter)
 
 
 def show_as_given(tensor: RaggedDTensor, piece: torch.Tensor) -> None:

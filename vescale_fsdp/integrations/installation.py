@@ -175,6 +175,10 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
             from vescale_fsdp.integrations.peft import ADAPTERS
 
             by_stack["peft"] = ADAPTERS
+    if "verl" in stacks and "verl.utils.checkpoint.fsdp_checkpoint_manager" in sys.modules:
+        from vescale_fsdp.integrations.verl import VERL
+
+        by_stack["verl"] = VERL
     return by_stack
 
 

@@ -249,7 +249,7 @@ _FSDP2_HOMES = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 STAND_INS = (
-    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADER_MODULE)),
+    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADER_MODULE, "verl.utils.fsdp_utils")),
     StandIn(
         torch_fsdp.register_fsdp_forward_method,
         _choice(torch_fsdp.register_fsdp_forward_method, our_register, "module", _is_sharded),

@@ -21,6 +21,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "torchtitan": ("0.3.0",),
         "transformers": ("5.23.0",),
         "trl": ("1.16.0",),
+        "verl": ("0.9.1",),
     }
 )
 

@@ -15,13 +15,13 @@ import math
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_numpy, dtype_from_torch
-from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.layout.geometry import Box, contiguous_strides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,6 +222,25 @@ class PiecesRef:
     shape: tuple[int, ...]  # of the full tensor
     dtype: DType
     pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # (offsets in the full tensor, the box's items)
+
+
+def _rebuild_piece(
+    local: TensorRef,
+    shape: tuple[int, ...],
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    *_: Any,
+) -> PiecesRef:
+    """Rebuild a ragged tensor of this package: the boxes follow each other in the rank's flat piece."""
+    pieces, start = [], local.storage_offset
+    for offsets, sizes in boxes:
+        ref = replace(local, shape=sizes, strides=contiguous_strides(sizes), storage_offset=start)
+        pieces.append((offsets, ref))
+        start += math.prod(sizes)
+    if local.shape != (start - local.storage_offset,):
+        raise pickle.UnpicklingError(
+            f"boxes of {start - local.storage_offset} items in a piece of {local.shape}"
+        )
+    return PiecesRef(shape, local.dtype, tuple(pieces))
 
 
 class _Fields(tuple[Any, ...]):
@@ -443,6 +462,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Tensor"): type("Tensor", (Record,), {}),  # the class of a tensor with attributes
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
+    ("vescale_fsdp.dtensor", "_rebuild_piece"): _rebuild_piece,
     ("torch", "device"): _device,
     **{
         (module, name): type(name, (Record,), {})
@@ -454,6 +474,8 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
             "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
             "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
             "torch.distributed.tensor.placement_types": ("Shard", "_StridedShard", "Replicate", "Partial"),
+            "vescale_fsdp": ("RaggedShard",),
+            "vescale_fsdp.layout": ("StridedRaggedShard",),
             "torch.distributed.remote_device": ("_remote_device",),
             "torch.distributed._shard.metadata": ("ShardMetadata",),
             "torch.distributed._shard.sharded_tensor.api": (

@@ -19,7 +19,14 @@ from vescale_fsdp.integrations import as_fsdp2, install, tried_versions
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
 ROOT = Path(__file__).parents[3]
-ONLY_NEEDED = ("jax", "fsspec", "s3fs", "gcp-storage-emulator")  # by Orbax, by gcsfs, and by gcsfs in a test
+ONLY_NEEDED = (
+    "jax",
+    "fsspec",
+    "s3fs",
+    "gcp-storage-emulator",
+    "ray",
+    "tensordict",
+)  # by Orbax, gcsfs, a test of it, verl
 
 
 def test_extras_pin_what_was_tried() -> None:

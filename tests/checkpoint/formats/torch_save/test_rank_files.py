@@ -12,13 +12,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
+from vescale_fsdp import RaggedShard, distribute_tensor
+from vescale_fsdp import fully_shard as our_fully_shard
+from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.dtensor.ragged_dtensor import pieces_in_torch_save
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.placement import StridedRaggedShard
 
 
 def _save_fsdp2(folder: str) -> Any:
@@ -60,11 +66,11 @@ def _save_two_axes(folder: str, bad: bool) -> None:
     torch.manual_seed(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     state: dict[str, Any] = {
-        "rows_of_replicas": distribute_tensor(torch.randn(5, 3), mesh, [Replicate(), Shard(0)]),
-        "rows_and_columns": distribute_tensor(torch.randn(5, 7), mesh, [Shard(0), Shard(1)]),
+        "rows_of_replicas": torch_distribute_tensor(torch.randn(5, 3), mesh, [Replicate(), Shard(0)]),
+        "rows_and_columns": torch_distribute_tensor(torch.randn(5, 7), mesh, [Shard(0), Shard(1)]),
     }
     if bad:
-        state["sum"] = distribute_tensor(torch.randn(4), mesh, [Replicate(), Partial()])
+        state["sum"] = torch_distribute_tensor(torch.randn(4), mesh, [Replicate(), Partial()])
     torch.save(state, f"{folder}/model_world_size_4_rank_{dist.get_rank()}.pt")
 
 
@@ -76,6 +82,88 @@ def test_meshes_of_two_axes(tmp_path: Path) -> None:
     torch.manual_seed(1)
     assert same_bytes(loaded["rows_of_replicas"], torch.randn(5, 3))
     assert same_bytes(loaded["rows_and_columns"], torch.randn(5, 7))
+
+
+def _ragged_state() -> dict[str, Any]:
+    """Tensors in every kind of ragged cut, whose items tell their positions; a trained parameter and its moments."""
+    mesh = cpu_mesh()
+    grid = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "inner"))
+    last = dist.get_world_size() - 1
+    state: dict[str, Any] = {
+        "inside a row": distribute_tensor(
+            _numbers(5, 3), mesh, [RaggedShard((0, 1), (4, *[0] * (last - 1), 11))]
+        ),
+        "all on the last": distribute_tensor(_numbers(3, 2), mesh, [RaggedShard((0,), (*[0] * last, 1))]),
+        "beside a Shard": distribute_tensor(
+            _numbers(6, 4), grid, [StridedRaggedShard((0,), (1,), dist.get_world_size()), Shard(0)]
+        ),
+        "whole": _numbers(4),
+    }
+    model = torch.nn.Linear(3, 7)
+    with torch.no_grad():
+        model.weight.copy_(_numbers(7, 3))
+    our_fully_shard(model, mesh=mesh, granularity="element")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    moments = {f"moment {i}": each["exp_avg"] for i, each in optimizer.state_dict()["state"].items()}
+    return {**state, **model.state_dict(), **moments}
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def _full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()
+    }
+
+
+def _save_pieces(folder: str) -> dict[str, torch.Tensor]:
+    """Save this rank's file; return the whole tensors after torch.load has given back equal pieces."""
+    torch.manual_seed(0)
+    state = _ragged_state()
+    file = f"{folder}/model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    with pieces_in_torch_save():
+        torch.save(state, file)
+    loaded = torch.load(file, weights_only=False)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            assert type(loaded[name]) is type(value) and loaded[name].placements == value.placements
+            assert same_bytes(loaded[name].to_local(), value.to_local())
+    full, again = _full(state), _full(loaded)
+    assert all(same_bytes(again[name], value) for name, value in full.items())
+    return full
+
+
+def _load_pieces(folder: str) -> list[str]:
+    """Names of the tensors that differ after `load` into the same state on other ranks."""
+    torch.manual_seed(7)
+    target = _ragged_state()
+    for value in target.values():
+        value.detach().fill_(-1)
+    load(folder, {"model": target})
+    torch.manual_seed(0)
+    return [
+        name for name, value in _full(_ragged_state()).items() if not same_bytes(_full(target)[name], value)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.part("formats"))])
+def test_pieces_of_ragged_tensors(tmp_path: Path, ranks: int) -> None:
+    """The same ranks get equal pieces of torch.load; other ranks, and converters, read the files of all ranks."""
+    full, *others = run_ranks(ranks, _save_pieces, str(tmp_path))
+    assert all(same_bytes(other[name], value) for other in others for name, value in full.items())
+    assert run_ranks(3, _load_pieces, str(tmp_path)) == [[]] * 3
+    convert(open_source(str(tmp_path)), str(tmp_path.parent / f"{tmp_path.name}_hf"), "hf")
+    loaded = load_file(tmp_path.parent / f"{tmp_path.name}_hf" / "model.safetensors")
+    assert len(full) == 8 and loaded.keys() == full.keys()
+    assert all(same_bytes(loaded[name], value) for name, value in full.items())
+
+    (tmp_path / f"model_world_size_{ranks}_rank_1.pt").unlink()
+    with pytest.raises(CorruptCheckpointError):
+        open_source(str(tmp_path))
 
 
 def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
