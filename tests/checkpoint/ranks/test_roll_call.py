@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.ranks import coordinator, roll_call
 from vescale_fsdp.errors import CheckpointError, LifecycleError
 from vescale_fsdp.torch_private import default_store
 
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 4.0  # a loaded machine may stop a rank for seconds
 
 
 class _Told(logging.Handler):

@@ -62,7 +62,7 @@ from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
 WORLD = 2
-_GROUP_TIMEOUT_S = 15.0
+_GROUP_TIMEOUT_S = 30.0
 _CELL_DEADLINE_S = 90.0
 _MARK = "injected fault"
 
