@@ -270,6 +270,32 @@ def plan_command(
         click.echo(f"wrote {file}", err=True)
 
 
+@cli.command("rules")
+@click.option(
+    "--suggest",
+    "suggested",
+    nargs=2,
+    type=Location(),
+    metavar="SRC MODEL",
+    help="Print rules from the names in SRC to those in MODEL: a Hugging Face folder, a config.json or a checkpoint.",
+)
+@SOURCE_OPTIONS
+@MODEL_PREFIX
+def rules_command(
+    suggested: tuple[str, str] | None, step: int | None, model_prefix: str | None, **options: Any
+) -> None:
+    """List the shipped key rules, or suggest a rule file for a checkpoint whose names differ from a model's."""
+    if suggested is None:
+        from vescale_fsdp.conversion.rules.rule_file import shipped_rules
+
+        click.echo("\n".join(shipped_rules()))
+        return
+    from vescale_fsdp.conversion.suggest import suggest
+
+    src, model = suggested
+    click.echo(suggest(_open(src, step, **options), model, model_prefix), nl=False)
+
+
 def _convert(
     target_kind: str,
     *,
@@ -362,6 +388,10 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": (
         "Print how fully_shard would lay out the model in SRC.",
         ("plan repository --shards 8,64,512 --granularity rows:32 --out pictures",),
+    ),
+    "rules": (
+        "List the shipped key rules, or suggest a rule file.",
+        ("rules", "rules --suggest run/step-00000020 original_repository"),
     ),
     "to-vescale": (
         "Write SRC to OUT as a native checkpoint.",

@@ -6,6 +6,7 @@ a rule restores the original shapes. A converter that silently skipped a key wou
 Sizes in rules are arithmetic expressions over the numbers of a config.json:
 
     "heads * head_dim"      names are [let] entries or keys of the config
+    "text_config.heads"     a key of a table in the config
     "a ?? b / c"            the value of the first alternative whose names all exist
 
 Only numbers, names, + - * / // and brackets are allowed. The result must be a whole number.
@@ -103,9 +104,11 @@ class _Application:
     _used: dict[str, KeyRule] = field(default_factory=dict)  # source key -> the rule that matches it
     _results: dict[str, TensorView] = field(default_factory=dict)
     _origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _made_by: dict[str, KeyRule] = field(default_factory=dict)  # result -> its rule
     _aliases: set[str] = field(default_factory=set)
     _unmatched: list[str] = field(default_factory=list)  # patterns of rules that match no key
     _errors: list[ConversionError] = field(default_factory=list)
+    _kept: frozenset[str] = frozenset()  # source keys that are not dropped
     _trimmed: list[str] = field(default_factory=list)  # warnings about removed padding
 
     def run(self) -> Applied:
@@ -116,6 +119,7 @@ class _Application:
         left_out = set(chain.from_iterable(by_drop))
         dropped = tuple(name for name in self.views if name in left_out)
         names = [name for name in self.views if name not in left_out]
+        self._kept = frozenset(names)
         for rule in self.rules.rules:
             self._collect_errors(lambda rule=rule: self._apply(rule, names))  # type: ignore[misc]
         unused = [name for name in names if name not in self._used]
@@ -212,15 +216,19 @@ class _Application:
             For each group one dict per source pattern: counted index -> key. The index is 0 if the rule counts nothing.
         """
         groups: dict[Key, list[dict[int, str]]] = {}
+        over = rule.over_ours if self.to_hf else rule.over_hf
         for row, pattern in enumerate(sources):
-            for name in names:
+            # A pattern without captures is one name: a file may have a rule for each of thousands of names.
+            for name in names if pattern.names else [pattern.text] * (pattern.text in self._kept):
                 captures = pattern.match(name)
                 if captures is None:
                     continue
                 if name in self._used:
-                    raise self._bad("one rule for each key", f"two for {name}", "make the patterns distinct")
+                    both = f"{self._used[name].text} and {rule.text}"
+                    todo = "remove one of the two rules, or make the patterns distinct"
+                    raise self._bad("one rule for each key", f"two for {name}: {both}", todo)
                 self._used[name] = rule
-                index = captures.pop(rule.over, 0) if rule.over and not self.to_hf else 0
+                index = captures.pop(over, 0) if over else 0
                 # Sorted: the patterns of a rule may have their captures in different orders.
                 rows = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 rows[row][index] = name
@@ -244,7 +252,8 @@ class _Application:
             captures: the values that all keys of the group share.
             rows: for each source pattern, counted index -> key.
         """
-        counted = rule.over if not self.to_hf else None  # None: our tensors are stacked already
+        # None: the tensors of this side are stacked already, or never.
+        counted, over = (rule.over_ours, rule.over_hf) if self.to_hf else (rule.over_hf, rule.over_ours)
         for pattern, row in zip(sources, rows, strict=True):
             if not row or sorted(row) != list(range(len(row))):  # the indices must be 0, 1, 2, ..
                 # Up to the largest index of any pattern, since all patterns must have the same number of tensors.
@@ -267,7 +276,7 @@ class _Application:
         if not self._is_trimmed(rule, bundle, results):  # a removal of padding has no inverse
             self._check_inverse(rule, bundle, results)
         origins = tuple(name for row in rows for _, name in sorted(row.items()))
-        targets, over = rule.hf if self.to_hf else rule.ours, rule.over
+        targets = rule.hf if self.to_hf else rule.ours
         if len(results) != len(targets):
             raise self._bad(
                 f"{len(targets)} results", f"{len(results)} from {some(origins)}", "correct the ops"
@@ -275,7 +284,7 @@ class _Application:
         for pattern, node in zip(targets, results, strict=True):
             for index, view in enumerate(node) if isinstance(node, list) else [(0, node)]:
                 counts = {over: index} if over is not None else {}
-                self._add(pattern.fill({**captures, **counts}), view, origins)
+                self._add(pattern.fill({**captures, **counts}), view, origins, rule)
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
         """Apply a rule's operations to a bundle in hf's layout; with ``to_hf``, their inverses to a bundle in ours."""
@@ -305,11 +314,19 @@ class _Application:
             self._trimmed.append(f"{names}: padding removed, from shape {before[0]} to {after[0]}")
         return is_trimmed
 
-    def _add(self, name: str, view: TensorView, origins: tuple[str, ...]) -> None:
+    def _add(
+        self, name: str, view: TensorView, origins: tuple[str, ...], rule: KeyRule | None = None
+    ) -> None:
         if name in self._results:
-            first, second = (some(each) if each else "zeros" for each in (self._origins.get(name), origins))
+            made = ((self._origins.get(name), self._made_by.get(name)), (origins, rule))
+            first, second = (
+                (some(names) if names else "zeros") + (f" ({by.text})" if by else "") for names, by in made
+            )
             got = f"{name} made twice, from {first} and from {second}"
-            raise self._bad("each result made once", got, "make the patterns distinct")
+            todo = "remove one of the two rules, or give their patterns different names"
+            raise self._bad("each result made once", got, todo)
+        if rule is not None:
+            self._made_by[name] = rule
         self._results[name] = RenamedView(view, name)
         if origins:
             self._origins[name] = origins
@@ -382,15 +399,26 @@ def _first(text: str, lets: Mapping[str, str], config: Mapping[str, Any], *, dep
     raise AssertionError("split never gives an empty list")
 
 
+def _setting(node: ast.expr, config: Mapping[str, Any]) -> Any:
+    """Return the config's value of a dotted name, such as ``text_config.hidden_size``; None if there is none."""
+    if isinstance(node, ast.Attribute):
+        table = _setting(node.value, config)
+        return table.get(node.attr) if isinstance(table, Mapping) else None
+    if isinstance(node, ast.Name):
+        return config.get(node.id)
+    raise SyntaxError(f"{ast.unparse(node)} is not allowed")
+
+
 def _value(node: ast.expr, lets: Mapping[str, str], config: Mapping[str, Any], depth: int) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)  # exact, so that `evaluate` can refuse a quotient that is no whole number
-    if isinstance(node, ast.Name):
-        if node.id in lets:
-            return _first(str(lets[node.id]), lets, config, depth=depth + 1)
-        setting = config.get(node.id)
+    if isinstance(node, ast.Name) and node.id in lets:
+        return _first(str(lets[node.id]), lets, config, depth=depth + 1)
+    if isinstance(node, ast.Name | ast.Attribute):
+        setting = _setting(node, config)
         if not isinstance(setting, int) or isinstance(setting, bool):  # bool is a subclass of int
-            raise _MissingName(f"{node.id} is {setting!r}")
+            shown = "a table" if isinstance(setting, Mapping) else f"{setting!r}"
+            raise _MissingName(f"{ast.unparse(node)} is {shown}")
         return Fraction(setting)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = (_value(side, lets, config, depth) for side in (node.left, node.right))

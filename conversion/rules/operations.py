@@ -5,8 +5,12 @@ name pattern of the rule. A node is a tensor, or a list of tensors if the patter
 operations in order make ours from hf; their inverses in reverse order make hf from ours.
 
     {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a list of tensors -> one
+    {split = {dim, sizes, groups}}   one node -> several       {unstack = {over, dim, count}}  one -> a list of tensors
     {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, groups, parts}}   {rope = {heads}}
     {pad = {dim, from, to}}   {trim = {dim, to}}   {cast = {to, back}}
+
+``split`` and ``unstack`` are the inverses of ``concat`` and ``stack``, for tensors that are joined in hf and separate
+in ours. One rule may contain both a ``split`` and a ``concat``, if ours joins the same tensors in another order.
 
 ``trim`` removes padding whose size is not recorded anywhere: from ours to hf, items beyond ``to`` are removed; from hf
 to ours, tensors are unchanged. With ``groups``, ``concat`` joins within each of that many groups: [q q k v] [q q k v]
@@ -192,13 +196,18 @@ class _Concat(Operation):
             )
         return [self._join(bundle, [sizes(size) for size in self.sizes], sizes(self.groups))]
 
+    @property
+    def _times(self) -> str:
+        """The factor ``groups`` of an expression that an error shows; empty without groups."""
+        return "" if self.groups == 1 else f"{self.groups} * "
+
     def _join(self, nodes: Sequence[Node], lengths: list[int], groups: int) -> Node:
         """Join one tensor of each pattern; for lists of tensors, join the tensors of each index."""
         if isinstance(nodes[0], list):
             return [self._join(column, lengths, groups) for column in zip(*nodes, strict=True)]
         # Checked, since `backward` cuts the result by these sizes.
         for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
-            _check_size(view, self.dim, groups * length, str(text))
+            _check_size(view, self.dim, groups * length, f"{self._times}{text}")
         if groups == 1:
             return MappedView(Concat(self.dim), tuple(nodes))
         grouped = tuple(self._in_groups(view, groups) for view in nodes)
@@ -218,10 +227,18 @@ class _Concat(Operation):
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         lengths, groups = [sizes(size) for size in self.sizes], sizes(self.groups)
-        (node,) = bundle  # `forward` makes one node
+        if len(bundle) != 1:
+            raise ConversionError(
+                "A rule splits a tensor, but has several.",
+                expected="one tensor to split",
+                got=f"{len(bundle)} tensors",
+                todo="write one rule for each tensor that is split",
+            )
+        (node,) = bundle
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         total = sum(lengths) * groups
         text = " + ".join(map(str, self.sizes))
+        text = f"{self._times}({text})" if self._times else text
 
         def cut(view: TensorView, start: int, size: int) -> TensorView:
             _check_size(view, self.dim, total, text)
@@ -252,6 +269,7 @@ class StackCounted(Operation):
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         count = sizes(self.count)
         for node in bundle:
+            self._require(node, is_list=True)
             if len(node) != count:
                 raise ConversionError(
                     "A list of tensors is incomplete.",
@@ -264,17 +282,58 @@ class StackCounted(Operation):
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         count = sizes(self.count)
         for view in bundle:
+            self._require(view, is_list=False)
             _check_size(view, self.dim, count, str(self.count))
         return [[MappedView(Index(self.dim, index), (view,)) for index in range(count)] for view in bundle]
+
+    def _require(self, node: Node, *, is_list: bool) -> None:
+        if isinstance(node, list) != is_list:
+            raise ConversionError(
+                "A rule stacks or unstacks tensors twice, or in the wrong order.",
+                expected="a list of tensors for stack, one tensor for unstack",
+                got="one tensor" if is_list else "a list of tensors",
+                where=f"the operation over {self.over}",
+                todo="correct the order of the rule's ops",
+            )
+
+
+@dataclass(frozen=True)
+class _Inverse(Operation):
+    """The inverse of an operation: ``split`` of a ``concat``."""
+
+    operation: Operation
+
+    def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        return self.operation.backward(bundle, sizes)
+
+    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        return self.operation.forward(bundle, sizes)
+
+
+@dataclass(frozen=True)
+class UnstackCounted(_Inverse):
+    """``unstack``: the inverse of a `StackCounted`, whose tensors only patterns of ours count."""
+
+    operation: StackCounted
 
 
 def _list(value: Any) -> tuple[str | int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
+def _concat(value: Mapping[str, Any]) -> _Concat:
+    return _Concat(int(value["dim"]), tuple(value["sizes"]), value.get("groups", 1))
+
+
+def _stack(value: Mapping[str, Any]) -> StackCounted:
+    return StackCounted(str(value["over"]), int(value["dim"]), value["count"])
+
+
 _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
-    "concat": lambda v: _Concat(int(v["dim"]), tuple(v["sizes"]), v.get("groups", 1)),
-    "stack": lambda v: StackCounted(str(v["over"]), int(v["dim"]), v["count"]),
+    "concat": _concat,
+    "split": lambda v: _Inverse(_concat(v)),
+    "stack": _stack,
+    "unstack": lambda v: UnstackCounted(_stack(v)),
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),

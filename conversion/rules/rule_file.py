@@ -45,8 +45,8 @@ from importlib import resources
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.open import open_parent
-from vescale_fsdp.conversion.rules.operations import Operation, StackCounted, parse_operation
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.conversion.rules.operations import Operation, StackCounted, UnstackCounted, parse_operation
+from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 
 _FORMAT = 1
@@ -115,22 +115,34 @@ class KeyRule:
 
     def __post_init__(self) -> None:
         # Both sides need the same captures, since `fill` makes the names of one side from the captures of the other.
-        ours = [pattern.names for pattern in self.ours]
-        shared = {names | ({self.over} if self.over else set()) for names in ours}
-        is_same = all(p.names in shared for p in self.hf) and len(shared) == 1
+        # A stack counts over one more capture, which all patterns of its side have.
+        sides = ((self.hf, self.over_hf), (self.ours, self.over_ours))
+        is_counted = all(over is None or over in p.names for side, over in sides for p in side)
+        is_same = is_counted and len({p.names - {over} for side, over in sides for p in side}) == 1
         has_star = any("*" in p.text for p in (*self.hf, *self.ours))
         if not self.hf or not self.ours or not is_same or has_star:
             raise ConversionError(
                 "The two sides of a rule do not match.",
-                expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
+                expected="the same captures on both sides, and one more where a stack or unstack counts over it; no *",
                 got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
                 todo="correct the rule",
             )
 
+    @property
+    def text(self) -> str:
+        """The rule in one line, for messages."""
+        hf, ours = (some((p.text for p in side), 3) for side in (self.hf, self.ours))
+        return f"rule {hf} <-> {ours}"
+
     @cached_property
-    def over(self) -> str | None:
+    def over_hf(self) -> str | None:
         """The capture that a ``stack`` operation counts over, which only hf patterns have; None without a stack."""
         return next((op.over for op in self.ops if isinstance(op, StackCounted)), None)
+
+    @cached_property
+    def over_ours(self) -> str | None:
+        """The capture of an ``unstack`` operation, which only our patterns have; None without one."""
+        return next((op.operation.over for op in self.ops if isinstance(op, UnstackCounted)), None)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import cProfile
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,15 +17,21 @@ import torch
 
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import ZerosView
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.report.describe import describe
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
+from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.rules.suggest import NamedShapes, suggest_rules
+from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 RANKS = 64
 LIMIT = 2.6  # of one growth to the next, for twice as many tensors: n gives 2, n log n 2.2, a square 4
+FLOAT32 = dtype_from_torch("float32")
 LIMITS = {"memory_budget_bytes": 4 * 2**20, "threads": 1}
 
 
@@ -129,6 +135,61 @@ def _num_lines(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(None)
     return count
+
+
+def _named(names: Iterable[str], size: int = 4) -> dict[str, tuple[int, ...]]:
+    return dict.fromkeys(names, (size, 2 * size))
+
+
+def _letters(number: int) -> str:
+    """A word without digits for each number."""
+    return "z" + "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+# Names of SRC and of MODEL: of experts; without numbers that differ, of one shape, certain and not.
+SUGGESTED: dict[str, Callable[[int], tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]]] = {
+    "experts": lambda count: (
+        _named(f"blocks.{n // 64}.moe.experts.{n % 64}.w1" for n in range(count)),
+        _named(f"model.layers.{n // 64}.mlp.experts.{n % 64}.gate_proj.weight" for n in range(count)),
+    ),
+    "same words": lambda count: (
+        _named(f"{_letters(n)}.wo" for n in range(count)),
+        _named(f"model.{_letters(n)}.o_proj" for n in range(count)),
+    ),
+    "no words in common": lambda count: (
+        _named(f"x{_letters(n)}.w" for n in range(count)),
+        _named(f"y{_letters(n)}.w" for n in range(count)),
+    ),
+}
+
+
+@pytest.mark.part("formats")
+@pytest.mark.parametrize("kind", ["experts", "no words in common"])
+def test_calls_of_suggesting_rules_grow_with_the_number_of_tensors(kind: str) -> None:
+    """40,000 names take four times the calls of 10,000 (n log n: 4.6), and at most 500 calls each."""
+
+    def count(number: int) -> int:
+        ours, hf = SUGGESTED[kind](number)
+        views = {name: ZerosView(TensorInfo(name, shape, FLOAT32)) for name, shape in ours.items()}
+        return _num_calls(lambda: suggest_rules(views, NamedShapes(hf, {}, {})))
+
+    small, large = map(count, (10_000, 40_000))
+    assert large < 4.6 * small and large < 500 * 40_000, (small, large)
+
+
+@pytest.mark.part("formats")
+def test_lines_of_rules_of_single_names_grow_with_their_number(tmp_path: Path) -> None:
+    """A rule for each name: the name is looked up, not searched for."""
+    lines = []
+    for number in (10, 100, 200, 400):
+        ours, hf = SUGGESTED["same words"](number)
+        views = {name: ZerosView(TensorInfo(name, shape, FLOAT32)) for name, shape in ours.items()}
+        (tmp_path / "r.toml").write_text(suggest_rules(views, NamedShapes(hf, {}, {})))
+        rules = load_rules(str(tmp_path / "r.toml"))
+        assert len(rules.rules) == number
+        lines.append(_num_lines(lambda: apply_rules(rules, views, {}, to_hf=True)))  # noqa: B023
+    _, small, middle, large = lines
+    assert large - middle < LIMIT * (middle - small), lines
 
 
 def test_lines_of_renaming_grow_with_the_number_of_tensors(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ FLAGS = {
     "inspect": "--from --json --layout --step --svg --trust-pickle",
     "verify": "--from --json --quick --quiet --step --trust-pickle",
     "report": "--against --from --out --quiet --step --trust-pickle",
+    "rules": "--from --model-prefix --step --suggest --trust-pickle",
     "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
 }
 CONVERT = (

@@ -118,7 +118,7 @@ def test_shipped_rules_invert(tmp_path: Path, name: str) -> None:
     for rule in rules.rules:
         for pattern in rule.hf:
             for layer in range(2 if "l" in pattern.names else 1):
-                for e in range(3 if rule.over else 1):
+                for e in range(3 if rule.over_hf else 1):
                     key = pattern.fill({"l": layer, "e": e})
                     is_3d = "gpt-oss" in name and "experts" in key and "bias" not in key
                     down = any(part in key for part in ("down_proj", ".w2."))
