@@ -2,6 +2,7 @@
 
     python tools/bench/transfer.py                          100 million parameters, bf16, gloo
     python tools/bench/transfer.py --layers 2 --rounds 3    smaller
+    python tools/bench/transfer.py --gbit 1                 dense, from two nodes to two others (tools/lab)
 
     dense           a Llama's tensors, to shards of rows and of columns
     experts         fused experts [experts, in, out] to transposed [experts, out, in], shards of out
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
+from tools.lab import Lab, Traffic, traffic_of
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
@@ -368,6 +370,75 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
     ]
 
 
+class OverNodes(NamedTuple):
+    """What `measured_over_nodes` measures."""
+
+    num_bytes: int  # of a transfer
+    seconds: dict[str, list[float]]  # of the slowest rank, by way
+    traffic: dict[int, Traffic]  # of one transfer, by node
+
+
+def measured_over_nodes(layers: int, rounds: int, gbit: float) -> OverNodes:
+    """Time transfers from two nodes to two others, of one rank each, and count the bytes on their links."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Lab(RANKS, gbit, minutes=20, shared=[Path(folder)]) as lab,
+    ):
+        lab.run(
+            ["-m", "tools.bench.transfer", "--worker", folder, *map(str, (layers, rounds))], timeout_s=1000
+        )
+        ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+    seconds = {
+        name: [max(each) for each in zip(*(rank[1][name] for rank in ranks), strict=True)]
+        for name in ranks[0][1]
+    }
+    return OverNodes(ranks[0][0], seconds, {node: Traffic(*rank[2]) for node, rank in enumerate(ranks)})
+
+
+def work_on_node(folder: str, layers: int, rounds: int) -> None:
+    """A rank of `measured_over_nodes`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    is_trainer = dist.get_rank() < TRAINERS
+    trainers, engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    units = groups(layers)
+    state = trainer_state(units, trainers, Element()) if is_trainer else None
+    into = None if is_trainer else engine_state(units, engines, coded=False)[0]
+    sending = Sending(dist.get_rank(), state, into)
+    ways = {"ours": sending.ours, "sends": sending.sends}
+    for way in ways.values():
+        way()  # connects
+    dist.barrier()
+    before = traffic_of()
+    sending.ours()
+    dist.barrier()
+    traffic = traffic_of() - before
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start_s)
+    torch.save((sending.plan.total_bytes, seconds, tuple(traffic)), f"{folder}/rank{dist.get_rank()}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def node_rows(measured: OverNodes, gbit: float) -> list[Row]:
+    """Rows of `measured_over_nodes`: the wire needs half of the bytes on each link."""
+    case = f"2 nodes to 2 others, {measured.num_bytes / 1e6:.0f} MB, {gbit:g} Gb/s"
+    wire_ms = 1000 * measured.num_bytes / 2 * 8 / (gbit * 1e9)
+    ms = {name: 1000 * statistics.median(each) for name, each in measured.seconds.items()}
+    links = [max(each.sent_bytes, each.received_bytes) for each in measured.traffic.values()]
+    return [
+        Row(case, "time, bf16", "ms", ms["ours"], wire_ms, "the wire", "<= 1.1"),
+        Row(case, "time, bf16", "ms", ms["ours"], ms["sends"], "raw dist.send"),
+        Row(case, "most bytes on a link", "MB", max(links) / 1e6, min(links) / 1e6, "least", "<= 1.05"),
+    ]
+
+
 def _measured(layers: int, rounds: int, folder: str, start_method: str) -> list[Any]:
     """The measurements of the ranks of one run."""
     with socket.socket() as probe:
@@ -383,7 +454,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--gbit", type=float, help="between nodes of a lab, with links of this rate")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.worker:
+        folder, layers, rounds = given.worker
+        return work_on_node(folder, int(layers), int(rounds))
+    if given.gbit:
+        rows = node_rows(measured_over_nodes(given.layers, given.rounds, given.gbit), given.gbit)
+        print_table(rows)
+        return write_json(given.json, rows) if given.json else None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = tempfile.mkdtemp(dir=memory)

@@ -10,6 +10,10 @@ that wait, and the time of each process's last keep-alive. Processes change it b
 
 So the round ends only when each of its members has left it or is lost, and all members get the same list.
 
+A network may split a job. A group forms only where at least half of the last epoch's members are, without those that
+have ended, as their closed ports show; in a store that was replaced, more than half, because the other half may go on
+in the old store. Processes that are new alone form none: members whom they do not reach may train.
+
 `_Backend` adds to torch's handler what it lacks. It waits for changes, where the handler polls every second. It ends a
 round as soon as nobody is left to wait for, where the handler waits a fixed time. It reports a lost process at once: a
 process hosts a store on a port of its own, which the kernel closes when the process ends. Entries are JSON, since
@@ -24,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import random
 import secrets
 import socket
 import threading
@@ -75,7 +80,8 @@ class StoreMembership:
         store: a store that all processes reach. It is needed at the start, and to change the members; a running epoch
             continues without it. A `TCPStore` may be restarted, empty, at its address.
         num_first: number of processes at the start of the job. The first epoch begins when all have entered.
-        min_members: minimum number of processes in later epochs.
+        min_members: minimum number of processes in later epochs. A later epoch also needs at least half of the last
+            epoch's members, more than half in a store that was replaced; members whose ports are closed do not count.
         timeout_s: how long a round waits for members of the last epoch that live but do not leave it; then it continues
             without them. It waits as long again for enough processes, and for a store that was lost.
         keep_alive_s: seconds between two keep-alives of a process, which also notices then that others wait. The same
@@ -319,6 +325,8 @@ class _Backend(RendezvousBackend):
         self._origin = self._last_origin = ""
         self._node: str | None = None  # torch's description of this process
         self._gone: set[str] = set()  # members of the last epoch for which this wait does not wait
+        self._ended: set[str] = set()  # processes whose ports are closed
+        self._unreached: set[str] = set()  # members of the last epoch without whom no group may form
         self._asked_s = 0.0
         self._entered: set[str] = set()  # participants of the open round, as last seen
         self._entered_s = 0.0  # when they last changed
@@ -352,7 +360,9 @@ class _Backend(RendezvousBackend):
             if self._own in _names(fields["participants"]):
                 # Numbers of epochs go on in a store that was replaced.
                 fields["round"] = max(fields["round"], self._epoch + 1)
-        fields["origin"] = self._origin if token else secrets.token_hex(8)
+        before = json.loads(token) if token else {}
+        fields["origin"] = before.get("origin") or secrets.token_hex(8)
+        fields["formed"] = self._formed(fields, before)
         wanted = json.dumps(fields, sort_keys=True)
         with self._outages():
             text: str | None = self._reading(lambda: self._store.compare_set(_KEY, token or "", wanted))
@@ -363,6 +373,16 @@ class _Backend(RendezvousBackend):
                 text = self._awaited(wanted)
             return None if text is None else (self._for_handler(text), text, has_set)
         return None
+
+    def _formed(self, fields: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        """Return the newest epoch that is known: its number, its members, and the store in which they agreed."""
+        if fields["complete"] and not before.get("complete"):
+            members = sorted(_names(fields["participants"]))
+            return {"epoch": fields["round"], "members": members, "origin": fields["origin"]}
+        known: dict[str, Any] = before.get("formed") or {"epoch": -1, "members": [], "origin": ""}
+        if self._epoch > known["epoch"]:  # a store that was replaced
+            return {"epoch": self._epoch, "members": list(self._members), "origin": self._last_origin}
+        return known
 
     def _stay(self, fields: dict[str, Any]) -> None:
         """Wait for the next round from the same write on with which the handler leaves the last one.
@@ -441,7 +461,8 @@ class _Backend(RendezvousBackend):
         lost = set(self._members) - here
         if lost or here - set(self._members) or fields["waiting"] or fields["round"] != self._epoch:
             self.has_changed = True
-        if lost and fields["round"] == self._epoch:
+        # A later epoch: the others went on without this process, which a cut cable kept from noticing.
+        if lost and (fields["round"] == self._epoch or fields["formed"]["epoch"] > self._epoch):
             self._lost = lost
             # Nothing else wakes a collective that waits for a process that is stopped, or for a machine without power.
             close_gloo_connections()
@@ -472,10 +493,21 @@ class _Backend(RendezvousBackend):
         self._began_s = time.monotonic()
         self._link.deadline_s = self._began_s + timeout_s
         self._gone.clear()
+        self._unreached.clear()
         self._asked_s = 0.0  # ports are asked at once: a member is probably lost
         try:
             rendezvous.next_rendezvous()
         except RendezvousTimeoutError:
+            if self._unreached:
+                raise LifecycleError(
+                    "No new epoch: members of the last one cannot be reached and may be training.",
+                    expected="half of the last epoch's members, more than half in a store that was replaced; members "
+                    "whose ports are closed do not count",
+                    got=f"{len(self._entered)} processes without {', '.join(sorted(self._unreached)[:8])}",
+                    where=f"process {self._own}",
+                    todo="connect these processes again; if their machines are gone, start all processes of this job "
+                    "again, with an empty store",
+                ) from None
             num_needed = self._num_first if self._epoch < 0 else self._min_members
             raise LifecycleError(
                 "Too few processes joined an epoch.",
@@ -530,10 +562,18 @@ class _Backend(RendezvousBackend):
         is_over = not fields["complete"] or fields["round"] == self._epoch
         if is_over and now_s > self._began_s + self._timeout_s:
             self._gone |= awaited
+        self._unreached.clear()
+        if not fields["complete"] and not self._may_go_on(fields, members):
+            self._unreached = set(fields["formed"]["members"]) - members - self._ended
         waiting = self._live(fields, fields["waiting"]) | (set() if fields["complete"] else members)
         if now_s > self._asked_s + _ASK_S and self._own == min(waiting, default=self._own):
             self._asked_s = now_s
-            self._gone |= {name for name in awaited - self._gone if _refuses(name)}
+            asked = (awaited - self._gone) | self._unreached
+            # In another order each time, and not for longer than until the next keep-alive.
+            for name in random.sample(sorted(asked), len(asked)):
+                if time.monotonic() < now_s + self._keep_alive_s and _refuses(name):
+                    self._ended.add(name)
+            self._gone |= asked & self._ended
 
     def _is_ready(self, fields: dict[str, Any]) -> bool:
         """Return whether this process can complete the open round: no process that may come is missing."""
@@ -541,6 +581,8 @@ class _Backend(RendezvousBackend):
         if entered != self._entered:
             self._entered, self._entered_s = entered, time.monotonic()
         if fields["complete"] or self._own not in entered or self._live(fields, fields["waiting"]):
+            return False
+        if not self._may_go_on(fields, entered):
             return False
         if self._epoch < 0 and fields["round"] == 0:
             return len(entered) >= self._num_first
@@ -550,6 +592,14 @@ class _Backend(RendezvousBackend):
             return True
         settle_s = _SETTLE_S if self._members else _SETTLE_NEW_S
         return time.monotonic() > self._entered_s + settle_s
+
+    def _may_go_on(self, fields: dict[str, Any], entered: set[str]) -> bool:
+        """Return whether no other processes can form a group, or still train in the last one."""
+        last = set(fields["formed"]["members"]) - self._ended
+        num_twice = 2 * len(last & entered)
+        # Of two halves, the one with the last epoch's store goes on.
+        is_store_of_last = fields["formed"]["origin"] == fields["origin"]
+        return not last or num_twice > len(last) or (num_twice == len(last) and is_store_of_last)
 
     def _expected(self, fields: dict[str, Any]) -> set[str]:
         """Return the members of the last epoch that may still enter the open round.

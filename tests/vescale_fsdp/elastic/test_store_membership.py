@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -127,7 +128,10 @@ class _Client(dist.Store):
 
 
 def test_a_silent_process_is_lost_after_three_keep_alives() -> None:
-    """Its port still accepts connections, as that of a stopped process does; the others go on without it."""
+    """Its port still accepts connections, as that of a stopped process does; the others go on without it.
+
+    When it reaches the store again, it learns that its epoch is over, whatever its collectives wait for.
+    """
     server, silent = _Stalling(), _Stalling()
     silent.store = server.store
     members = [_member(server.client(), 3, keep_alive_s=1.0, max_missed=3) for _ in range(2)]
@@ -137,6 +141,9 @@ def test_a_silent_process_is_lost_after_three_keep_alives() -> None:
     wait_until(lambda: all(member.has_lost() for member in members[:2]), "the silent process to be lost")
     assert all(member.has_changed() for member in members[:2])
     assert {*_together(*members[:2])[0].members} == {member.name for member in members[:2]}
+    assert not members[2].knows_lost
+    silent.is_cut = False
+    wait_until(lambda: members[2].knows_lost, "the silent process to learn it")
 
 
 def test_a_store_that_is_replaced() -> None:
@@ -156,6 +163,67 @@ def test_a_store_that_is_replaced() -> None:
         wait_until(lambda: all(member.has_changed() for member in members), "members to see the change")
         second = _together(*members)[0]
         assert set(asked.result(60).members) == {*first.members, joining.name} and second.epoch > first.epoch
+
+
+@pytest.mark.parametrize("num_new", [1, pytest.param(3, marks=pytest.mark.part("faults"))])
+def test_new_processes_alone_do_not_take_over_a_job_that_goes_on(num_new: int) -> None:
+    """Members without the store train on; processes that start on the store's side do not train beside them."""
+    cut = _Stalling()
+    members = [_member(cut.client(), 2, keep_alive_s=0.2, max_missed=5) for _ in range(2)]
+    first = _together(*members)[0]
+    cut.is_cut = True
+    added = [_member(cut.store, 2, keep_alive_s=0.2, max_missed=5, timeout_s=1.5) for _ in range(num_new)]
+    with ThreadPoolExecutor(num_new) as pool:
+        for waiting in [pool.submit(member.wait) for member in added]:
+            with pytest.raises(LifecycleError):
+                waiting.result(60)
+    assert not any(member.has_changed() for member in members)
+
+    cut.is_cut = False
+    joining = _member(cut.store, 2, keep_alive_s=0.2, max_missed=5)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(joining.wait)
+        wait_until(lambda: all(member.has_changed() for member in members), "members to see the change")
+        second = _together(*members)[0]
+        assert set(asked.result(60).members) == {*first.members, joining.name}
+    assert second.epoch > first.epoch
+
+
+def test_a_new_process_takes_over_from_members_that_have_ended() -> None:
+    """All ports of the last epoch are closed."""
+    store = dist.HashStore()
+    members = [_member(store, 2, keep_alive_s=0.2) for _ in range(2)]
+    epoch = _together(*members)[0].epoch
+    for member in members:
+        member.leave()
+    gc.collect()  # the quorums, which hold the ports
+    assert _member(store, 2, keep_alive_s=0.2).wait().epoch > epoch
+
+
+@pytest.mark.parametrize(("num_old", "num_new"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.part("faults")
+def test_of_two_sides_with_a_store_each_one_goes_on(num_old: int, num_new: int) -> None:
+    """Some members keep the old store, the others find a new one: more than half go on, of halves those of the old."""
+    old, new = _Stalling(), _Stalling()
+    new.store = old.store
+    options = {"keep_alive_s": 0.2, "max_missed": 10, "timeout_s": 6.0}
+    sides = [
+        [_member(server.client(), num_old + num_new, **options) for _ in range(num)]
+        for server, num in ((old, num_old), (new, num_new))
+    ]
+    first = _together(*sides[0], *sides[1])[0]
+    new.store = dist.HashStore()
+    ends: list[set[str]] = []
+    with ThreadPoolExecutor(num_old + num_new) as pool:
+        asked = [[pool.submit(member.wait) for member in side] for side in sides]
+        for side in asked:
+            errors = [each.exception(60) for each in side]
+            assert {type(error) for error in errors} <= {type(None), LifecycleError}
+            went_on = [each.result() for each, error in zip(side, errors, strict=True) if error is None]
+            assert len(went_on) in (0, len(side)) and all(each.epoch > first.epoch for each in went_on)
+            ends.append({name for each in went_on for name in each.members})
+    goes_on = 0 if num_old >= num_new else 1
+    assert ends[goes_on] == {member.name for member in sides[goes_on]} and not ends[1 - goes_on]
 
 
 def test_a_change_without_a_store_is_an_error() -> None:

@@ -105,7 +105,7 @@ class _Job:
 def _launch(lab: Lab, phase: str, folder: Path) -> dict[int, Run]:
     environment = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host_of(0)}
     environment |= {"MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.vescale_fsdp.test_cut_cable", phase, str(folder)]
+    command = [sys.executable, "-m", "tests.vescale_fsdp.nodes.test_cut_cable", phase, str(folder)]
     return {
         rank: Run({0: lab.popen(rank // 2, command, env={**environment, "RANK": str(rank)})})
         for rank in range(WORLD)
