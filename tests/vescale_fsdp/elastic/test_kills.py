@@ -19,8 +19,9 @@ _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 _MATRIX = [Cell(*each) for each in product(PHASES, ("rank", "node", "two"), (False, True))]
 
 CORE = [Cell("formation", "rank", True), Cell("backward", "node", True)]
+# A kill at the end must be the last cell of its job.
+END = [Cell("forward", "rank", True), Cell("finish", "rank", False)]
 FAULTS = [
-    Cell("finish", "rank", False),
     Cell("optimizer", "rank", False),
     Cell("wait", "rank", True),
     Cell("renewal", "node", True),
@@ -46,7 +47,7 @@ def _drawn() -> list[list[Cell]]:
         CORE,
         *(
             pytest.param(cells, marks=pytest.mark.part("faults"))
-            for cells in (FAULTS, *(_drawn() if _ALL else []))
+            for cells in (END, FAULTS, *(_drawn() if _ALL else []))
         ),
     ],
     ids=lambda cells: str(len(cells)),

@@ -189,6 +189,7 @@ def test_new_processes_alone_do_not_take_over_a_job_that_goes_on(num_new: int) -
     assert second.epoch > first.epoch
 
 
+@pytest.mark.part("faults")
 def test_a_new_process_takes_over_from_members_that_have_ended() -> None:
     """All ports of the last epoch are closed."""
     store = dist.HashStore()
