@@ -87,6 +87,8 @@ class Pattern:
 
     def match(self, name: str) -> dict[str, int] | None:
         """Return the value of each capture; None if the name does not match."""
+        if not self.names and "*" not in self.text:  # a file may have thousands of names: compile none
+            return {} if name == self.text else None
         match = self._regex.fullmatch(name)
         return {key: int(value) for key, value in match.groupdict().items()} if match else None
 

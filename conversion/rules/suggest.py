@@ -57,7 +57,7 @@ class NamedShapes:
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class NameFamily:
     """Tensors of one shape whose names differ only in numbers.
 
     Args:
@@ -72,7 +72,7 @@ class Family:
     indices: tuple[Index, ...]
     shape: Shape
     counted: int | None = None
-    base: Family | None = None
+    base: NameFamily | None = None
 
     @cached_property
     def text(self) -> str:
@@ -91,7 +91,7 @@ class Family:
         return words_of(self.text)
 
     @property
-    def plain(self) -> Family:
+    def plain(self) -> NameFamily:
         """The family itself, or the one that is stacked."""
         return self.base or self
 
@@ -106,8 +106,8 @@ class _Suggestion:
         comment: a reason for doubt, or for care; None if there is none.
     """
 
-    hf: tuple[Family, ...]
-    ours: tuple[Family, ...]
+    hf: tuple[NameFamily, ...]
+    ours: tuple[NameFamily, ...]
     ops: tuple[str, ...] = ("",)
     comment: str | None = None
 
@@ -215,7 +215,7 @@ def _made(
     return made if is_complete and agree and not has_others else None
 
 
-def _families(shapes: Mapping[str, Shape]) -> tuple[list[Family], list[str]]:
+def _families(shapes: Mapping[str, Shape]) -> tuple[list[NameFamily], list[str]]:
     """Group names that differ only in numbers and have one shape.
 
     Numbers by which shapes differ (``mlp.0``, ``mlp.2``) stay in the names, the last number first.
@@ -241,9 +241,9 @@ def _is_number(part: str) -> bool:
     return part.isascii() and part.isdecimal() and (part == "0" or part[0] != "0") and len(part) < 10
 
 
-def _of_one_shape(parts: tuple[str | None, ...], members: Mapping[Index, Shape]) -> Iterator[Family]:
+def _of_one_shape(parts: tuple[str | None, ...], members: Mapping[Index, Shape]) -> Iterator[NameFamily]:
     if len(set(members.values())) == 1:
-        yield Family(parts, tuple(sorted(members)), next(iter(members.values())))
+        yield NameFamily(parts, tuple(sorted(members)), next(iter(members.values())))
         return
     last = len(parts) - 1 - parts[::-1].index(None)
     by_number: dict[int, dict[Index, Shape]] = defaultdict(dict)
@@ -253,7 +253,7 @@ def _of_one_shape(parts: tuple[str | None, ...], members: Mapping[Index, Shape])
         yield from _of_one_shape((*parts[:last], str(number), *parts[last + 1 :]), inner)
 
 
-def _stacks(family: Family) -> Iterator[Family]:
+def _stacks(family: NameFamily) -> Iterator[NameFamily]:
     """Yield the stacks over each number that counts from 0, equally far for all values of the other numbers."""
     for place in range(len(family.indices[0])):
         by_rest: dict[Index, list[int]] = defaultdict(list)
@@ -261,7 +261,7 @@ def _stacks(family: Family) -> Iterator[Family]:
             by_rest[(*index[:place], *index[place + 1 :])].append(index[place])
         count = len(family.indices) // len(by_rest)
         if count > 1 and all(sorted(numbers) == list(range(count)) for numbers in by_rest.values()):
-            yield Family(family.parts, tuple(sorted(by_rest)), (count, *family.shape), place, family)
+            yield NameFamily(family.parts, tuple(sorted(by_rest)), (count, *family.shape), place, family)
 
 
 def _joined_dim(pieces: Sequence[Shape], whole: Shape) -> int | None:
@@ -273,7 +273,7 @@ def _joined_dim(pieces: Sequence[Shape], whole: Shape) -> int | None:
     return None
 
 
-Table = Mapping[tuple[tuple[str, ...], tuple[Index, ...]], Sequence[Family]]
+Table = Mapping[tuple[tuple[str, ...], tuple[Index, ...]], Sequence[NameFamily]]
 """(sorted words, numbers) -> families and stacks of families."""
 
 
@@ -286,8 +286,8 @@ class _Pairing:
         model: the tensors of MODEL.
     """
 
-    hf: dict[Family, None]
-    ours: dict[Family, None]
+    hf: dict[NameFamily, None]
+    ours: dict[NameFamily, None]
     model: NamedShapes
     certain: list[_Suggestion] = field(default_factory=list)
     doubtful: list[_Suggestion] = field(default_factory=list)
@@ -304,7 +304,7 @@ class _Pairing:
         self._doubt_squares()
 
     def _pair(
-        self, key: Callable[[Family], Hashable], *, is_transposed: bool = False, by_shape: bool = False
+        self, key: Callable[[NameFamily], Hashable], *, is_transposed: bool = False, by_shape: bool = False
     ) -> None:
         """Pair families that are the only ones of both sides with their key, numbers and shape.
 
@@ -326,7 +326,7 @@ class _Pairing:
                     ops = "{ transpose = [1, 0] }" if is_transposed else ""
                     self._take_pair(*pair, ops, comment)
 
-    def _take_pair(self, hf: Family, ours: Family, ops: str, comment: str | None) -> None:
+    def _take_pair(self, hf: NameFamily, ours: NameFamily, ops: str, comment: str | None) -> None:
         """Add the rule of a pair; a doubtful one if the rows of rotary heads may have another order."""
         is_rotary = [not _META_ROTARY.isdisjoint(plain_words(family.text)) for family in (hf, ours)]
         if is_rotary[0] == is_rotary[1]:
@@ -341,13 +341,13 @@ class _Pairing:
 
     def _grouped(
         self,
-        side: Iterable[Family],
-        key: Callable[[Family], Hashable],
+        side: Iterable[NameFamily],
+        key: Callable[[NameFamily], Hashable],
         *,
         is_turned: bool,
         is_matrix: bool,
-    ) -> dict[Hashable, list[Family]]:
-        groups: dict[Hashable, list[Family]] = defaultdict(list)
+    ) -> dict[Hashable, list[NameFamily]]:
+        groups: dict[Hashable, list[NameFamily]] = defaultdict(list)
         for family in side:
             found, shape = key(family), family.shape[::-1] if is_turned else family.shape
             if found and (not is_matrix or len(shape) == 2):  # no words: nothing to compare
@@ -368,7 +368,7 @@ class _Pairing:
             of_hf: whether the several tensors are hf's; otherwise ours.
         """
         pieces, wholes = (self.hf, self.ours) if of_hf else (self.ours, self.hf)
-        table: dict[tuple[tuple[str, ...], tuple[Index, ...]], list[Family]] = defaultdict(list)
+        table: dict[tuple[tuple[str, ...], tuple[Index, ...]], list[NameFamily]] = defaultdict(list)
         for family in pieces:
             for each in (family, *_stacks(family)):
                 table[_sorted_words(family), each.indices].append(each)
@@ -378,7 +378,7 @@ class _Pairing:
             if len(options) == 1 and all(uses[piece.plain] == 1 for piece in options[0]):
                 self._take_joined(whole, options[0], of_hf=of_hf)
 
-    def _take_joined(self, whole: Family, pieces: tuple[Family, ...], *, of_hf: bool) -> None:
+    def _take_joined(self, whole: NameFamily, pieces: tuple[NameFamily, ...], *, of_hf: bool) -> None:
         """Add the rule of a joined tensor; a doubtful one if its shape and name leave several orders of its items."""
         stack = ""
         if pieces[0].base is not None:
@@ -396,7 +396,9 @@ class _Pairing:
         hf, ours = (pieces, (whole,)) if of_hf else ((whole,), pieces)
         self._take(_Suggestion(hf, ours, ops, comment), self.certain if comment is None else self.doubtful)
 
-    def _joins(self, whole: Family, pieces: Sequence[Family], kind: str) -> tuple[list[str], str | None]:
+    def _joins(
+        self, whole: NameFamily, pieces: Sequence[NameFamily], kind: str
+    ) -> tuple[list[str], str | None]:
         """Return the operations that would join the pieces, and the reason for doubt if there are several."""
         dim = _joined_dim([piece.shape for piece in pieces], whole.shape)
         sizes = [piece.shape[dim] for piece in pieces if dim is not None]
@@ -433,11 +435,11 @@ class _Pairing:
         ]
 
 
-def _sorted_words(family: Family) -> tuple[str, ...]:
+def _sorted_words(family: NameFamily) -> tuple[str, ...]:
     return tuple(sorted(family.words))
 
 
-def _consists_of(whole: Family, table: Table) -> Iterator[tuple[Family, ...]]:
+def _consists_of(whole: NameFamily, table: Table) -> Iterator[tuple[NameFamily, ...]]:
     """Yield the families that ``whole`` may consist of: a stack, or families named by consecutive words of its name."""
     for stack in table.get((_sorted_words(whole), whole.indices), ()):
         if stack.base is not None and stack.shape == whole.shape:
@@ -487,10 +489,10 @@ def _comments(pairing: _Pairing, odd: Sequence[str]) -> Iterator[str]:
     for each in pairing.doubtful[:_MOST_LISTED]:
         others = "".join(f"# or: ops = [{ops}]\n" for ops in each.ops[1:])
         yield _commented(_table(each, each.ops[0], pairing.model.ties)) + others
-    by_shape: dict[Hashable, list[Family]] = defaultdict(list)
+    by_shape: dict[Hashable, list[NameFamily]] = defaultdict(list)
     for family in left:
         by_shape[family.indices, family.shape].append(family)
-    named: set[Family] = set()
+    named: set[NameFamily] = set()
     for family in [*pairing.ours][:_MOST_LISTED]:
         near = by_shape[family.indices, family.shape][:_MOST_COMPARED]
         candidates = heapq.nsmallest(
@@ -506,7 +508,7 @@ def _comments(pairing: _Pairing, odd: Sequence[str]) -> Iterator[str]:
         yield f"# Names that a pattern cannot contain: {some(map(ascii, odd), _MOST_LISTED)}\n"
 
 
-def _open_table(family: Family, candidates: Sequence[Family]) -> str:
+def _open_table(family: NameFamily, candidates: Sequence[NameFamily]) -> str:
     """Return the table of a family of ours for which the user must choose a family of hf, or none."""
     ours = f"ours = {_quoted(family.text)} # {_described(family)}"
     if not candidates:
@@ -515,14 +517,14 @@ def _open_table(family: Family, candidates: Sequence[Family]) -> str:
     return f"[[rule]]\nhf = {choice}{', '.join(_quoted(each.text) for each in candidates)}\n{ours}"
 
 
-def _listed(title: str, families: Sequence[Family]) -> Iterator[str]:
+def _listed(title: str, families: Sequence[NameFamily]) -> Iterator[str]:
     if families:
         lines = [f"{_quoted(each.text)}, {_described(each)}" for each in families[:_MOST_LISTED]]
         more = len(families) - len(lines)
         yield _commented("\n  ".join([f"{title}:", *lines, *([f"and {more} more"] if more else [])]))
 
 
-def _described(family: Family) -> str:
+def _described(family: NameFamily) -> str:
     return f"{len(family.plain.indices)} x {list(family.shape)}"
 
 
