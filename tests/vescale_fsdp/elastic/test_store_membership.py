@@ -220,7 +220,7 @@ def test_of_two_sides_with_a_store_each_one_goes_on(num_old: int, num_new: int) 
         for side in asked:
             errors = [each.exception(60) for each in side]
             assert {type(error) for error in errors} <= {type(None), LifecycleError}
-            went_on = [each.result() for each, error in zip(side, errors, strict=True) if error is None]
+            went_on = [each.result(60) for each, error in zip(side, errors, strict=True) if error is None]
             assert len(went_on) in (0, len(side)) and all(each.epoch > first.epoch for each in went_on)
             ends.append({name for each in went_on for name in each.members})
     goes_on = 0 if num_old >= num_new else 1
