@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, pieces_in_torch_save
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.integrations.replaced_names import StandIn
@@ -61,23 +62,25 @@ def fsdp2_sharded_load_from_cpu(
     with its own.
 
     Raises:
-        PlacementError: if a parameter is placed differently than when it was saved, before any is written.
+        PlacementError: if a parameter is placed differently than when it was saved, before any is written. The other
+            ranks raise a `CheckpointError`.
     """
     params = {name: param for name, param in model.named_parameters() if name in cpu_sharded_state}
     if not any(isinstance(param, RaggedDTensor) for param in params.values()):
         _verl_load_from_cpu(model, cpu_sharded_state, target_spec)
         return
-    for name, param in params.items():
-        found = spec_of(param) if isinstance(param, DTensor) else None
-        saved = cpu_sharded_state[name][1]
-        if found != saved:
-            raise PlacementError(
-                "A parameter is placed differently than in the saved pieces.",
-                expected=str(saved),
-                got=str(found),
-                where=name,
-                todo="load pieces into the model from which they were saved",
-            )
+    with coordinator_for().together("comparing placements with those of saved pieces", "nothing was loaded"):
+        for name, param in params.items():
+            found = spec_of(param) if isinstance(param, DTensor) else None
+            saved = cpu_sharded_state[name][1]
+            if found != saved:
+                raise PlacementError(
+                    "A parameter is placed differently than in the saved pieces.",
+                    expected=str(saved),
+                    got=str(found),
+                    where=name,
+                    todo="load pieces into the model from which they were saved",
+                )
     for name, param in params.items():
         target = param.to_local() if isinstance(param, DTensor) else param
         target.copy_(cpu_sharded_state[name][0])
@@ -96,11 +99,14 @@ def load_checkpoint(self: Any, local_path: str | None, *args: Any, **kwargs: Any
     """Call verl's function.
 
     Raises:
-        PlacementError: if a model that this package sharded was saved by another number of ranks.
+        PlacementError: if a model that this package sharded was saved by another number of ranks. Ranks that see no
+            such files raise a `CheckpointError`.
     """
     is_ours = any(isinstance(module, FSDPModule) for module in self.model.modules())
     if local_path is not None and is_ours:
-        _check_world_size(Path(local_path), self.world_size)
+        # verl ends with a barrier, at which the others would wait for a rank that alone sees other files.
+        with coordinator_for().together(f"looking for verl's files in {local_path}", "nothing was loaded"):
+            _check_world_size(Path(local_path), self.world_size)
     _verl_load(self, local_path, *args, **kwargs)
 
 
