@@ -236,9 +236,10 @@ def _rebuild_piece(
         ref = replace(local, shape=sizes, strides=contiguous_strides(sizes), storage_offset=start)
         pieces.append((offsets, ref))
         start += math.prod(sizes)
-    if local.shape != (start - local.storage_offset,):
+    num_items = start - local.storage_offset
+    if local.shape != (num_items,) or local.strides != (1,):
         raise pickle.UnpicklingError(
-            f"boxes of {start - local.storage_offset} items in a piece of {local.shape}"
+            f"boxes of {num_items} items in a piece of {local.shape} by {local.strides}"
         )
     return PiecesRef(shape, local.dtype, tuple(pieces))
 

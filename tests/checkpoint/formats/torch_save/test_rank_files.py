@@ -22,6 +22,7 @@ from vescale_fsdp import fully_shard as our_fully_shard
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.dtensor import _rebuild_piece
 from vescale_fsdp.dtensor.ragged_dtensor import pieces_in_torch_save
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.placement import StridedRaggedShard
@@ -164,6 +165,45 @@ def test_pieces_of_ragged_tensors(tmp_path: Path, ranks: int) -> None:
     (tmp_path / f"model_world_size_{ranks}_rank_1.pt").unlink()
     with pytest.raises(CorruptCheckpointError):
         open_source(str(tmp_path))
+
+
+class _Piece:
+    """Is pickled as a ragged tensor of shape (2, 3) with these items and boxes."""
+
+    def __init__(self, local: object, boxes: object) -> None:
+        self._parts = (local, (2, 3), boxes, None, False, False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild_piece, self._parts
+
+
+_WHOLE = (((0, 0), (2, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("local", "boxes"),
+    [
+        (torch.arange(12.0)[::2], _WHOLE),
+        (torch.arange(5.0), _WHOLE),
+        ("no tensor", _WHOLE),
+        (torch.arange(6.0), None),
+        (torch.arange(6.0), (((0, 0), (-2, -3)),)),
+        (torch.arange(6.0), (((0, 0), (10**30, 3)),)),
+        (torch.arange(6.0), (((-1, 0), (2, 3)),)),
+        (torch.arange(6.0), (((0,), (6,)),)),
+        (torch.arange(6.0), (((0, 0), (1, 3)), ((0, 0), (1, 3)))),
+    ],
+)
+def test_boxes_that_are_not_those_of_a_piece(tmp_path: Path, local: object, boxes: object) -> None:
+    """Strided, short, negative, outside, of another number of dims, twice; the same with true boxes is read."""
+    torch.save({"w": _Piece(local, boxes)}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CorruptCheckpointError):
+        open_source(str(tmp_path))
+
+    torch.save({"w": _Piece(torch.arange(6.0), _WHOLE)}, tmp_path / "model_world_size_1_rank_0.pt")
+    convert(open_source(str(tmp_path)), str(tmp_path.parent / f"{tmp_path.name}.pt"), "torch")
+    made = torch.load(tmp_path.parent / f"{tmp_path.name}.pt")["model"]["w"]
+    assert same_bytes(made, torch.arange(6.0).view(2, 3))
 
 
 def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
