@@ -65,6 +65,7 @@ def _state(value: float, rows: int = 300) -> dict[str, Any]:
     return {"w": torch.full((rows, 1000), value), "b": torch.arange(7) + int(value), "step": int(value)}
 
 
+@pytest.mark.part("formats")
 def test_a_store_that_cannot_be_reached_is_no_damage(calm: tuple[str, Weather]) -> None:
     """Refusals that outlast all tries end a restore, whichever request meets them; no older step is taken for it."""
     endpoint, weather = calm
@@ -171,6 +172,7 @@ def test_large_files_go_up_in_parts_and_come_down_in_ranges(calm: tuple[str, Wea
     assert torch.equal(state["big"], again["big"])
 
 
+@pytest.mark.part("formats")
 def test_refused_requests_are_retried(calm: tuple[str, Weather]) -> None:
     """Saving and loading survive a burst of 503 answers."""
     endpoint, weather = calm

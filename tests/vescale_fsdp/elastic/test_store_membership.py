@@ -33,8 +33,10 @@ _members: list[StoreMembership] = []
 def _leave() -> Iterator[None]:
     """End the keep-alives of a test's members."""
     yield
-    while _members:
-        _members.pop().leave()
+    if _members:  # together: each waits until its last keep-alive has ended
+        with ThreadPoolExecutor(len(_members)) as pool:
+            list(pool.map(StoreMembership.leave, _members, timeout=60))
+        _members.clear()
 
 
 def _member(store: dist.Store, num_first: int, **options: Any) -> StoreMembership:
@@ -275,9 +277,8 @@ def _wait_until_gone(pid: int) -> None:
         wait_until(lambda: psutil.Process(pid).status() in gone, f"the end of process {pid}")
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.part("faults")), signal.SIGKILL]
-)
+@pytest.mark.part("faults")
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
     """Every call ends in an error, also if the store's process is stalled and not dead."""
     context = forkserver()
