@@ -477,6 +477,10 @@ class FSDPModule(_Base):
     def reset_iter_state(self) -> None:
         """Drop all gathers and reductions in flight, after an exception in forward or backward. Call it on the root.
 
+        Call it on all ranks. It drops gradients that are not reduced, also those of earlier backwards under
+        ``no_sync``. Gradients of units that the failed backward had passed are in ``.grad``. After an exception in a
+        backward, the next forward raises `LifecycleError` unless this was called.
+
         Raises:
             LifecycleError: if this is not the root.
         """

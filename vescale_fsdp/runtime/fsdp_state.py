@@ -231,6 +231,7 @@ class FSDPState:
         if not self.has_root:
             self.lazy_init()
         schedule = self.schedule
+        schedule.check_not_failed()
         # In a backward, activation checkpointing recomputes the root: no new step begins.
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):

@@ -27,7 +27,9 @@ It gathers the unit and reduces zeros, while other ranks gather the unit and red
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -102,6 +104,8 @@ class Schedule:
         self.comm = comm
         self.units: list[FSDPState] = []
         self.in_backward = False
+        # `_end_backward` of the running backward: autograd drops it, uncalled, if the backward ends in an error.
+        self._ending: Callable[[], object] = lambda: None
         self.is_last_backward = True
         self.finalizes_by_hand = False  # whether the user calls `finalize_backward` after backwards
         # Whether a backward has ended since the user's last call of `finalize_backward`.
@@ -138,6 +142,20 @@ class Schedule:
         except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise
+
+    def check_not_failed(self) -> None:
+        """Check that the last backward has not ended in an error, which leaves units gathered and gradients unreduced.
+
+        Raises:
+            LifecycleError: if it has, and `FSDPModule.reset_iter_state` was not called since.
+        """
+        if self.in_backward and self._ending() is None:
+            raise LifecycleError(
+                "The last backward ended in an error, and left gradients that are not reduced.",
+                expected="reset_iter_state() of the root on all ranks, after an error in a backward",
+                got="another forward or backward",
+                todo="call it, then zero_grad() of the optimizer, before the next forward",
+            )
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -258,9 +276,12 @@ class Schedule:
 
     def enter_backward(self, unit: FSDPState) -> None:
         """Begin a unit's backward, once its outputs have gradients: gather the unit, and prefetch the next unit."""
+        self.check_not_failed()
         if not self.in_backward:
             self.in_backward = True
-            autograd_engine_callback(self._end_backward)  # called once, after the whole backward
+            ending = partial(self._end_backward)  # referred to only by the backward
+            self._ending = weakref.ref(ending)
+            autograd_engine_callback(ending)  # called once, after the whole backward
         self._begun.add(unit)
         if unit.unshard_in_backward:
             self.gather(unit)

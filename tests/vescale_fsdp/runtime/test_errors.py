@@ -296,6 +296,61 @@ def test_reset_after_an_exception_in_the_backward() -> None:
     run_ranks(2, recover_in_backward)
 
 
+def failed_before(phase: str, resets: bool) -> None:
+    """The step after a failed one has the gradients of a step alone, or is refused."""
+    torch.manual_seed(0)
+    mesh, rank = cpu_mesh(), dist.get_rank()
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    batches = torch.randn(3, mesh.size(), 5, 6)
+
+    def fail(*unused: Any) -> None:
+        raise ValueError("planted")
+
+    def fail_at_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    model(batches[0, rank]).pow(2).mean().backward()
+    failed = {
+        "forward": lambda: model[1].register_forward_hook(fail),
+        "output": lambda: model[1].register_forward_hook(fail_at_gradient),
+        "before": lambda: model[1].register_full_backward_pre_hook(fail),
+        "after": lambda: model[1].register_full_backward_hook(fail),
+    }[phase]()
+    if phase == "forward":
+        with pytest.raises(ValueError, match="planted"):
+            model(batches[1, rank])
+    else:
+        loss = model(batches[1, rank]).pow(2).mean()
+        with pytest.raises(ValueError, match="planted"):
+            loss.backward(retain_graph=True)
+    failed.remove()
+    if resets:
+        model.reset_iter_state()
+    elif phase != "forward":
+        for again in (model, model[0], lambda batch: loss.backward()):
+            with pytest.raises(LifecycleError):
+                again(batches[2, rank])
+        with torch.no_grad(), pytest.raises(LifecycleError):
+            model(batches[2, rank])
+        return
+    model.zero_grad()
+    model(batches[2, rank]).pow(2).mean().backward()
+    plain(batches[2].flatten(0, 1)).pow(2).mean().backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None and expected.grad.abs().sum() > 0
+        assert_is_piece(param.grad, expected.grad, name)
+
+
+def test_a_step_after_a_failed_one_is_right_or_refused() -> None:
+    """Wherever it failed: autograd does not tell its end, and the rest of the units would keep their last gradients."""
+    for phase in ("forward", "output", "before", "after"):
+        for resets in (False, True):
+            run_ranks(2, failed_before, phase, resets)
+
+
 def released() -> None:
     model = models.build()
     for block in model.blocks:
