@@ -125,7 +125,7 @@ $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
 	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch-checkpointing,torchtitan,torchdata]" \
-	    fsspec==2026.2.0 s3fs==2026.2.0 gcsfs==2026.2.0 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
+	    torchft==0.2.0 fsspec==2026.2.0 s3fs==2026.2.0 gcsfs==2026.2.0 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 gguf==0.19.0 jax==0.10.2 orbax-checkpoint==0.12.8
 	$(INSTALL_STACKS) setuptools wheel einops hjson msgpack ninja py-cpuinfo omegaconf pulp nvidia-ml-py torchprofile

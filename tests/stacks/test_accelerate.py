@@ -1,8 +1,10 @@
-"""accelerate with `VescalePlugin`: stock FSDP2's losses, both kinds of resumes, other ranks, the converter."""
+"""accelerate with `VescalePlugin`: stock FSDP2's losses, resumes, other ranks, its launcher, the converter."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from tests.stacks.jobs.example_ranks import (
     run_example,
     run_on_ranks,
 )
-from tools.torchrun_job import Job
+from tests.support.processes import run_command
+from tools.torchrun_job import ROOT, Job
 from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 from vescale_fsdp.errors import UnsupportedOpError
@@ -103,6 +106,34 @@ def test_tied_embeddings(folder: Path) -> None:
     )
 
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-4, atol=1e-5)
+
+
+# What `accelerate config` writes for FSDP2.
+_LAUNCHER = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+    "main_process_port": 0,
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 2,
+}
+
+
+def test_accelerates_launcher_starts_the_example(folder: Path) -> None:
+    """`accelerate launch` with a configuration file: stock FSDP2's losses, but for the order of the norms' sums."""
+    few = Options(folder / "in_the_harness", "fsdp2", steps=8, save_at=4)
+    out, configuration = folder / "launched", folder / "launcher.yaml"
+    configuration.write_text(json.dumps(_LAUNCHER))  # JSON is YAML
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
+    program = ["-m", "examples.stacks.train_accelerate", "--out", str(out)]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run_command([*launch, *program, "--steps", "8", "--save-at", "4"], env=variables, check=True, cwd=ROOT)
+
+    saved = {file.name for file in (out / "step_4" / "pytorch_model_fsdp_0").iterdir()}
+    assert saved >= {"__0_0.distcp", "__1_0.distcp"}  # by two ranks
+    launched = torch.tensor(json.loads((out / "losses.json").read_text()))
+    torch.testing.assert_close(launched, torch.tensor(run_example(2, train, few)), rtol=1e-5, atol=0)
 
 
 def _layers() -> nn.Sequential:

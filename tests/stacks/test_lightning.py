@@ -1,15 +1,22 @@
-"""Lightning and Fabric under their strategies of ours: losses, resumes, other ranks, state of callbacks."""
+"""Lightning and Fabric under their strategies of ours: losses, resumes, other ranks against unsharded, callbacks."""
 
 from __future__ import annotations
 
 import json
+import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
+from torch.nn import functional as F
 
+from examples.llama import Llama
+from examples.stacks.train_lightning import MICRO_BATCHES, SHAPE, MicroBatches
 from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import read_state
 from vescale_fsdp.conversion.cli.main import cli
@@ -79,14 +86,39 @@ def test_fabric(compared: list[dict[str, Any]]) -> None:
         assert found["reduced"] == [False, True]  # no_backward_sync does what it says
 
 
-def test_other_number_of_ranks(out: Path, compared: list[dict[str, Any]]) -> None:
-    """What two ranks saved goes on with three: the same global batches, so the same mean losses."""
-    resumed = run(out, 3, "--resume")
+@pytest.fixture(scope="module")
+def unsharded() -> list[float]:
+    """Losses of the same micro-batches on one process, in plain torch."""
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+        for inputs, targets in islice(MicroBatches(), 100):
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            (loss / MICRO_BATCHES).backward()
+            losses.append(loss.item())
+            if len(losses) % MICRO_BATCHES == 0:
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_number_of_ranks(
+    ranks: int, out: Path, compared: list[dict[str, Any]], unsharded: list[float]
+) -> None:
+    """What two ranks saved goes on with one and with three: the same global batches, so the unsharded losses."""
+    resumed = run(out, ranks, "--resume")
     for stack in ("ours", "our_fabric"):
-        means = [sum(losses) / 3 for losses in zip(*(found[stack] for found in resumed), strict=True)]
-        wanted = [sum(losses) / 2 for losses in zip(*(found[stack][50:] for found in compared), strict=True)]
-        assert len(means) == 50
-        assert means == pytest.approx(wanted, rel=1e-4)
+        before, after = (
+            [sum(losses) / len(found) for losses in zip(*(each[stack] for each in found), strict=True)]
+            for found in (compared, resumed)
+        )
+        assert len(after) == 50
+        assert before == pytest.approx(unsharded, rel=1e-4)
+        assert after == pytest.approx(unsharded[50:], rel=1e-4)
 
 
 def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan under our runtime: losses, resumes, experts, Hugging Face in and out; torchft's hook of replica groups."""
+"""torchtitan under our runtime: losses, resumes, experts, compile, Hugging Face in and out; torchft's hook."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformers import AutoModelForCausalLM
@@ -97,6 +98,20 @@ def test_other_number_of_ranks(out: Path, compared: list[dict[str, Any]]) -> Non
     for found in run(out, 3, "--resume"):
         assert found["resumed"] == pytest.approx(compared[0]["stock_llama"][25:], rel=1e-4)
         assert found["resumed_moe"] == pytest.approx(compared[0]["stock_moe"][25:], rel=1e-3)
+
+
+def test_compiled_blocks(out: Path, compared: list[dict[str, Any]]) -> None:
+    """torchtitan's `compile` and its export to Hugging Face: stock FSDP2's losses and files, to the last bit."""
+    for found in compared:
+        assert found["frames_compiled"] > 0 == found["frames_llama"]
+        assert found["our_compiled"] == found["stock_compiled"]
+        assert found["our_compiled"] == pytest.approx(found["our_llama"][:8], rel=1e-4)
+    stock, ours = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (out / f"compiled_{whose}" / "checkpoint" / "step-8" for whose in ("stock", "ours"))
+    )
+    assert len(stock) > 10 and ours.keys() == stock.keys()
+    assert all(torch.equal(ours[name], stock[name]) for name in stock)
 
 
 def test_hugging_face(out: Path, compared: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """What `test_lightning` asks of Lightning and Fabric, as one job under torchrun: results as JSON, one file per rank.
 
 torchrun --nproc-per-node 2 -m tests.stacks.jobs.lightning_job --out FOLDER            both stacks against stock FSDP2
-torchrun --nproc-per-node 3 -m tests.stacks.jobs.lightning_job --out FOLDER --resume   what 2 ranks saved, on 3
+torchrun --nproc-per-node 3 -m tests.stacks.jobs.lightning_job --out FOLDER --resume   what 2 ranks saved, on 3 or 1
 """
 
 from __future__ import annotations

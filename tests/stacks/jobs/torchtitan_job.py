@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from examples.stacks.torchtitan.cpu_device import use_cpu
@@ -24,6 +25,7 @@ from examples.stacks.torchtitan.cpu_device import use_cpu
 use_cpu()
 
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import fsdp as titan_fsdp
@@ -41,8 +43,8 @@ class Run:
     def __init__(self, config: Any, folder: Path, changes: dict[str, Any]) -> None:
         config.dump_folder = str(folder)
         for name, value in changes.items():
-            section, _, field = name.partition(".")
-            setattr(getattr(config, section), field, value)
+            section, _, field = name.rpartition(".")
+            setattr(getattr(config, section) if section else config, field, value)
         self.losses: list[float] = []
         with one_process_group():
             self.trainer = config.build()
@@ -107,17 +109,20 @@ def seed(config: Any, folder: Path) -> str:
 def both(
     found: dict[str, Any], name: str, out: Path, configs: tuple[Any, Any], steps: int, **changes: Any
 ) -> None:
-    """Losses of stock FSDP2 and of ours from the same start."""
+    """Losses of stock FSDP2 and of ours from the same start; how many frames dynamo compiled for ours."""
     make_stock, make_ours = configs
     with patch.object(titan_fsdp, "disable_fsdp_gradient_division", divide_by_sum):
         start = seed(make_stock(), out / f"{name}_seed")
         options = {"checkpoint.initial_load_path": start, **changes, "training.steps": steps}
         found[f"stock_{name}"] = train(make_stock(), out / f"{name}_stock", **options)
+    torch.compiler.reset()  # what stock has compiled fits ours too
+    counters.clear()
     found[f"our_{name}"] = train(make_ours(), out / f"{name}_ours", **options)
+    found[f"frames_{name}"] = counters["frames"]["ok"]
 
 
 def compare(out: Path) -> dict[str, Any]:
-    """Llama with a resume in the middle, clipped norms, the control, experts, Hugging Face in and out."""
+    """Llama with a resume, clipped norms, the control, experts, compiled blocks, Hugging Face in and out."""
     found: dict[str, Any] = {}
     half = {"checkpoint.interval": HALF, "checkpoint.async_mode": "async", **LOOSE}
     both(found, "llama", out, (stock, vescale), STEPS, **half)
@@ -130,8 +135,17 @@ def compare(out: Path) -> dict[str, Any]:
         found["control"] = train(vescale(), out / "control", **options)
     both(found, "moe", out, (stock_moe, vescale_moe), STEPS, **half)
     found["resumed_moe"] = train(vescale_moe(), out / "moe_ours", **again)
+    compiled(found, out)
     found["hugging_face"] = hugging_face(out)
     return found
+
+
+def compiled(found: dict[str, Any], out: Path) -> None:
+    """torchtitan compiles each block before it is sharded; both save the last step in Hugging Face's form."""
+    # Inductor's code for CPUs takes minutes to compile; what dynamo and autograd trace is the same.
+    compile_ = {"compile.enable": True, "compile.backend": "aot_eager", "hf_assets_path": str(out / "assets")}
+    last = {"checkpoint.last_save_in_hf": True, "checkpoint.last_save_model_only": True}
+    both(found, "compiled", out, (stock, vescale), FEW, **compile_, **last, **LOOSE)
 
 
 def hugging_face(out: Path) -> list[str]:
