@@ -1,9 +1,11 @@
-"""mkdocs hook: README on the first page, with links adapted to it, and a page per command of ``vescale-convert``."""
+"""mkdocs hook: README on the first page, a page per command, all public names, and tables that keep names whole."""
 
 from __future__ import annotations
 
 import html
+import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import click
 from mkdocs.structure.files import File
 
+import vescale_fsdp
 from vescale_fsdp.conversion.cli.commands import EXIT_CODES, SUMMARIES, cli
 
 ROOT = Path(__file__).parents[2]
@@ -63,12 +66,53 @@ def _cell(text: str) -> str:
     return html.escape(text).replace("|", "&#124;")
 
 
+def _names() -> str:
+    """The public names of every package, each with a link to its description."""
+    pages = {}
+    for file in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for name in re.findall(r"^(?:::: |### `)(vescale_fsdp\.[\w.]+)", file.read_text(), re.MULTILINE):
+            pages[name] = file.name
+        for name in re.findall(r"^### `(vescale_fsdp\.[\w.]+)", file.read_text(), re.MULTILINE):
+            pages[name] += "#" + re.sub(r"[^\w-]", "", name).lower()  # as mkdocs makes it of a heading
+    rows = []
+    packages = (each.name for each in pkgutil.iter_modules(vescale_fsdp.__path__) if each.ispkg)
+    for package in ("vescale_fsdp", *(f"vescale_fsdp.{name}" for name in packages)):
+        names = getattr(importlib.import_module(package), "__all__", ())
+        full = [(name, f"{package}.{name}") for name in names]
+        links = [
+            f"[`{name}`]({page if '#' in page else f'{page}#{whole}'})"
+            for name, whole in full
+            if (page := pages[whole])
+        ]
+        rows += [f"| `{package}` | {', '.join(links)} |"] if links else []
+    return "\n".join(["| package | names |", "|---|---|", *rows])
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert README at its marker in the first page."""
-    if page.file.src_uri != "index.md":
-        return markdown
-    readme = (ROOT / "README.md").read_text()
-    readme = re.sub(r"\]\(docs/", "](", readme)
+    """Insert README, the changes and the public names into their pages."""
+    match page.file.src_uri:
+        case "index.md":
+            return markdown.replace("<!-- README -->", _adapted("README.md"))
+        case "changes.md":
+            return _adapted("CHANGELOG.md")
+        case "api/index.md":
+            return markdown.replace("<!-- NAMES -->", _names())
+    return markdown
+
+
+def _adapted(file: str) -> str:
+    """The text of a file of the repository's root, with links for the site."""
+    text = re.sub(r"\]\(docs/", "](", (ROOT / file).read_text())
     for source, target in _PAGES.items():
-        readme = readme.replace(f"]({source})", f"]({target})")
-    return markdown.replace("<!-- README -->", readme)
+        text = text.replace(f"]({source})", f"]({target})")
+    return text
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the names in tables, which browsers must not break; long ones and texts with spaces may be broken."""
+    return re.sub(
+        r"<table>.*?</table>",
+        lambda table: re.sub(r"<code>([^\s<]{1,60})</code>", r'<code class="name">\1</code>', table[0]),
+        html,
+        flags=re.DOTALL,
+    )
