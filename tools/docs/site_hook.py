@@ -63,7 +63,7 @@ def _command_page(name: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(text).replace("|", "&#124;")
+    return html.escape(text).replace("|", "&#124;<wbr>")
 
 
 def _names() -> str:
@@ -109,10 +109,19 @@ def _adapted(file: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark the names in tables, which browsers must not break; long ones and texts with spaces may be broken."""
-    return re.sub(
-        r"<table>.*?</table>",
-        lambda table: re.sub(r"<code>([^\s<]{1,60})</code>", r'<code class="name">\1</code>', table[0]),
-        html,
-        flags=re.DOTALL,
-    )
+    """Prepare tables for narrow screens: names are not broken, and cells with sentences are not squeezed."""
+    return re.sub(r"<table>.*?</table>", lambda table: _readable(table[0]), html, flags=re.DOTALL)
+
+
+def _readable(table: str) -> str:
+    """Mark the names of a table, which browsers must not break, and give cells a width that grows with their prose."""
+
+    def whole(code: re.Match[str]) -> str:
+        return re.sub(r"(?<!\S)[^\s<>]{1,60}(?!\S)", r'<span class="name">\g<0></span>', code[0])
+
+    def widened(cell: re.Match[str]) -> str:
+        width_rem = min(20, len(re.sub(r"<code.*?</code>|<[^>]+>", "", cell[1])) // 6)
+        return f'<td style="min-width: {width_rem}rem">{cell[1]}</td>' if width_rem > 8 else cell[0]
+
+    table = re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL)
+    return re.sub(r"(?<=<code>).*?(?=</code>)", whole, table, flags=re.DOTALL)
