@@ -1,9 +1,11 @@
-"""mkdocs hook: README on the first page, with links adapted to it, and a page per command of ``vescale-convert``."""
+"""mkdocs hook: README on the first page, a page per command, all public names, and tables that keep names whole."""
 
 from __future__ import annotations
 
 import html
+import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import click
 from mkdocs.structure.files import File
 
+import vescale_fsdp
 from vescale_fsdp.conversion.cli.commands import EXIT_CODES, SUMMARIES, cli
 
 ROOT = Path(__file__).parents[2]
@@ -60,15 +63,65 @@ def _command_page(name: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(text).replace("|", "&#124;")
+    return html.escape(text).replace("|", "&#124;<wbr>")
+
+
+def _names() -> str:
+    """The public names of every package, each with a link to its description."""
+    pages = {}
+    for file in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for name in re.findall(r"^(?:::: |### `)(vescale_fsdp\.[\w.]+)", file.read_text(), re.MULTILINE):
+            pages[name] = file.name
+        for name in re.findall(r"^### `(vescale_fsdp\.[\w.]+)", file.read_text(), re.MULTILINE):
+            pages[name] += "#" + re.sub(r"[^\w-]", "", name).lower()  # as mkdocs makes it of a heading
+    rows = []
+    packages = (each.name for each in pkgutil.iter_modules(vescale_fsdp.__path__) if each.ispkg)
+    for package in ("vescale_fsdp", *(f"vescale_fsdp.{name}" for name in packages)):
+        names = getattr(importlib.import_module(package), "__all__", ())
+        full = [(name, f"{package}.{name}") for name in names]
+        links = [
+            f"[`{name}`]({page if '#' in page else f'{page}#{whole}'})"
+            for name, whole in full
+            if (page := pages[whole])
+        ]
+        rows += [f"| `{package}` | {', '.join(links)} |"] if links else []
+    return "\n".join(["| package | names |", "|---|---|", *rows])
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert README at its marker in the first page."""
-    if page.file.src_uri != "index.md":
-        return markdown
-    readme = (ROOT / "README.md").read_text()
-    readme = re.sub(r"\]\(docs/", "](", readme)
+    """Insert README, the changes and the public names into their pages."""
+    match page.file.src_uri:
+        case "index.md":
+            return markdown.replace("<!-- README -->", _adapted("README.md"))
+        case "changes.md":
+            return _adapted("CHANGELOG.md")
+        case "api/index.md":
+            return markdown.replace("<!-- NAMES -->", _names())
+    return markdown
+
+
+def _adapted(file: str) -> str:
+    """The text of a file of the repository's root, with links for the site."""
+    text = re.sub(r"\]\(docs/", "](", (ROOT / file).read_text())
     for source, target in _PAGES.items():
-        readme = readme.replace(f"]({source})", f"]({target})")
-    return markdown.replace("<!-- README -->", readme)
+        text = text.replace(f"]({source})", f"]({target})")
+    return text
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Prepare tables for narrow screens: names are not broken, and cells with sentences are not squeezed."""
+    return re.sub(r"<table>.*?</table>", lambda table: _readable(table[0]), html, flags=re.DOTALL)
+
+
+def _readable(table: str) -> str:
+    """Mark the names of a table, which browsers must not break, and give cells a width that grows with their prose."""
+
+    def whole(code: re.Match[str]) -> str:
+        return re.sub(r"(?<!\S)[^\s<>]{1,60}(?!\S)", r'<span class="name">\g<0></span>', code[0])
+
+    def widened(cell: re.Match[str]) -> str:
+        width_rem = min(20, len(re.sub(r"<code.*?</code>|<[^>]+>", "", cell[1])) // 6)
+        return f'<td style="min-width: {width_rem}rem">{cell[1]}</td>' if width_rem > 8 else cell[0]
+
+    table = re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL)
+    return re.sub(r"(?<=<code>).*?(?=</code>)", whole, table, flags=re.DOTALL)

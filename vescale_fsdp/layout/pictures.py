@@ -24,6 +24,11 @@ from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
 PADDING = "padding"  # a fill that is hatched instead of a color; also the id of the SVG pattern
 PAPER, HATCH_PAPER, HATCH_INK, INK = "#ffffff", "#f8f9fb", "#98a2b3", "#1d2433"
+QUIET, RULE, MANY = "#667085", "#d0d5dd", "#dde3ec"
+BAND_INK = "#111827"  # on bands, whose colors are light in both schemes
+# What a dark scheme has in their places. A picture in a page follows the page's scheme.
+DARK = {PAPER: "#1a1d27", HATCH_PAPER: "#232733", HATCH_INK: "#5b6475", INK: "#e4e7ec"}
+DARK |= {QUIET: "#a3acbc", RULE: "#414a5c"}
 
 
 class Canvas:
@@ -101,7 +106,13 @@ class Canvas:
             f"font-family='Inter, Helvetica, Arial, sans-serif'><title>{escape(self.title)}</title>"
         )
         paper = f"<rect width='{width}' height='{height}' fill='{PAPER}'/>"
-        return "\n".join((head, hatch, paper, *self._shapes, "</svg>")) + "\n"
+        return "\n".join((head, _dark_style(), hatch, paper, *self._shapes, "</svg>")) + "\n"
+
+
+def _dark_style() -> str:
+    """Return the rules that replace the colors of paper and ink where the reader prefers a dark scheme."""
+    rules = (f"[{key}='{old}']{{{key}:{new}}}" for old, new in DARK.items() for key in ("fill", "stroke"))
+    return f"<style>@media (prefers-color-scheme: dark) {{{''.join(rules)}}}</style>"
 
 
 def _title(tip: str) -> str:
@@ -117,7 +128,6 @@ BODY_PX = 900
 LANE_PX = 26
 BAR_PX = 16
 GAP_PX = 6
-QUIET, RULE, MANY = "#667085", "#d0d5dd", "#dde3ec"
 CHART_LEFT_PX, CHART_TOP_PX, CHART_WIDTH_PX, CHART_HEIGHT_PX = 130, 80, 800, 340
 LOWEST_POWER = -2  # the lowest line of the chart is at 10^-2 percent
 CURVE_COLORS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6", "#c2373f", "#3a8fa3")
@@ -214,7 +224,7 @@ def _draw_band(
     canvas.rect(x, y, width, height, fill, tip=tip, stroke=stroke)
     label = _fit(label, width)
     if label:
-        canvas.text(x + width / 2, y + height / 2 + 4, label, size=10.5, anchor="middle")
+        canvas.text(x + width / 2, y + height / 2 + 4, label, size=10.5, color=BAND_INK, anchor="middle")
 
 
 def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def fully_shard(
 
 
 def fully_shard(
-    module: Any,
+    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -76,7 +76,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
-) -> Any:
+) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters over a mesh; call it bottom-up, on each block and then on the root.
 
     Args:
@@ -164,7 +164,7 @@ def fully_shard(
     FSDPState(modules, groups, mp_policy, reshard, device)  # its constructor stores it on the modules
     for each, sharded_class in zip(modules, classes, strict=True):
         each.__class__ = sharded_class  # in place, because the caller and parent modules refer to this object
-    return module
+    return cast("FSDPModule | list[FSDPModule]", module)
 
 
 # torch's fully_shard has this attribute too, and trainers call it: it returns a module's state, or None if not sharded.

@@ -164,17 +164,18 @@ def test_rows_that_are_shown_stand_in_their_tables() -> None:
     assert gone == []
 
 
-def test_files_that_are_shown_are_tested() -> None:
-    """A page of a stack shows its example, whose package the stack's test runs."""
-    shown = {(name, b.shown) for name, blocks in ALL_BLOCKS.items() for b in blocks if b.shown}
+def test_examples_of_stacks_are_tested() -> None:
+    """A page of a stack names its example, whose package the stack's test runs, and shows at most 20 lines of it."""
     tests = "".join(file.read_text() for file in (ROOT / "tests" / "stacks").glob("test_*.py"))
+    for page in (ROOT / "docs" / "stacks").glob("*.md"):
+        named = re.findall(r"`(examples/stacks/[\w/]*train\w*\.py)`", page.read_text())
+        excerpts = [
+            b for b in blocks_of(page.read_text()) if b.reason and b.reason.startswith("an excerpt of ")
+        ]
 
-    assert len(shown) >= 8
-    assert {name for name, _ in shown} == {
-        f"docs/stacks/{f.name}" for f in (ROOT / "docs/stacks").glob("*.md")
-    }
-    assert [file for _, file in shown if not (ROOT / str(file)).exists()] == []
-    assert [f for _, f in shown if str(f).rpartition("/")[0].replace("/", ".") not in tests] == []
+        assert named and excerpts, page.name
+        assert [f for f in named if f.rpartition("/")[0].replace("/", ".") not in tests] == []
+        assert [b.title for b in excerpts if len(b.text.splitlines()) > 20] == []
 
 
 def test_every_fence_is_understood() -> None:
@@ -201,8 +202,11 @@ def test_every_error_has_cause_and_cure() -> None:
     classes = re.findall(r"^class (\w+)\(", (ROOT / "vescale_fsdp" / "errors.py").read_text(), re.MULTILINE)
     text = (ROOT / "docs" / "trouble.md").read_text()
 
+    reference = (ROOT / "docs" / "api" / "errors.md").read_text()
+
     assert len(classes) >= 10
     assert [name for name in classes if f"`{name}`" not in text] == []
+    assert re.search(r"members: \[(.*)\]", reference)[1].split(", ") == classes  # type: ignore[index]
 
 
 def missing_files(page: Path) -> list[str]:

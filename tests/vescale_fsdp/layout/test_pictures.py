@@ -9,7 +9,7 @@ import pytest
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.pictures import BODY_PX, layout_svg, rank_color, short_names
+from vescale_fsdp.layout.pictures import BODY_PX, DARK, PAPER, layout_svg, rank_color, short_names
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -98,3 +98,14 @@ def test_scattered_and_widely_held_tensors_are_marked() -> None:
     assert "2880 x 4096, 23 x block 524,288, scattered" in svg
     assert "on 577 ranks, 4 to 580" in svg
     assert "padding 17.48 %, copied 0.37 %" in svg
+
+
+def test_a_picture_has_the_colors_of_a_dark_scheme() -> None:
+    """Paper and ink have others there, also as edges; labels of bands, whose colors stay, do not."""
+    svg = layout_svg(_layout(2))
+    style = ElementTree.fromstring(svg).findtext(f"{SVG}style") or ""
+
+    assert "prefers-color-scheme: dark" in style
+    assert f"[fill='{PAPER}']{{fill:{DARK[PAPER]}}}" in style and f"[stroke='{PAPER}']" in style
+    labels = [text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "rank 1"]
+    assert {label.attrib["fill"] in DARK for label in labels} == {True, False}  # beside a lane, and in a band
