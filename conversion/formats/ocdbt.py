@@ -36,6 +36,7 @@ ROOT_FILE = "manifest.ocdbt"
 
 _CACHE_BYTES = 8 << 20  # 8 MiB: nodes of the B-tree, which each chunk's read passes
 _COPIES = 2  # of a chunk while it is read: as stored and decoded, then decoded and as tensorstore returns it
+_READ_S = 600.0  # bound on one read, of a chunk or of the list of keys: a network file system may hang
 _ERRORS = (*DAMAGE, OSError, RuntimeError)  # raised by tensorstore for damaged files
 
 
@@ -67,8 +68,8 @@ class OcdbtArrays:
         self._tree = {"driver": "ocdbt", "base": base}
         self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         try:
-            opened = self._tensorstore.KvStore.open(self._tree, context=self._context).result()
-            self._keys = sorted(key.decode() for key in opened.list().result())
+            opened = self._tensorstore.KvStore.open(self._tree, context=self._context).result(_READ_S)
+            self._keys = sorted(key.decode() for key in opened.list().result(_READ_S))
         except _ERRORS as error:
             raise _damaged(f"{self.where}/{ROOT_FILE}", error) from error
 
@@ -92,7 +93,7 @@ class OcdbtArrays:
                 "driver": next(driver[key] for key in keys if key in driver),
                 "kvstore": {**self._tree, "path": f"{node}/"},
             }
-            opened = self._tensorstore.open(spec, open=True, read=True, context=self._context).result()
+            opened = self._tensorstore.open(spec, open=True, read=True, context=self._context).result(_READ_S)
             array = _Array(opened, name_of(path), where, self._last)
         except StopIteration:
             raise _damaged(where, KeyError(node)) from None
@@ -142,7 +143,7 @@ class _Array:
         if last.file != key or last.values is None:
             last.file, last.values = "", None  # frees the memory before the next chunk is read
             try:
-                values = self._opened[chunk.slices()].read().result()
+                values = self._opened[chunk.slices()].read().result(_READ_S)
             except _ERRORS as error:
                 raise _damaged(self._where, error) from error
             # numpy cannot view a 0-d array as another dtype.
