@@ -14,6 +14,7 @@ DeepSpeed has joined the parts.
 
     ZeRO-1, 2   one row of all parameters of a group, cut into a part per rank; parts may end inside a parameter
                 a a a a|a b b b|b c . .          ranks 0, 1, 2; the padding at the end is not stored
+                with round_robin_gradients on 2 ranks, a c .. b d ..: parameters 0, 2, .. first, then 1, 3, ..
 
     ZeRO-3      each parameter is cut into equal parts, one per rank, of which the last may need padding; a rank's parts
                 of all parameters form its row, which is stored in several tensors
@@ -400,9 +401,8 @@ class ZeroShards:
         files.require_all(self.first.ranks)
         for rank in self.ranks:
             self._require_alike(rank)
-        names = [name for group in shapes for name in group]
-        runs = self._runs_of_stage3() if files.is_stage3 else self._runs_of_groups()
-        self.runs: dict[str, list[FlatRun]] = dict(zip(names, runs, strict=True))
+        self.runs: dict[str, list[FlatRun]]
+        self.runs = self._runs_of_stage3() if files.is_stage3 else self._runs_of_groups()
         self._check_addresses()
 
     def _require_alike(self, rank: RankShards) -> None:
@@ -422,20 +422,39 @@ class ZeroShards:
                         "copy the files of one step",
                     )
 
-    def _runs_of_groups(self) -> list[list[FlatRun]]:
+    def _rows(self) -> Iterator[list[str]]:
+        """Yield the names of each group's parameters in the order of its row.
+
+        With ``round_robin_gradients``, that is not the order of the shapes. It follows from the recorded addresses;
+        without these, it is the order of the shapes. `_check_addresses` shows whether the order is right.
+        """
+        starts: dict[str, tuple[int, int]] = {}
+        for number, rank in enumerate(self.ranks):
+            for recorded in rank.addresses:
+                for name, address in recorded.items():
+                    starts.setdefault(
+                        name, (number, int(address.start))
+                    )  # the first rank has the parameter's start
+        for group in self.shapes:
+            is_recorded = all(name in starts for name, shape in group.items() if math.prod(shape))
+            # Parameters without elements have no address, and do not change the places of others.
+            yield sorted(group, key=lambda name: starts.get(name, (-1, 0))) if is_recorded else list(group)
+
+    def _runs_of_groups(self) -> dict[str, list[FlatRun]]:
         """Return the runs of all parameters of ZeRO-1 and 2, group by group."""
-        all_runs: list[list[FlatRun]] = []
-        for number, group in enumerate(self.shapes):
-            numels = [math.prod(shape) for shape in group.values()]
+        all_runs: dict[str, list[FlatRun]] = {}
+        for number, (group, row) in enumerate(zip(self.shapes, self._rows(), strict=True)):
+            numels = [math.prod(group[name]) for name in row]
             gaps = self.first.gaps[number] if self.first.gaps is not None else [0] * len(numels)
             parts = [rank.masters[number].numel for rank in self.ranks]
             # DeepSpeed may store padding at the end, up to a multiple of twice the number of ranks.
             self._check_size(sum(parts), sum(numels) + sum(gaps), align=2 * len(self.ranks))
-            all_runs += runs_of_groups(numels, gaps, number, parts)
+            all_runs |= zip(row, runs_of_groups(numels, gaps, number, parts), strict=True)
         return all_runs
 
-    def _runs_of_stage3(self) -> list[list[FlatRun]]:
+    def _runs_of_stage3(self) -> dict[str, list[FlatRun]]:
         """Return the runs of all parameters of ZeRO-3."""
+        names = [name for group in self.shapes for name in group]
         numels = [math.prod(shape) for group in self.shapes for shape in group.values()]
         ranks = len(self.ranks)
         parts = [master.numel for master in self.first.masters]
@@ -445,7 +464,7 @@ class ZeroShards:
                 raise rank.opened.damaged(f"parts of {parts} elements", rank_parts)
         # align=1, because ZeRO-3 pads each parameter, which `-(-numel // ranks)` includes, and not the row.
         self._check_size(sum(parts), sum(-(-numel // ranks) for numel in numels), align=1)
-        return runs_of_parameters(numels, ranks, parts)
+        return dict(zip(names, runs_of_parameters(numels, ranks, parts), strict=True))
 
     def _check_size(self, stored: int, needed: int, *, align: int) -> None:
         """Raise unless the size of the masters is ``needed`` plus at most the padding to a multiple of ``align``."""

@@ -3,7 +3,7 @@
     _METADATA                       the tree: for each leaf, the keys of the dicts and lists around it
     params.dense.kernel/.zarray     use_ocdbt=False               params.dense.kernel/zarr.json     use_zarr3=True
     _strings.json                   leaves that are text
-    manifest.ocdbt                  OCDBT, Orbax's default: a B-tree of all arrays; refused, only tensorstore reads it
+    manifest.ocdbt                  OCDBT, Orbax's default: a B-tree of all arrays, read by `ocdbt.py`
 
 Nested keys become dotted names. ``params`` at the root is the model, and ``opt_state`` is its optimizer. If there is no
 ``params``, the whole tree is the model.
@@ -19,7 +19,8 @@ from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, Arrays, damaged
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.conversion.formats.ocdbt import ROOT_FILE, OcdbtArrays
+from vescale_fsdp.errors import CorruptCheckpointError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 
 TREE_FILE = "_METADATA"
@@ -31,21 +32,14 @@ _VALUES: dict[str, Callable[[], Any]] = {"None": lambda: None, "Dict": dict, "Li
 
 
 def open_orbax(store: Storage) -> Source:
-    """Open an Orbax checkpoint without OCDBT: a folder with a tree, or a step's folder with a tree per item.
+    """Open an Orbax checkpoint: a folder with a tree, or a step's folder with a tree per item.
 
     Raises:
-        ConversionError: if the checkpoint is in the file format OCDBT.
-        CorruptCheckpointError: if metadata is damaged or arrays are missing.
+        ConversionError: if the checkpoint is in the file format OCDBT, and the package tensorstore is not installed or
+            the folder is not on a local disk.
+        CorruptCheckpointError: if metadata is damaged or arrays are missing, or if a save of several hosts ended early.
     """
     files = set(store.list_files())
-    if ocdbt := next((file for file in sorted(files) if file.endswith("manifest.ocdbt")), None):
-        raise ConversionError(
-            "This Orbax checkpoint is in the format OCDBT.",
-            expected="arrays of zarr, one folder for each",
-            got=f"a file {ocdbt}, which only tensorstore reads",
-            where=store.where,
-            todo="save it again with PyTreeCheckpointHandler(use_ocdbt=False)",
-        )
     # A tree is in the folder itself, or in the subfolder of each item, but not deeper.
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
@@ -57,7 +51,7 @@ def open_orbax(store: Storage) -> Source:
         except DAMAGE as error:
             raise damaged(store, f"{item}{TREE_FILE}", error) from error
     facts = {
-        "arrays": str(len(arrays.tensors)),
+        "arrays": str(len(arrays.tensors) + len(entries.tensors)),
         "items": ", ".join(item.rstrip("/") for item in items) or "one",
     }
     entries.update(Entries(arrays.tensors, readers=arrays.readers, decoded=arrays.decoded))
@@ -73,6 +67,7 @@ def _add_item(
         folder: the tree's folder in the store: a path that ends in a slash, or "".
         container: the path under which the leaves are added.
     """
+    ocdbt = _open_ocdbt(store, files, folder)
     tree = parse_json(store.read(folder + TREE_FILE))["tree_metadata"]
     leaves = dict(_leaves(tree))
     has_model = any(keys[0] == _MODEL and len(keys) > 1 for keys in leaves)
@@ -87,9 +82,27 @@ def _add_item(
             entries.add_value(path, _VALUES[kind]())
         elif kind == "string":
             entries.add_value(path, strings[node])
+        elif ocdbt is not None:
+            ocdbt.add(entries, node, path)
         else:
             arrays.add(f"{folder}{node}", name_of(path))
             entries.paths[name_of(path)] = path
+
+
+def _open_ocdbt(store: Storage, files: set[str], folder: str) -> OcdbtArrays | None:
+    """Open the OCDBT tree of an item; None if each array has a folder of its own."""
+    if folder + ROOT_FILE in files:
+        return OcdbtArrays(store, folder)
+    parts = sorted(file for file in files if file.startswith(folder) and file.endswith(f"/{ROOT_FILE}"))
+    if parts:
+        raise CorruptCheckpointError(
+            "The parts that hosts wrote of this Orbax checkpoint were not joined.",
+            expected=f"a file {folder}{ROOT_FILE}, which Orbax writes last",
+            got=f"only {some(parts)}",
+            where=store.where,
+            todo="use another step, or copy the checkpoint again if this copy is incomplete",
+        )
+    return None
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -88,7 +88,7 @@ class Arrays:
 
     def __init__(self, store: Storage, files: Collection[str]) -> None:
         self._store, self._files = store, files
-        self._last = _LastChunk()
+        self._last = LastChunk()
         self.tensors: dict[str, StoredTensor] = {}
         self.paths: dict[str, Path] = {}
         self.readers: dict[str, BoxReader] = {}
@@ -233,10 +233,10 @@ class _Array(ABC):
         return out
 
 
-class _LastChunk(threading.local):
+class LastChunk(threading.local):
     """The chunk that a thread decoded last; kept, because boxes of one chunk are read one after another.
 
-    Only for version 2.
+    Not for arrays that the zarr library decodes. ``file`` is the chunk's file, or another name that no other chunk has.
     """
 
     file: str = ""
@@ -251,7 +251,7 @@ class _Array2(_Array):
     """
 
     def __init__(
-        self, store: Storage, node: str, metadata: dict[str, Any], name: str, last: _LastChunk
+        self, store: Storage, node: str, metadata: dict[str, Any], name: str, last: LastChunk
     ) -> None:
         super().__init__(store, node)
         self._last = last

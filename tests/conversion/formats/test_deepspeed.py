@@ -61,6 +61,21 @@ def test_every_stage_to_the_bit(tmp_path: Path, stage: int, ranks: int) -> None:
     assert not found and compared == len(source.tensors)
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 3)])
+def test_parameters_dealt_out_to_ranks_are_read_by_their_addresses(
+    tmp_path: Path, stage: int, ranks: int
+) -> None:
+    """As `round_robin_gradients` does, of parameters of one size too, whose places sizes do not tell apart."""
+    state = some_state(stage)
+    state.groups[1] |= {f"up.{name}": torch.randn(7) for name in "abcd"}
+    state.moments |= {
+        name: {"exp_avg": torch.randn(7), "exp_avg_sq": torch.rand(7)} for name in state.groups[1]
+    }
+    state.round_robin = True
+    folder = write_zero(tmp_path / "run", state, stage=stage, ranks=ranks)
+    check(restored(str(folder), tmp_path / "out.pt"), state)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_universal_folder_is_read_at_every_stage(tmp_path: Path, stage: int) -> None:
     """One folder per parameter, which after ZeRO-3 are flat and have their steps elsewhere."""

@@ -37,6 +37,7 @@ class ZeroState:
         buffers: the module's.
         shared: name -> the parameter that it is tied to.
         client: what a user hands in.
+        round_robin: whether ``round_robin_gradients`` is set, which deals the parameters of a group out to the ranks.
     """
 
     groups: list[dict[str, Tensor]]
@@ -47,6 +48,7 @@ class ZeroState:
     shared: dict[str, str] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
     step: int = 3
+    round_robin: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -183,6 +185,9 @@ def _rows(state: ZeroState, rank: int, ranks: int, classes: dict[str, Any]) -> d
     """ZeRO-1's and 2's: a part of each group's row, with padding in the moments and without in the masters."""
     masters, states, paddings, addresses = [], {}, [], []
     for number, group in enumerate(state.groups):
+        if state.round_robin:
+            names = list(group)
+            group = {name: group[name] for first in range(ranks) for name in names[first::ranks]}
         numels = [tensor.numel() for tensor in group.values()]
         size = -(-sum(numels) // (2 * ranks)) * 2
         held = max(0, min(size, sum(numels) - rank * size))

@@ -3,7 +3,7 @@
 DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 -m tests.stacks.jobs.deepspeed_job --out FOLDER
 
 One folder per case, with what DeepSpeed's ds_to_universal makes of it; beside it CASE.expected.pt, the model by its
-zero_to_fp32.
+zero_to_fp32, and CASE.live.pt, the masters that the engine has in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
@@ -25,6 +26,8 @@ CASES = {
     "zero1_fp32": (1, ""),
     "zero2_bf16": (2, "bf16"),
     "zero2_fp32": (2, ""),
+    "zero1_round_robin": (1, "bf16"),
+    "zero2_round_robin": (2, "bf16"),
     "zero3_bf16": (3, "bf16"),
     "zero3_fp32": (3, ""),
 }
@@ -56,7 +59,7 @@ class Net(nn.Module):
         return self.head(self.down(self.norm(hidden)) * self.scale).float()
 
 
-def train(stage: int, dtype: str) -> Any:
+def train(stage: int, dtype: str, *, round_robin: bool = False) -> Any:
     """An engine that has made three steps, of two groups of parameters."""
     torch.manual_seed(3)
     model = Net()
@@ -65,6 +68,7 @@ def train(stage: int, dtype: str) -> Any:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    config["zero_optimization"]["round_robin_gradients"] = round_robin
     if stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 60}
     if dtype:
@@ -97,7 +101,7 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for minutes
     deepspeed.init_distributed(dist_backend="gloo")
     for case, (stage, dtype) in CASES.items():
-        engine = train(stage, dtype)
+        engine = train(stage, dtype, round_robin=case.endswith("round_robin"))
         client = {
             "epoch": 7,
             "rank": dist.get_rank(),
@@ -105,8 +109,12 @@ def main() -> None:
             "seen": torch.arange(4),
         }
         engine.save_checkpoint(str(out / case), client_state=client)
+        live = {
+            n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad
+        }
         dist.barrier()
         if dist.get_rank() == 0:
+            torch.save(live, out / f"{case}.live.pt")
             rival = get_fp32_state_dict_from_zero_checkpoint(str(out / case))
             torch.save(rival, out / f"{case}.expected.pt")
             universal(out / case)
