@@ -94,7 +94,7 @@ class OcdbtArrays:
                 "kvstore": {**self._tree, "path": f"{node}/"},
             }
             opened = self._tensorstore.open(spec, open=True, read=True, context=self._context).result(_READ_S)
-            array = _Array(opened, name_of(path), where, self._last)
+            array = _ChunkedArray(opened, name_of(path), where, self._last)
         except StopIteration:
             raise _damaged(where, KeyError(node)) from None
         except _ERRORS as error:
@@ -103,7 +103,7 @@ class OcdbtArrays:
         entries.decoded[array.info.name] = _COPIES * array.chunk_bytes
 
 
-class _Array:
+class _ChunkedArray:
     """An array that tensorstore has opened. ``last`` is the chunk that a thread read last, of any array."""
 
     def __init__(self, opened: Any, name: str, where: str, last: LastChunk) -> None:
