@@ -552,9 +552,14 @@ def rendezvous_handler(
         def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
             return _NoServer()
 
+        # torch names the caller of each action in an event, which takes `inspect.stack` 50 ms.
+        def _record(self, *unused: Any, **more: Any) -> None:
+            pass
+
     # The store: torch publishes the address of its server there. `min_nodes`, `max_nodes`: the backend decides.
     from_backend: Any = Handler.from_backend  # whose stub wants whole seconds
     made = from_backend("elastic", _NoStore(), backend, 1, 1 << 31, name, timeout, keep_alive_s, missed)
+    made._state_holder._record = made._op_executor._record = made._record
     return made  # type: ignore[no-any-return]
 
 
@@ -594,7 +599,8 @@ def encode_rendezvous(fields: Mapping[str, Any]) -> bytes:
         return datetime.fromtimestamp(seconds, UTC)
 
     state = _RendezvousState()
-    state.round, state.complete, state.closed = fields["round"], fields["complete"], fields["closed"]
+    # The handler sleeps for up to 0.3 s before it leaves a round 0.
+    state.round, state.complete, state.closed = fields["round"] + 1, fields["complete"], fields["closed"]
     state.deadline = None if fields["deadline"] is None else time_of(fields["deadline"])
     state.participants = {node(text): rank for text, rank in fields["participants"].items()}
     state.wait_list = set(map(node, fields["waiting"]))
@@ -617,7 +623,7 @@ def decode_rendezvous(state: bytes) -> dict[str, Any]:
         return f"{node.addr} {node.pid} {node.local_id}"
 
     return {
-        "round": found.round,
+        "round": max(0, found.round - 1),  # 0: no state was read yet
         "complete": found.complete,
         "closed": found.closed,
         "deadline": None if found.deadline is None else found.deadline.timestamp(),

@@ -365,12 +365,12 @@ class _Backend(RendezvousBackend):
         fields["formed"] = self._formed(fields, before)
         wanted = json.dumps(fields, sort_keys=True)
         with self._outages():
-            text: str | None = self._reading(lambda: self._store.compare_set(_KEY, token or "", wanted))
-            if text != wanted and not self._store.check([_KEY]):
+            stored = self._reading(lambda: self._store.compare_set(_KEY, token or "", wanted))
+            if stored != wanted and not self._store.check([_KEY]):
                 return None  # the store was replaced by an empty one
-            has_set = text == wanted
-            if has_set and self._is_waiting:
-                text = self._awaited(wanted)
+            # Awaited also if another process was faster: the handler would sleep for a second.
+            text = self._awaited(stored) if self._is_waiting else stored
+            has_set = stored == wanted
             return None if text is None else (self._for_handler(text), text, has_set)
         return None
 

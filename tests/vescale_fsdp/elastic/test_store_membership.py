@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import socket
@@ -14,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tests.support.distributed import forkserver
 from tests.support.processes import join, receive, wait_until
@@ -127,6 +130,22 @@ class _Client(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         return self._answering().check(keys)
+
+
+def test_an_agreement_waits_for_processes_only() -> None:
+    """torch's handler sleeps before it asks again and in its first round, and takes 50 ms to name what it does."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members = [_member(store, 3) for _ in range(3)]
+    _together(*members)
+    with (
+        mock.patch.object(dynamic_rendezvous, "_delay") as slept,
+        mock.patch.object(inspect, "stack", wraps=inspect.stack) as walked,
+    ):
+        epochs = [_together(*members)[0].epoch for _ in range(8)]
+        members.pop().leave()
+        epochs.append(_together(*members)[0].epoch)
+    assert epochs == sorted(set(epochs))
+    assert not slept.called and not walked.called
 
 
 def test_a_silent_process_is_lost_after_three_keep_alives() -> None:
