@@ -26,7 +26,6 @@ _TRIED_BY = {
     "nemo_automodel": ("test_nemo_automodel.py",),
     "peft": ("test_trl_lora.py",),
     "torch_checkpointing": ("conversion/test_torch_checkpointing.py",),
-    "torchft": ("test_torchft.py",),
     "torchtitan": ("test_torchtitan.py",),
     "transformers": ("test_trainer.py", "conversion/test_from_pretrained.py"),
     "trl": ("test_trl_lora.py",),

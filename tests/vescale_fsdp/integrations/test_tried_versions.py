@@ -26,7 +26,8 @@ ONLY_NEEDED = (
     "gcp-storage-emulator",
     "ray",
     "tensordict",
-)  # by Orbax, gcsfs, a test of it, verl
+    "torchft",
+)  # by Orbax, gcsfs, a test of it, verl, torchtitan's replica groups
 
 
 def test_extras_pin_what_was_tried() -> None:
