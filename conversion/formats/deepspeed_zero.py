@@ -432,9 +432,8 @@ class ZeroShards:
         for number, rank in enumerate(self.ranks):
             for recorded in rank.addresses:
                 for name, address in recorded.items():
-                    starts.setdefault(
-                        name, (number, int(address.start))
-                    )  # the first rank has the parameter's start
+                    # Kept from the first rank that has a part: it has the parameter's start.
+                    starts.setdefault(name, (number, int(address.start)))
         for group in self.shapes:
             is_recorded = all(name in starts for name, shape in group.items() if math.prod(shape))
             # Parameters without elements have no address, and do not change the places of others.

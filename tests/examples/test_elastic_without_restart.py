@@ -43,5 +43,7 @@ def test_a_rank_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
     assert (
         lines[first_of_three]["step"] >= lines[first_of_three - 1]["step"]
     )  # the step under way, and no other
-    assert lines[0]["pid"] != lines[first_of_three]["pid"] == lines[-1]["pid"]
+    # Ranks follow the processes' ports, so the process that joins may become rank 0. Each process has one log.
+    assert lines[0]["pid"] not in {line["pid"] for line in lines[first_of_three:]}
+    assert len(list(tmp_path.glob("log*"))) == 5
     assert lines[-1]["loss"] < lines[0]["loss"]
