@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 
-from tests.vescale_fsdp.elastic.formation import Spots, SpottedStore
+from tests.vescale_fsdp.elastic.formation import FORMING_S, Spots, SpottedStore
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
@@ -28,7 +28,7 @@ from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.transfer.transfer import Transfer
 
-TIMEOUT_S = 3.0  # of groups and meetings
+TIMEOUT_S = FORMING_S  # of groups and meetings
 NUM_SAMPLES = 60
 
 

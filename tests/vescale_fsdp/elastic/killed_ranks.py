@@ -79,6 +79,7 @@ class Seen(NamedTuple):
     tier: str
     losses: dict[int, dict[int, str]]  # by step, by rank: bits
     last_begun: int  # the last step that any rank began
+    processes: frozenset[int]  # their ids
 
 
 class _Reaper:
@@ -374,8 +375,12 @@ def _num_going_on(folder: Path) -> int:
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """All that ranks have logged; a line torn by a kill is not counted."""
-    texts = [text for file in folder.glob("log-*") for text in file.read_text().splitlines(keepends=True)]
-    return [json.loads(text) for text in texts if text.endswith("\n")]
+    return [
+        {**json.loads(text), "process": int(file.name.partition("-")[2])}
+        for file in folder.glob("log-*")
+        for text in file.read_text().splitlines(keepends=True)
+        if text.endswith("\n")
+    ]
 
 
 def epochs_of(folder: Path) -> list[Seen]:
@@ -395,7 +400,8 @@ def epochs_of(folder: Path) -> list[Seen]:
             if "loss" in line:
                 losses.setdefault(line["step"], {})[line["rank"]] = line["loss"]
         last = max(line["begun"] for line in begun)
-        found.append(Seen(begun[0]["world"], begun[0]["from"], begun[0]["tier"], losses, last))
+        processes = frozenset(line["process"] for line in begun)
+        found.append(Seen(begun[0]["world"], begun[0]["from"], begun[0]["tier"], losses, last, processes))
     return found
 
 
