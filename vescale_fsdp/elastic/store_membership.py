@@ -199,7 +199,9 @@ class StoreMembership:
     def _connected(self, epoch: int, first: str) -> dist.Store | None:
         """Connect to the store in the process called ``first``; None if a member is lost meanwhile."""
         host, port = _address(first)
-        deadline_s, attempt_s = time.monotonic() + self._timeout_s, 1.0
+        # At least until its keep-alives tell that the first process is stopped: its port accepts connections then too.
+        patience_s = max(self._timeout_s, self._backend.silence_s + self._backend.keep_alive_s)
+        deadline_s, attempt_s = time.monotonic() + patience_s, 1.0
         while not _refuses(first) and not self._backend.has_lost():
             # torch retries a refused connection for the whole time-out: a process that ends during an attempt is
             # found before the next, and a store with thousands of clients gets longer attempts.
@@ -218,7 +220,7 @@ class StoreMembership:
                     f"{first}, the store of the first process of epoch {epoch}",
                 )
             except RuntimeError:  # torch's errors of a store, and LifecycleError
-                if time.monotonic() > deadline_s:
+                if time.monotonic() > deadline_s and not self._backend.has_lost():
                     raise
                 attempt_s *= 2
             else:
@@ -308,7 +310,8 @@ class _Backend(RendezvousBackend):
         self._store = dist.PrefixStore("elastic", self._signed)
         self._link, self._own, self._secret = link, name, secret
         self._num_first, self._min_members = num_first, min_members
-        self._timeout_s, self._keep_alive_s, self._max_missed = timeout_s, keep_alive_s, max_missed
+        self._timeout_s, self.keep_alive_s = timeout_s, keep_alive_s
+        self.silence_s = max_missed * keep_alive_s  # a process that is silent for longer is lost
         self.has_changed = False
         self.has_left = (
             False  # this process only ends its keep-alives; without this, torch would end the whole job
@@ -536,7 +539,7 @@ class _Backend(RendezvousBackend):
         while True:
             fields = json.loads(text)
             own = next((node for node in fields["heartbeats"] if _name(node) == self._own), None)
-            if own is None or time.time() > fields["heartbeats"][own] + self._keep_alive_s:
+            if own is None or time.time() > fields["heartbeats"][own] + self.keep_alive_s:
                 return text
             if self._epoch < 0 and self._store.check([_REFUSED]):
                 raise self._unlike_secrets()
@@ -571,7 +574,7 @@ class _Backend(RendezvousBackend):
             asked = (awaited - self._gone) | self._unreached
             # In another order each time, and not for longer than until the next keep-alive.
             for name in random.sample(sorted(asked), len(asked)):
-                if time.monotonic() < now_s + self._keep_alive_s and _refuses(name):
+                if time.monotonic() < now_s + self.keep_alive_s and _refuses(name):
                     self._ended.add(name)
             self._gone |= asked & self._ended
 
@@ -610,7 +613,7 @@ class _Backend(RendezvousBackend):
 
     def _live(self, fields: dict[str, Any], nodes: Iterable[str]) -> set[str]:
         """Return the names of the nodes whose keep-alives are recent and that are not known to be gone."""
-        oldest_s = time.time() - self._max_missed * self._keep_alive_s
+        oldest_s = time.time() - self.silence_s
         return {_name(node) for node in nodes if fields["heartbeats"].get(node, 0.0) >= oldest_s} - self._gone
 
 

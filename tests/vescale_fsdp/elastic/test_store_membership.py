@@ -384,6 +384,30 @@ def test_the_first_process_is_lost_before_the_others_connect_to_its_store() -> N
             assert set(asked[member].result(40)) == {each.name for each in others}
 
 
+@pytest.mark.part("faults")
+def test_the_first_process_is_stopped_before_the_others_connect_to_its_store() -> None:
+    """Its port accepts connections and never answers: they wait for its keep-alives, longer than for others."""
+    store = dist.HashStore()
+    for _ in range(3):
+        _members.append(
+            _Connecting(store, num_first=3, host="127.0.0.1", timeout_s=2.0, keep_alive_s=0.5, max_missed=12)
+        )
+    _Connecting.may_connect.clear()
+    with ThreadPoolExecutor(3) as pool:
+        asked = {member: pool.submit(lambda each: each.wait().members, member) for member in _members}
+        wait_until(
+            lambda: any(each.done() for each in asked.values()), "the first process to be in its epoch"
+        )
+        (first,) = (member for member, each in asked.items() if each.done())
+        port = int(first.name.partition("/")[0].rpartition(":")[2])
+        first.leave()
+        with socket.create_server(("127.0.0.1", port)):
+            _Connecting.may_connect.set()
+            others = [member for member in _members if member is not first]
+            for member in others:
+                assert set(asked[member].result(60)) == {each.name for each in others}
+
+
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
     """Other members continue; a late process is in the next round."""
     store = dist.HashStore()
