@@ -64,7 +64,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-_NO_COPIES = "a step in memory could not be copied to other nodes, so the loss of a node may lose the step"
+NO_COPIES = "a step in memory could not be copied to other nodes, so the loss of a node may lose the step"
 
 
 class RamTier:
@@ -264,7 +264,7 @@ class RamTier:
         doing = "waiting for the copies of the previous step"
         (has_failed,) = coordinator.raise_together(None, doing, numbers=[int(error is not None)])
         if has_failed:
-            self._warn(coordinator, _NO_COPIES, error)
+            self._warn(coordinator, NO_COPIES, error)
 
     def _copy_error(self) -> BaseException | None:
         """Wait for all copies, and return their error or None. Raises the error if Ctrl-C on any rank has caused it."""
@@ -279,7 +279,7 @@ class RamTier:
         error = self._copy_error()
         # The same ranks as in `_warn`, which is a collective: rank 0, and ranks with an error of their own.
         if error is not None and (self._warns or not isinstance(error, CheckpointError)):
-            warnings.warn(f"{_NO_COPIES}: {_text_of(error)}", stacklevel=3)
+            warnings.warn(f"{NO_COPIES}: {_text_of(error)}", stacklevel=3)
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
         """Remove a step from the memory of all nodes; a collective."""

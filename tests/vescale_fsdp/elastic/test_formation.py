@@ -17,6 +17,7 @@ import pytest
 
 from tests.vescale_fsdp.elastic.formation import Death, End, Program, launch, spots_of
 from tests.vescale_fsdp.elastic.forming_programs import goes_on, loses_a_node, meets, trains
+from vescale_fsdp.checkpoint.memory.ram_tier import NO_COPIES
 from vescale_fsdp.errors import LifecycleError, VescaleError
 
 _ALL = os.environ.get("FAULTS") == "all"
@@ -51,7 +52,7 @@ def _check_ends_with_its_ranks(folder: Path, death: Death) -> None:
             end,
         )
     if "destroy" not in death.spot and death.signal == signal.SIGKILL:
-        is_copy = "could not be copied to other nodes" in (folder / "err-0").read_text()
+        is_copy = NO_COPIES in (folder / "err-0").read_text()
         assert is_copy or any(end.error for end in others.values()), death
 
 
