@@ -1,7 +1,8 @@
 """A pytest plugin that records tested versions: ``pytest -p tools.docs.compatibility --compatibility torch|stacks``.
 
 If all tests pass, it writes the installed versions, and what tests recorded of optimizers, to docs/compatibility.json,
-and the tables of the page from it. ``python -m tools.docs.compatibility`` writes the tables alone.
+and the tables of the page from it. ``--compatibility optimizers``, for tests/stacks/optimizers alone, writes only what
+was recorded of optimizers. ``python -m tools.docs.compatibility`` writes the tables alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _recorded: dict[str, Any] = {}  # what tests recorded of optimizer packages
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option ``--compatibility``."""
     parser.addoption(
-        "--compatibility", choices=["torch", "stacks"], help="record the versions if all tests pass"
+        "--compatibility",
+        choices=["torch", "stacks", "optimizers"],
+        help="record the versions if all tests pass",
     )
 
 
@@ -64,7 +67,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     ):  # xdist's workers see only some tests
         return
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    data = noted(json.loads(DATA.read_text()), what, version, today)
+    data = json.loads(DATA.read_text())
+    if what != "optimizers":
+        data = noted(data, what, version, today)
     data["optimizers"] = dict(sorted({**data["optimizers"], **_recorded}.items()))
     DATA.write_text(json.dumps(data, indent=1) + "\n")
     write_page(data)

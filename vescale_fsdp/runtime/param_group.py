@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, optimizer_text
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
@@ -144,6 +144,31 @@ class GradHook:
             take(param, grad)
 
 
+class _FirstOrder(torch.autograd.Function):
+    """A sharded gradient of a backward that keeps its graph (``create_graph=True``); its own backward is refused.
+
+    Without a graph autograd's error would speak of "element 0 of tensors", and name neither parameter nor optimizer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sharded: RaggedDTensor, piece: torch.Tensor, spec: DTensorSpec, fqn: str
+    ) -> RaggedDTensor:
+        ctx.fqn = fqn
+        return RaggedDTensor.wrap(piece, spec, layout_ref=sharded.layout_ref)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> None:  # type: ignore[override]
+        raise UnsupportedOpError(
+            "The gradient of a sharded parameter cannot be differentiated.",
+            expected="derivatives of first order: ranks reduce gradients without a graph, as under FSDP2",
+            got="a backward through a gradient that create_graph=True has made",
+            where=f"gradient of parameter {ctx.fqn}{optimizer_text()}",
+            todo="use an optimizer of first derivatives. A product of the Hessian and a vector is also the difference "
+            "of two gradients: at p + eps * vector and at p, divided by eps",
+        )
+
+
 class ParamGroup:
     """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
 
@@ -189,6 +214,7 @@ class ParamGroup:
         # Reduced pieces of parameters that this rank has not used, by name. They are delivered once it is known that
         # another rank has used the parameter.
         self._deferred_grads: dict[str, torch.Tensor] = {}
+        self._keeps_graph = False  # whether the last backward was called with create_graph=True
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
         # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
@@ -480,6 +506,7 @@ class ParamGroup:
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Take an unsharded gradient from autograd; called by `GradHook`."""
+        self._keeps_graph = torch.is_grad_enabled()  # in a backward: whether it creates a graph
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
@@ -587,14 +614,17 @@ class ParamGroup:
         params = [param for param in self.params if param.slot.fqn in pieces]
         for param in params:
             piece, sharded = pieces[param.slot.fqn], param.sharded
-            if sharded.grad is None:
-                assert isinstance(sharded, RaggedDTensor)
-                sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
-                continue
             if isinstance(sharded.grad, DTensor) and sharded.grad.placements != param.spec.placements:
                 # A user's own gradient, replicated or cut differently.
                 sharded.grad = redistribute(sharded.grad, param.spec.placements)
-            local_of(sharded.grad).add_(piece)
+            if sharded.grad is not None:
+                piece = local_of(sharded.grad).add_(piece)
+            assert isinstance(sharded, RaggedDTensor)
+            if self._keeps_graph:
+                with torch.enable_grad():
+                    sharded.grad = _FirstOrder.apply(sharded, piece, param.spec, param.slot.fqn)
+            elif sharded.grad is None:
+                sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
         for param in params:  # a second loop: a hook may read the gradients of other parameters
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)

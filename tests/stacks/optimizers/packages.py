@@ -135,6 +135,8 @@ def _make(case: Case, model: nn.Module, by_owner: bool) -> torch.optim.Optimizer
     if case.package == "bitsandbytes" and "momentum" in arguments:
         options["momentum"] = 0.9
     options |= {name: 10 for name in ("num_iterations", "num_data") if name in arguments}
+    if "triton" in arguments:  # where triton is installed, optimi's default is a kernel for GPUs
+        options["triton"] = False
     params = _params(case, model)
     kind: Callable[..., Any] = functools.partial(OwnerOptimizer, case.kind) if by_owner else case.kind
     base = functools.partial(OwnerOptimizer, torch.optim.AdamW) if by_owner else torch.optim.AdamW

@@ -12,14 +12,7 @@ from tests.support.distributed import run_ranks
 from tools.docs.compatibility import OPTIMIZER_RESULTS
 
 # They draw random numbers in their step, which depend on how parameters are sharded.
-RANDOM = {("pytorch_optimizer", "BSAM"), ("pytorch_optimizer", "Gravity")}
-# They differentiate gradients. Those of sharded parameters have no graph, of which autograd's own error tells.
-OF_GRAPHS = {
-    ("pytorch_optimizer", "AdaHessian"),
-    ("pytorch_optimizer", "SophiaH"),
-    ("timm", "Adahessian"),
-}
-LEFT_OUT = RANDOM | OF_GRAPHS
+LEFT_OUT = {("pytorch_optimizer", "BSAM"), ("pytorch_optimizer", "Gravity")}
 _AS_IT_IS = ("element", "rows:8", "whole")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import assert_is_piece, refused
-from vescale_fsdp import Element, FSDPModule, RaggedShard, fully_shard
+from vescale_fsdp import Element, FSDPModule, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.errors import (
     ArgumentError,
     LayoutError,
@@ -409,3 +410,52 @@ def dtypes() -> None:
 def test_compute_is_in_bf16_and_gradients_come_back_in_fp32() -> None:
     """bf16 compute over fp32 shards: inputs and parameters are cast but for integers, gradients come back in fp32."""
     run_ranks(2, dtypes)
+
+
+def differentiated_gradients() -> None:
+    """All ranks have the same inputs, so that gradients are those of one process."""
+    plain = models.build(1, num_blocks=2).double()
+    model = models.shard(models.build(1, num_blocks=2).double(), cpu_mesh())
+    params, references = list(model.parameters()), list(plain.parameters())
+    x = models.batch(0, 0).double()
+    generator = torch.Generator().manual_seed(3)
+    vectors = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in references]
+
+    def loss(net: nn.Module) -> torch.Tensor:
+        return net(x).square().mean()  # in float64
+
+    own_grads = torch.autograd.grad(loss(plain), references, create_graph=True)
+    products = torch.autograd.grad(own_grads, references, grad_outputs=vectors)
+
+    loss(model).backward()  # gradients with a graph add to those without
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*create_graph=True.*")
+        loss(model).backward(create_graph=True)
+    for param, grad in zip(params, own_grads, strict=True):
+        assert_is_piece(param.grad.detach(), 2 * grad.detach())
+    grads = [param.grad for param in params]
+    with refused(UnsupportedOpError, where="gradient of parameter", todo="first derivatives"):
+        torch.autograd.grad(grads, params, grad_outputs=[torch.ones_like(p) for p in params])
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.zero_grad(set_to_none=False)  # detaches gradients that have a graph
+    assert not any(param.grad.requires_grad for param in params)
+
+    # The way out that the error names: the difference of two gradients.
+    def gradients(scale: float) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for param, vector in zip(params, vectors, strict=True):
+                param.add_(distribute_tensor(vector, param.device_mesh, param.placements), alpha=scale)
+        optimizer.zero_grad()
+        loss(model).backward()
+        assert not any(param.grad.requires_grad for param in params)
+        return [param.grad for param in params]
+
+    eps = 1e-6
+    moved, own = gradients(eps), gradients(-eps)
+    for ahead, here, product in zip(moved, own, products, strict=True):
+        assert_is_piece((ahead - here) / eps, product, rtol=1e-3, atol=1e-4)
+
+
+def test_the_gradient_of_a_sharded_parameter_is_of_first_order() -> None:
+    """With create_graph=True gradients have their values, a second derivative is refused, and differences give it."""
+    run_ranks(2, differentiated_gradients)

@@ -11,7 +11,7 @@ A plain tensor of several elements next to such a result raises, as next to a ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from vescale_fsdp.torch_private import (
     dispatch_to_subclass,
     local_of,
     local_slot,
-    pytree,
 )
 
 # Operators of gradient clipping that keep a norm pending, so that the norms of all tensors cost one collective.
@@ -44,38 +43,42 @@ class ReplicatedResult(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        named = bind(func, args, kwargs or {})
+        leaves = _leaves(named.values())
         dtensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if any(type(each) not in STOCK for each in dtensors):
             return NotImplemented  # a ragged tensor's rule decides
         if func in _KEEP_PENDING and all(map(is_partial, dtensors)):
-            return pytree.tree_map_only(DTensor, _ours, _by_torch(func, leaves, tree))
+            return _mapped(_ours, _by_torch(func, args, kwargs))
         for each in dtensors:
             if isinstance(each, ReplicatedResult) and is_partial(each):
                 _reduce_in_place(each)
         mesh = dtensors[0].device_mesh
         is_local = all(
-            t.device_mesh == mesh and all(p.is_replicate() for p in t.placements) for t in dtensors
+            (t.device_mesh is mesh or t.device_mesh == mesh) and all(p.is_replicate() for p in t.placements)
+            for t in dtensors
         )
         # torch gives all ranks the same random values, and changes the shape of a DTensor with its local tensor.
         if not is_local or {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
-            return _by_torch(func, leaves, tree)
-        named = bind(func, args, kwargs or {})
-        written = [t for name in written_names(func) for t in pytree.tree_leaves(named.get(name))]
+            return _by_torch(func, args, kwargs)
+        written = _leaves(named.get(name) for name in written_names(func))
         is_plain_written = any(isinstance(t, torch.Tensor) and not isinstance(t, DTensor) for t in written)
         if not is_plain_written:
             _check_plain(func, leaves, dtensors[0])
-        locals_ = [local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
-        local_args, local_kwargs = pytree.tree_unflatten(locals_, tree)
-        result = func(*local_args, **local_kwargs)
+        result = func(
+            *(_mapped(_local, value) for value in args),
+            **{name: _mapped(_local, value) for name, value in (kwargs or {}).items()},
+        )
         if is_plain_written:
             return result
         originals = {id(local_of(t)): t for t in written if isinstance(t, DTensor)}
 
-        def wrap(value: torch.Tensor) -> DTensor:
+        def wrap(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
             return originals[id(value)] if id(value) in originals else _with_value(value, mesh)
 
-        return pytree.tree_map_only(torch.Tensor, wrap, result)
+        return _mapped(wrap, result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _stock(self).__reduce_ex__(protocol)  # files name torch's class
@@ -133,18 +136,46 @@ def _reduce_in_place(pending: ReplicatedResult) -> None:
     pending._spec = reduced._spec
 
 
-def _by_torch(func: torch._ops.OpOverload, leaves: Sequence[Any], tree: Any) -> Any:
+def _by_torch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an operator by torch's rules for DTensors."""
-    stock = [_stock(leaf) if isinstance(leaf, ReplicatedResult) else leaf for leaf in leaves]
-    originals = {id(each): leaf for each, leaf in zip(stock, leaves, strict=True)}
-    args, kwargs = pytree.tree_unflatten(stock, tree)
-    result = func(*args, **kwargs)
-    return pytree.tree_map_only(torch.Tensor, lambda value: originals.get(id(value), value), result)
+    originals: dict[int, Any] = {}
+
+    def stock(leaf: Any) -> Any:
+        if not isinstance(leaf, ReplicatedResult):
+            return leaf
+        each = _stock(leaf)
+        originals[id(each)] = leaf
+        return each
+
+    arguments = [_mapped(stock, value) for value in args]
+    options = {name: _mapped(stock, value) for name, value in (kwargs or {}).items()}
+    return _mapped(lambda value: originals.get(id(value), value), func(*arguments, **options))
+
+
+# Arguments and results of operators are values and lists of values. torch's pytree, which takes any nesting, takes
+# longer for them than a small operator itself.
+
+
+def _leaves(values: Iterable[Any]) -> list[Any]:
+    """Return the values, with the elements of lists in place of the lists."""
+    return [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a changed value, or a list or tuple of changed elements."""
+    if isinstance(value, list):
+        return [change(each) for each in value]
+    return tuple(change(each) for each in value) if isinstance(value, tuple) else change(value)
+
+
+def _local(leaf: Any) -> Any:
+    return local_of(leaf) if isinstance(leaf, DTensor) else leaf
 
 
 def _stock(result: ReplicatedResult) -> DTensor:
     return DTensor(local_of(result), result._spec, requires_grad=result.requires_grad)  # type: ignore[call-arg]
 
 
-def _ours(result: DTensor) -> DTensor:
-    return result if isinstance(result, ReplicatedResult) else with_spec(local_of(result), result._spec)
+def _ours(result: Any) -> Any:
+    is_stock = isinstance(result, DTensor) and not isinstance(result, ReplicatedResult)
+    return with_spec(local_of(result), result._spec) if is_stock else result
