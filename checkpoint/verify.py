@@ -84,7 +84,7 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str] | Source,
+    path: str | os.PathLike[str] | Source | Storage,
     *,
     deep: bool = True,
     progress: Callable[[int], object] = lambda _: None,

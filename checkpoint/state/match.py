@@ -152,8 +152,25 @@ class Match:
                 got=f"missing in the checkpoint: {some(self.missing, 5)}; "
                 f"unexpected, only in the checkpoint: {some(self.unexpected, 5)}",
                 where=where,
-                todo=f"{self._how_to_rename()}pass strict=False to load what both have, or include= with patterns",
+                todo=self._how_to_fit(),
             )
+
+    def _how_to_fit(self) -> str:
+        """Return what to do if the state and the checkpoint do not have the same leaves."""
+        if not self.missing:
+            return (
+                "to load a part, pass include= with patterns ('model.*' for a model alone); "
+                "or pass strict=False to load what both have"
+            )
+        if self.unexpected and self.renaming is None:
+            return (
+                "if leaves were renamed, rename them in a copy: vescale-convert to-vescale .. --rules FILE; "
+                "or pass strict=False to load what both have and keep the values of missing leaves"
+            )
+        return (
+            f"{self._how_to_rename()}pass strict=False to load what both have and keep the values of missing leaves, "
+            "or include= with patterns"
+        )
 
     @property
     def renaming(self) -> tuple[str, str] | None:

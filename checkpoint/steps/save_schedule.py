@@ -357,7 +357,11 @@ def _unlike(step: int, alike: list[int], newest: int, oldest: int) -> Checkpoint
         expected="the same arguments on all ranks",
         got=f"from {shown}" if name == "step" else f"step {step}, but different values of {name}",
         where=f"the argument `{name}`",
-        todo="call should_save and save on all ranks at the same steps; nothing of this step was saved",
+        todo=(
+            "reduce the metric over the ranks first (torch.distributed.all_reduce); nothing of this step was saved"
+            if name == "metric"
+            else "call should_save and save on all ranks at the same steps; nothing of this step was saved"
+        ),
     )
 
 

@@ -30,10 +30,11 @@ from vescale_fsdp.conversion.cli.options import (
     with_options,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS, Target
-from vescale_fsdp.errors import format_bytes, some
+from vescale_fsdp.errors import CorruptCheckpointError, format_bytes, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.moves.source import Source
+    from vescale_fsdp.checkpoint.storage.base import Storage
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.layout.planner import Scatter
 
@@ -121,8 +122,21 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
 
     If SRC is a run folder, its latest step is used.
     """
-    source = _open(src, **source_options)
-    with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
+    from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+    from vescale_fsdp.conversion.formats.detect import locate
+
+    source: Source | Storage
+    try:
+        source = _open(src, **source_options)
+        num_bytes = source.nbytes
+    except CorruptCheckpointError:
+        step = source_options["step"]
+        _, source = locate(src, "newest" if step is None else step)
+        # A native checkpoint cannot be opened if a file is missing or cut; its manifest is enough to list all problems.
+        if source_options["kind"] not in {None, "native"} or source.size(MANIFEST_NAME) is None:
+            raise
+        num_bytes = 0
+    with ProgressBar(0 if quick else num_bytes, quiet=quiet) as progress:
         report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
         numbers = {
@@ -470,7 +484,10 @@ def summary(report: ConvertReport) -> str:
         lines.append(f"not cast, since quantized or a scale: {some(report.uncast, _MOST)}")
     if report.left_assets:
         lines.append(f"files not copied (--include-asset PATTERN does): {some(report.left_assets, _MOST)}")
-    lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
+    casts: dict[tuple[str, str], list[str]] = {}
+    for name, types in report.casts.items():
+        casts.setdefault(types, []).append(name)
+    lines += [f"cast from {old} to {new}: {some(names)}" for (old, new), names in casts.items()]
     return "\n".join(lines)
 
 

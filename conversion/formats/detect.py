@@ -92,6 +92,31 @@ _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 _MOST_NUMBERED = 10_000  # limits the search for missing files, because a file's name can claim any count
 
 
+def locate(
+    url: str | os.PathLike[str], step: int | Literal["newest"] | None, *, may_be_run: bool = True
+) -> tuple[str, Storage]:
+    """Return the URL and the storage of a checkpoint: of the step, if ``url`` is a run folder.
+
+    Args:
+        url: as in `open_source`.
+        step: as in `open_source`.
+        may_be_run: False if ``url`` must be the checkpoint itself.
+    """
+    url = os.fspath(url)
+    # Without slashes at the end, the last part of the URL is a name. "/" itself stays.
+    url = url.rstrip("/") if len(url) > 1 else url
+    folder = open_store(url)
+    files = folder.list_files()
+    steps = steps_in(files) if may_be_run else {}
+    # If there is a file `latest`, DeepSpeed's reader chooses the step.
+    if isinstance(step, int) or (steps and "latest" not in files):
+        # Only a run of this package records abandoned steps.
+        own = [number for number, name in steps.items() if name == step_name(number)]
+        url = step_url(url, steps, abandoned_steps(folder, own), step)
+        folder = open_store(url)
+    return url, folder
+
+
 def open_source(
     url: str | os.PathLike[str],
     *,
@@ -119,19 +144,8 @@ def open_source(
         >>> source.kind, list(source.tensors), source.nbytes
         ('torch', ['model.w'], 24)
     """
-    url = os.fspath(url)
-    # Without slashes at the end, the last part of the URL is a name. "/" itself stays.
-    url = url.rstrip("/") if len(url) > 1 else url
-    folder = open_store(url)
-    files = folder.list_files()
     # If the user passes a kind and no step, the path must be the checkpoint itself.
-    steps = steps_in(files) if kind is None or step is not None else {}
-    # If there is a file `latest`, DeepSpeed's reader chooses the step.
-    if isinstance(step, int) or (steps and "latest" not in files):
-        # Only a run of this package records abandoned steps.
-        own = [number for number, name in steps.items() if name == step_name(number)]
-        url = step_url(url, steps, abandoned_steps(folder, own), step)
-        folder = open_store(url)
+    url, folder = locate(url, step, may_be_run=kind is None or step is not None)
     try:
         # Otherwise the garbage collector would scan the objects of a large checkpoint repeatedly.
         with gc_paused():

@@ -50,8 +50,8 @@ from vescale_fsdp.torch_private import is_compiled, is_view, note_sharded, saves
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _VIEW_WARNING = (
-    "The sharded module {} returned a view. An in-place operation on the view (x += y) would silently remove the hook "
-    "that gathers the module's parameters for the backward. Use x = x + y, or clone() the output."
+    "The sharded module {} returned a view, which is harmless unless you change it in place: x += y would silently "
+    "remove the hook that gathers the module's parameters for the backward. Use x = x + y, or clone() the output."
 )
 _logger = logging.getLogger("vescale_fsdp")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

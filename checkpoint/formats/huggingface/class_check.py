@@ -30,6 +30,11 @@ from vescale_fsdp.layout.safetensors_header import read_header
 Asks = Literal["always", "doubt", "never"]
 """When the class itself checks the tensors, in a child process. "always": unless the table accepts them. "doubt": only
 if the table rejects them. "never": no child process."""
+_ADAPTED = ".base_layer."  # part of the name that peft gives to a weight with an adapter
+_HOW_TO_MERGE = (
+    "the checkpoint has a base with an adapter: write the adapter with to-hf --adapter, then add it to the base's "
+    "repository with merge-adapter; or "
+)
 FindQuantized = Callable[[Iterable[TensorInfo], Mapping[str, Any]], Collection[str]]
 """Returns the names of quantized codes and of scales among tensors, given their config.json."""
 
@@ -76,7 +81,8 @@ class ClassCheck:
                 expected=f"the tensors of {self.class_name}",
                 got=some(self.problems, 6),
                 where=where,
-                todo="pass the model's own config.json with --assets, rename tensors with --rules, or choose them with "
+                todo=f"{_HOW_TO_MERGE if any(_ADAPTED in text for text in self.problems) else ''}"
+                "pass the model's own config.json with --assets, rename tensors with --rules, or choose them with "
                 "--exclude and --include; --no-assets writes tensors without a config.json, unchecked. Nothing was "
                 "published",
             )
@@ -124,7 +130,10 @@ def _check(
     class_name = config_class(config)
     if class_name is None:
         return ClassCheck(
-            "not checked", reason=f"{CONFIG_FILE} names no class of transformers (architectures)"
+            "not checked",
+            # save_pretrained of a config alone writes none; that of a model does. Inference engines need the entry too.
+            reason=f"{CONFIG_FILE} names no class of transformers: add "
+            '"architectures": ["LlamaForCausalLM"] or the like',
         )
     quantized = find_quantized(infos.values(), config)
     is_declared = any(config.get(key) for key in QUANTIZATION_KEYS)

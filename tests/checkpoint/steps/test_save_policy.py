@@ -298,6 +298,7 @@ def test_what_one_rank_hears_all_act_on_at_the_same_step(tmp_path: Path) -> None
         steps_differ, force_differs, metric_differs, _ = found["errors"]
         assert re.search(r"\b4 .*\[0\].*\b5 .*\[1\]", steps_differ)
         assert "`force`" in force_differs and "`metric`" in metric_differs
+        assert "all_reduce" in metric_differs and "all_reduce" not in force_differs
         assert not any(said.endswith(" late") for said in found["errors"])
     assert (first["heard"], second["heard"]) == (1, 2)  # chained while we listened, alone afterwards
     assert re.search(r"-1 .*\[1\].*\b3 .*\[0\]", first["errors"][3]) and "-1" in second["errors"][3]

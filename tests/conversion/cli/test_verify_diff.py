@@ -53,6 +53,25 @@ def test_verify_of_an_open_storage(tmp_path: Path, deep: bool) -> None:
     assert len(verify(LocalStorage(tmp_path / "c"), deep=deep).problems) == 1
 
 
+@pytest.mark.parametrize("options", [(), ("--from", "native")])
+def test_the_command_lists_every_missing_or_cut_file(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """A native checkpoint that cannot be opened: the problems of `verify`, of the newest step of a run folder too."""
+    save(tmp_path / "one", {"w": torch.ones(4000)})
+    newest = tmp_path / "run/step-00000002"
+    for folder in (tmp_path / "run/step-00000001", newest):
+        folder.parent.mkdir(exist_ok=True)
+        args = ["to-vescale", str(tmp_path / "one"), str(folder), "--ranks", "2", "-q"]
+        assert CliRunner().invoke(cli, args).exit_code == 0
+    missing, cut = newest.glob("data-*/*.safetensors")
+    missing.unlink()
+    cut.write_bytes(cut.read_bytes()[:-1])
+    expected = [str(problem) for problem in verify(newest).problems]
+    assert len(expected) == 2
+    for src in (newest, tmp_path / "run"):
+        result = CliRunner().invoke(cli, ["verify", str(src), "--json", *options])
+        assert json.loads(result.stdout)["problems"] == expected and result.exit_code == 1
+
+
 def test_verify_reports_what_cannot_be_opened(tmp_path: Path) -> None:
     """A damaged header and a path without a checkpoint are problems of the report, not exceptions."""
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)

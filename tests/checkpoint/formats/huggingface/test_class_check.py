@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.formats.huggingface import model_class, plan
+from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.conversion.cli.commands import cli
@@ -374,3 +375,11 @@ def test_a_child_that_gives_no_answer(child: None, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched:
         patched.setattr("sys.executable", "/nowhere/python")
         assert "FileNotFoundError" in ask_child(config, "BertModel", {})["unknown"]
+
+
+@pytest.mark.parametrize("problem", ["unexpected: l.0.q.base_layer.weight", "unexpected: l.0.q.weight"])
+def test_a_base_with_an_adapter_is_told_from_other_names(problem: str) -> None:
+    """The names that peft gives to weights with an adapter: the error names the two commands that merge it."""
+    with pytest.raises(ConversionError) as error:
+        ClassCheck("table", "LlamaForCausalLM", (problem,)).require("out", is_required=False)
+    assert ("merge-adapter" in str(error.value.todo)) == ("base_layer" in problem)
