@@ -12,7 +12,7 @@ is saved again has a new manifest, which the checksum of the old entry does not 
 from __future__ import annotations
 
 import json
-import secrets
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -99,7 +99,8 @@ class RunFile:
 
 
 def _new_branch() -> str:
-    return secrets.token_hex(BRANCH_DIGITS // 2)  # two digits per byte
+    # Two digits per byte. Not by `secrets`, which imports OpenSSL: every conversion imports this module.
+    return os.urandom(BRANCH_DIGITS // 2).hex()
 
 
 def read_run_file(root: Storage) -> RunFile | None:

@@ -19,7 +19,6 @@ import errno
 import logging
 import mmap
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -188,6 +187,8 @@ def move_over(new: Path, target: Path, last: str = "") -> None:
         last: the file without which the folder is not valid. If folders cannot be renamed, this file is removed from
             the target first and moved last.
     """
+    import shutil  # imports bz2 and lzma, which takes milliseconds of every start
+
     aside = target.with_name(f".{target.name}.before")
     try:
         if not target.exists():

@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import re
-import shutil
 import stat
 import sys
 import threading
@@ -508,6 +507,8 @@ class LocalStorage(Storage):
         if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
             return  # the file is in the target of a link, which must not change
         if path.is_dir() and not path.is_symlink():
+            import shutil  # imports bz2 and lzma, which takes milliseconds of every start
+
             shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):

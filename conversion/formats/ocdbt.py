@@ -35,7 +35,7 @@ from vescale_fsdp.layout.geometry import Box, whole_box
 ROOT_FILE = "manifest.ocdbt"
 
 _CACHE_BYTES = 8 << 20  # 8 MiB: nodes of the B-tree, which each chunk's read passes
-_COPIES = 2  # of a chunk while it is read: as stored and decoded, then decoded and as tensorstore returns it
+_COPIES = 3  # of a chunk while it is read: as stored, decoded, and as tensorstore returns it
 _READ_S = 600.0  # bound on one read, of a chunk or of the list of keys: a network file system may hang
 _ERRORS = (*DAMAGE, OSError, RuntimeError)  # raised by tensorstore for damaged files
 
@@ -92,6 +92,7 @@ class OcdbtArrays:
             spec = {
                 "driver": next(driver[key] for key in keys if key in driver),
                 "kvstore": {**self._tree, "path": f"{node}/"},
+                "cache_pool": {"total_bytes_limit": 0},  # of decoded chunks, which `_last` keeps instead
             }
             opened = self._tensorstore.open(spec, open=True, read=True, context=self._context).result(_READ_S)
             array = _ChunkedArray(opened, name_of(path), where, self._last)

@@ -13,14 +13,11 @@ conversions read complete answers. Without a usable folder, classes are asked ea
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +55,8 @@ def stored_answer(question: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def store_answer(question: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     """Store an answer, unless it is none, too large, or there is no folder of this user."""
+    import tempfile  # takes milliseconds, and few runs store an answer
+
     text = json.dumps({key: value for key, value in answer.items() if key != "peak_bytes"}).encode()
     folder = _folder()
     if folder is None or not _is_answer(answer) or len(text) > _MOST_BYTES:
@@ -107,6 +106,8 @@ def _is_answer(answer: Mapping[str, Any]) -> bool:
 
 def _name(question: Mapping[str, Any]) -> str:
     """Return the file name of a question's answer."""
+    import hashlib  # imports OpenSSL, and few runs look for an answer
+
     # Without `path`, which says where modules are searched.
     asked = {key: value for key, value in question.items() if key != "path"}
     versions = [_version(package) for package in ("transformers", "torch", "accelerate")]
@@ -116,6 +117,11 @@ def _name(question: Mapping[str, Any]) -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import (
+        PackageNotFoundError,
+        version,
+    )  # takes 20 ms, and few runs look for an answer
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -167,6 +166,8 @@ def ask_child(
             description of the class.
         stored: name -> shape of the tensors of files, to get the names in memory.
     """
+    import subprocess  # takes milliseconds, and most conversions start no child
+
     # Without transformers the child could not answer, and need not be started.
     if "transformers" not in sys.modules and find_spec("transformers") is None:
         return {"unknown": "transformers is not installed", "is_absent": True}

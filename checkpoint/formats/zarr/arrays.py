@@ -214,22 +214,21 @@ class _Array(ABC):
         """Bytes of memory that reading a box needs besides the box: the copies of a chunk while it is decoded."""
 
     @abstractmethod
-    def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
-        """Return the items of a part of a chunk, as raw bits; None if all are zero.
+    def decode_into(self, chunk: Box, part: Box, out: np.ndarray) -> None:
+        """Write the items of a part of a chunk into ``out``, zeros of the raw dtype in the shape of the part.
 
         Raises:
             CorruptCheckpointError: if the chunk cannot be decoded.
         """
 
     def read(self, box: Box) -> np.ndarray:
-        """Decode a box of the array. Returns the items as raw bits; raises the errors of `decode`."""
+        """Decode a box of the array. Returns the items as raw bits; raises the errors of `decode_into`."""
         out = np.zeros(box.sizes, dtype=self.info.dtype.raw)
         for chunk in chunk_boxes(self.info.shape, self.chunk, box) if box.numel else ():
-            part = clipped(chunk, self.info.shape).intersect(box)
-            if part is not None and (values := self.decode(chunk, part)) is not None:
+            if (part := clipped(chunk, self.info.shape).intersect(box)) is not None:
                 # With the ellipsis, indexing a 0-d array returns an array instead of a scalar.
                 inside: tuple[Any, ...] = (*part.slices(box.offsets), ...)
-                out[inside] = values
+                self.decode_into(chunk, part, out[inside])
         return out
 
 
@@ -280,16 +279,16 @@ class _Array2(_Array):
         # One copy of the chunk as stored, one after each codec, and one with swapped bytes.
         return (1 + max(1, len(self._codecs)) + self._is_swapped) * self._chunk_bytes
 
-    def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
+    def decode_into(self, chunk: Box, part: Box, out: np.ndarray) -> None:
         file = self.file_of(chunk)
         if self._last.file != file:
             self._last.file, self._last.values = "", None  # frees the memory before the next chunk is decoded
             if self.store.size(file) is None:
-                return None
+                return
             self._last.values = self._decoded(file)
             self._last.file = file  # set last, so that an error leaves nothing to reuse
-        values = self._last.values
-        return None if values is None else values[part.slices(chunk.offsets)]
+        if self._last.values is not None:
+            out[...] = self._last.values[part.slices(chunk.offsets)]
 
     def _decoded(self, file: str) -> np.ndarray:
         """Read and decode a chunk's file."""
@@ -403,15 +402,15 @@ class _Array3(_Array):
         source = path if self._stored_as.is_numpy else _as_integers(path, self._stored_as)
         self._opened: Any = zarr.open_array(source, mode="r")
 
-    def decode(self, chunk: Box, part: Box) -> np.ndarray | None:
-        raw = self.info.dtype.raw
+    def decode_into(self, chunk: Box, part: Box, out: np.ndarray) -> None:
+        from zarr.core.buffer.cpu import NDBuffer
+
         try:
-            # `ascontiguousarray` returns a 1-d array for a 0-d one; `reshape` restores the shape.
-            values = np.ascontiguousarray(self._opened[part.slices()]).reshape(part.sizes)
+            # Without `out`, the library returns a copy of the part, which the memory budget does not include.
+            items = NDBuffer.from_numpy_array(out.view(self._opened.dtype))
+            self._opened.get_basic_selection(part.slices(), out=items)
         except _DECODE_ERRORS as error:
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
-        # numpy cannot view a 0-d array as another dtype.
-        return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
 
 def _as_integers(path: str, dtype: DType) -> Any:
