@@ -1,14 +1,24 @@
-"""The bytes that training sends between nodes, by the counters of their links."""
+"""The bytes that training sends between nodes, by the counters of their links; and how ranks of benchmarks end."""
 
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.distributed import run_ranks
+from tools.bench import network, step
 from tools.bench.network import main
+from tools.lab import Traffic
 
 
 @pytest.mark.lab
@@ -22,3 +32,44 @@ def test_a_step_sends_the_least_between_nodes(dtype: str, tmp_path: Path) -> Non
     assert done.exit_code == 0
     rows = [row for row in json.loads(file.read_text()) if row.get("unit") == "bytes per parameter"]
     assert {row["rival_name"]: row["met"] for row in rows} == {"least": True, "fsdp2": True, "ddp": None}
+
+
+def replicas_at_the_end(run: Callable[[int, str], Any], file: str) -> tuple[int, list[int]]:
+    """How many DDP models a rank has made, and how many of them were alive when it destroyed its process group."""
+    made: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+
+    def replica(model: nn.Module) -> nn.Module:
+        made.append(weakref.ref(wrapped := DistributedDataParallel(model)))
+        return wrapped
+
+    def destroyed() -> None:
+        alive.append(sum(each() is not None for each in made))
+
+    with (
+        mock.patch.object(network, "DistributedDataParallel", replica),
+        mock.patch.object(step, "DistributedDataParallel", replica),
+        mock.patch.object(network, "traffic_of", return_value=Traffic(0, 0, 0, 0)),
+        mock.patch.object(network, "_Exchange"),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group", destroyed),
+    ):
+        run(dist.get_rank(), file)
+    return len(made), alive
+
+
+def run_network(rank: int, file: str) -> None:
+    network.worker(network.Case(2, 1, False, "dense", "bf16", 1, file))
+
+
+def run_step(rank: int, file: str) -> None:
+    settings = step.Settings("cpu", 2, 0, 1, 1, 8, "small", out=file)
+    step._run_rank(rank, step.time_rank, settings, "dense", step.RIVALS)
+
+
+@pytest.mark.part("jobs")
+@pytest.mark.parametrize("run", [run_network, run_step])
+def test_no_ddp_model_outlives_the_process_group(run: Callable[[int, str], Any], tmp_path: Path) -> None:
+    """Else its end may wait for gloo's thread, which waits for the GIL: ranks of the benchmark then never ended."""
+    for made, alive in run_ranks(2, replicas_at_the_end, run, str(tmp_path / "figures")):
+        assert made == 1 and alive == [0]

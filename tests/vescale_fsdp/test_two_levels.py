@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,6 +27,8 @@ from vescale_fsdp.collectives import (
     two_levels,
     wait_for,
 )
+from vescale_fsdp.runtime.comm.gradients import ReducedShard
+from vescale_fsdp.runtime.comm_context import CommContext, _Reduction
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import GroupState
 
@@ -310,3 +313,74 @@ def test_nodes_of_different_sizes_use_one_level() -> None:
     for step in run_ranks(4, trained, ["2", "2", "1", "1"], plain):
         assert not step.in_two_levels and step.overlaps == {False}
         assert all(map(torch.equal, step.grads, expected))
+
+
+def trained_with_replicas(per_node: str, fails: bool) -> tuple[list[int], list[torch.Tensor]]:
+    """Backwards of five units over two replicas: how many all-reduces of replicas were in flight, and gradients."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = torch.nn.Sequential(*(torch.nn.Linear(12, 12) for _ in range(5)))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    state = state_of(model[0])
+    in_flight: list[int] = []
+
+    def watch(grad: torch.Tensor) -> None:
+        in_flight.append(len(state.comm._replicating))
+
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(watch) and None)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(5, 12, generator=generator) for _ in range(3)]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=per_node):
+        model(batches[0]).pow(2).mean().backward()
+        if fails:  # in the middle of a backward, on all ranks
+            handle = model[1].register_full_backward_pre_hook(lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(batches[1]).mean().backward()
+            handle.remove()
+            model.reset_iter_state()
+            model.zero_grad()
+            assert not state.comm._replicating
+        model.set_requires_all_reduce(False)
+        model(batches[1]).pow(2).mean().backward()
+        model.set_requires_all_reduce(True)
+        model(batches[2]).pow(2).mean().backward()
+    assert not state.comm._replicating
+    return in_flight, [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_reduces_of_replicas_overlap_between_nodes_only(fails: bool) -> None:
+    """With the same bits, in order, at most two at a time; also after a backward that failed."""
+    expected = run_ranks(4, trained_with_replicas, "", fails)
+    results = run_ranks(4, trained_with_replicas, "2", fails)
+    for (without, grads), (beside, found) in zip(expected, results, strict=True):
+        assert set(without) == {0} and max(beside) in (1, 2)
+        assert all(grad.abs().sum() > 0 for grad in found)
+        assert all(map(torch.equal, found, grads))
+
+
+class _Recorded:
+    """A work object whose wait is noted, and fails if it has to."""
+
+    def __init__(self, name: str, waited: list[str], *, fails: bool = False) -> None:
+        self._name, self._waited, self._fails = name, waited, fails
+
+    def wait(self) -> None:
+        self._waited.append(self._name)
+        if self._fails:
+            raise RuntimeError(self._name)
+
+
+def test_dropping_waits_for_all_reduces_of_replicas_after_one_that_fails() -> None:
+    """Otherwise gloo would still write into a shard, or read a gradient buffer, that the next step reuses."""
+    waited: list[str] = []
+    comm = CommContext(None)
+    for number in range(2):
+        work = _Recorded(f"all-reduce {number}", waited, fails=number == 0)
+        comm._replicating.append((mock.Mock(), cast(ReducedShard, work)))
+    comm.in_flight = [_Reduction(mock.Mock(), cast(ReducedShard, _Recorded("reduction", waited)), None, None)]
+    with pytest.raises(RuntimeError, match="all-reduce 0"):
+        comm.drop_reductions()
+    assert waited == ["all-reduce 0", "all-reduce 1", "reduction"]
+    assert not comm._replicating and not comm.in_flight

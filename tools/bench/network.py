@@ -120,6 +120,18 @@ def worker(case: Case) -> None:
     """A rank: measure all runtimes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    # In a function of its own, so that DDP ends before the group. A DDP model that outlives `destroy_process_group` may
+    # never end (torch 2.13): it then has the last reference to the group, whose end waits, with the GIL, for a lock of
+    # gloo's thread, and this thread waits for the GIL if it is dropping the tensor of the last all-reduce.
+    figures = _measure(case)
+    if dist.get_rank() == 0:
+        Path(case.out).write_text(json.dumps(asdict(figures)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(case: Case) -> Figures:
+    """Bytes and seconds of all runtimes, on this rank; seconds of the slowest rank."""
     node, local = divmod(dist.get_rank(), case.per_node)
     mesh = _mesh(case)
     batch = batch_of(case.model)
@@ -161,10 +173,7 @@ def worker(case: Case) -> None:
                 figures.seconds[name].append(elapsed.item())
     if exchange is not None:
         exchange.close()
-    if dist.get_rank() == 0:
-        Path(case.out).write_text(json.dumps(asdict(figures)))
-    dist.barrier()
-    dist.destroy_process_group()
+    return figures
 
 
 def _sharded(rival: str, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:

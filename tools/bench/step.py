@@ -230,7 +230,7 @@ def forward_copies(trainer: Trainer) -> dict[str, int]:
     return dict(counter.calls)
 
 
-def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...]) -> None:
+def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...]) -> Figures:
     """Worker: time the steps of all runtimes, alternating."""
     mesh = start(rank, settings)
     trainers = {rival: Trainer(rival, name, settings, mesh) for rival in rivals}
@@ -246,7 +246,7 @@ def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...])
             figures.seconds[rival].append(trainers[rival].step())
     for rival, trainer in trainers.items():
         figures.copies[rival] = forward_copies(trainer)
-    _finish(rank, settings, figures)
+    return figures
 
 
 def page_in(name: str, settings: Settings) -> None:
@@ -262,7 +262,7 @@ def page_in(name: str, settings: Settings) -> None:
         torch.cuda.empty_cache()
 
 
-def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> None:
+def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> Figures:
     """Worker: one runtime's peak memory over a few steps."""
     mesh = start(rank, settings)
     cuda = settings.device == "cuda"
@@ -284,10 +284,10 @@ def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> None:
         }
     else:
         figures.memory = {"peak memory": _high_water_bytes() - before}
-    _finish(rank, settings, figures)
+    return figures
 
 
-def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
+def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> Figures:
     """Worker: CPU seconds per unit of forward and backward, for chains of tiny units and for the plain chain."""
     mesh = start(rank, settings)
     device = torch.device(settings.device)
@@ -314,7 +314,7 @@ def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
                 seconds[name].append((time.process_time() - start_s) / 32)
             for param in chained.parameters():
                 param.grad = None
-    _finish(rank, settings, Figures(seconds))
+    return Figures(seconds)
 
 
 def _resident_bytes() -> int:
@@ -331,20 +331,22 @@ def _high_water_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _finish(rank: int, settings: Settings, figures: Figures) -> None:
+def _run_rank(rank: int, worker: Callable[..., Figures], settings: Settings, *args: Any) -> None:
+    # The worker has ended, and with it its DDP models: they must not outlive the group (`tools.bench.network.worker`).
+    figures = worker(rank, settings, *args)
     if rank == 0:
         torch.save(asdict(figures), settings.out)
     dist.destroy_process_group()
 
 
-def launch(settings: Settings, worker: Callable[..., None], *args: Any) -> Figures:
+def launch(settings: Settings, worker: Callable[..., Figures], *args: Any) -> Figures:
     """Run a worker on all ranks and return rank 0's result."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
         given = Settings(**{**asdict(settings), "port": port, "out": f"{folder}/figures"})
-        mp.spawn(worker, (given, *args), nprocs=settings.ranks)
+        mp.spawn(_run_rank, (worker, given, *args), nprocs=settings.ranks)
         return Figures(**torch.load(given.out))
 
 
@@ -410,7 +412,7 @@ def bench_model(settings: Settings, name: str, rounds: int) -> list[Row]:
     return rows
 
 
-def shapes_rank(rank: int, settings: Settings) -> None:
+def shapes_rank(rank: int, settings: Settings) -> Figures:
     """Worker: all shapes that are possible with this number of ranks."""
     start(rank, settings)
     seconds: dict[str, list[float]] = {}
@@ -418,7 +420,7 @@ def shapes_rank(rank: int, settings: Settings) -> None:
         if settings.ranks in case.ranks:
             for rival, times in time_case(case, settings.steps).items():
                 seconds[f"{case.name}/{rival}"] = times
-    _finish(rank, settings, Figures(seconds))
+    return Figures(seconds)
 
 
 def bench_shapes(settings: Settings) -> list[Row]:

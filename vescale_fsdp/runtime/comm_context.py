@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import adopt_replaced_params
 from vescale_fsdp.torch_modes import NULL_CONTEXT, outside_modes
+
+_MOST_REPLICATING = 2  # all-reduces of replicas in flight on the CPU: one on the network, and the next one
 
 
 class _Reduction(NamedTuple):
@@ -87,6 +89,8 @@ class CommContext:
         self._shards_ready: Event | None = None  # shards may be read after this event
         self._brought: deque[_InUse] = deque()  # shards from the host that the gather stream reads
         self._all_reducing: deque[_InUse] = deque()  # reduced shards that the replicas' stream reads
+        # On the CPU, all-reduces of replicas in flight: the network sends one while a unit computes.
+        self._replicating: deque[tuple[ParamGroup, ReducedShard]] = deque()
         self.watches: dict[DeviceMesh, OrderWatch] = {}
 
     def set_limit(self, unit: object, limit: int | None) -> None:
@@ -370,10 +374,13 @@ class CommContext:
                 self._kept = buffer
             else:
                 buffer.free()
-            # Listed before `finish_reduce`, which drops the sums while another stream may still read them.
+            # Listed before `start_replicate`, which drops the sums while another stream may still read them.
             kept = [reduced.shard, *group.unreplicated_sums()]
             with self._on(stream):
-                group.finish_reduce(reduced)
+                replicated = group.start_replicate(reduced)
+                if replicated is not None:
+                    self._replicating.append((group, replicated))
+                    self._deliver(most_in_flight=0 if replicated.work is None else _MOST_REPLICATING)
         except RuntimeError as error:  # torch raises it if a collective fails
             self.explain(error)
             raise
@@ -381,6 +388,12 @@ class CommContext:
         if stream is not None and stream is not self.reduce_stream:
             self._all_reducing.append(_InUse(kept, stream.record_event()))
         self._note_host_copy(stream, [group])
+
+    def _deliver(self, *, most_in_flight: int) -> None:
+        """Deliver the oldest all-reduces of replicas until at most so many are in flight; the same on all ranks."""
+        while len(self._replicating) > most_in_flight:
+            group, replicated = self._replicating.popleft()
+            group.deliver(replicated)
 
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
         """Let two streams wait for a reduction over shards: the stream that continues, and the gradient buffer's owner.
@@ -407,14 +420,20 @@ class CommContext:
         """Finish all reductions in flight. Work on the compute stream after this may read the sharded gradients."""
         while self.in_flight:
             self.finish_reduction()
+        self._deliver(most_in_flight=0)
         self._free_kept()
         self._join_streams()
 
     def drop_reductions(self) -> None:
         """Drop all reductions in flight, after waiting until they no longer use their buffers."""
         dropped, self.in_flight = self.in_flight, []  # first: a wait raises if a rank is lost
-        for reduction in dropped:
-            self._wait_until_reduced(reduction)
+        replicating, self._replicating = self._replicating, deque()
+        # For all of them, also after one that raises. The last that is added is the first: the oldest.
+        with ExitStack() as waits:
+            for reduction in reversed(dropped):
+                waits.callback(self._wait_until_reduced, reduction)
+            for _, replicated in reversed(replicating):
+                waits.callback(replicated.wait)
         self._join_streams()
 
     def _join_streams(self) -> None:

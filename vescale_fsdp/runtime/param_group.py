@@ -555,8 +555,12 @@ class ParamGroup:
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
-    def finish_reduce(self, reduced: ReducedShard) -> None:
-        """Add the result of a reduction to the sharded gradients. The caller must have waited for the reduction."""
+    def start_replicate(self, reduced: ReducedShard) -> ReducedShard | None:
+        """Start to reduce the result of a reduction over replicas. The caller must have waited for the reduction.
+
+        Returns:
+            The reduction to `deliver`; None if its result is kept until a later reduction.
+        """
         shard, used = reduced.shard, reduced.used
         if self._unreplicated is not None:  # the sum of earlier reductions that were not all-reduced
             shard.add_(self._unreplicated.shard)
@@ -564,9 +568,14 @@ class ParamGroup:
             self._unreplicated = None
         if not self._delivers:
             self._unreplicated = reduced._replace(used=used)
-            return
+            return None
+        return reduced._replace(used=used, work=self.comm.all_reduce(shard))
+
+    def deliver(self, reduced: ReducedShard) -> None:
+        """Wait for a reduction over replicas, and add its result to the sharded gradients."""
         settings = self.comm.settings
-        self.comm.all_reduce(shard)
+        shard, used = reduced.shard, reduced.used
+        reduced.wait()
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(shard)
         self.comm.finish_division(shard)  # after the hook, as in FSDP2

@@ -42,6 +42,7 @@ from vescale_fsdp.collectives import (
     Work,
     all_gather_into,
     all_reduce_at_once,
+    all_reduce_in_place,
     new_group,
     reduce_scatter_into,
     reduces_beside,
@@ -268,9 +269,8 @@ class GroupComm:
 
     def set_nodes(self, per_node: int) -> None:
         """Allow collectives over shards in two levels, for a number of ranks per node that all ranks have compared."""
-        for group in (self.shard_group, self.reduce_group, self._part_group):
-            if group is not None:
-                set_nodes(group, per_node)
+        for group in self.process_groups():
+            set_nodes(group, per_node)
 
     # -- collectives ----------------------------------------------------------------------------------
 
@@ -352,10 +352,20 @@ class GroupComm:
             return False
         return reduces_beside(self.reduce_group or self.shard_group, device.type)
 
-    def all_reduce(self, shard: torch.Tensor) -> None:
-        """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis."""
-        if self.replicate_group is not None:
-            all_reduce_at_once(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
+    def all_reduce(self, shard: torch.Tensor) -> Work | None:
+        """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis.
+
+        Returns:
+            On the CPU, if replicas are on several nodes, the work to wait for. Else None: the current stream has
+            reduced.
+        """
+        if self.replicate_group is None:
+            return None
+        op = self._op(shard.dtype, self.mesh.size(0))
+        if reduces_beside(self.replicate_group, shard.device.type):
+            return all_reduce_in_place(shard, op, self.replicate_group)
+        all_reduce_at_once(shard, op, self.replicate_group)
+        return None
 
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard in place; a no-op if the collectives used AVG."""
