@@ -369,7 +369,7 @@ class _Recorded:
     def wait(self) -> None:
         self._waited.append(self._name)
         if self._fails:
-            raise RuntimeError(self._name)
+            raise ConnectionError(self._name)
 
 
 def test_dropping_waits_for_all_reduces_of_replicas_after_one_that_fails() -> None:
@@ -380,7 +380,7 @@ def test_dropping_waits_for_all_reduces_of_replicas_after_one_that_fails() -> No
         work = _Recorded(f"all-reduce {number}", waited, fails=number == 0)
         comm._replicating.append((mock.Mock(), cast(ReducedShard, work)))
     comm.in_flight = [_Reduction(mock.Mock(), cast(ReducedShard, _Recorded("reduction", waited)), None, None)]
-    with pytest.raises(RuntimeError, match="all-reduce 0"):
+    with pytest.raises(ConnectionError):
         comm.drop_reductions()
     assert waited == ["all-reduce 0", "all-reduce 1", "reduction"]
     assert not comm._replicating and not comm.in_flight
