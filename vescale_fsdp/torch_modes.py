@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -91,10 +91,11 @@ def without_autocast() -> AbstractContextManager[Any]:
     # Autocast is on or off per device type, so it is switched off for the host and for the accelerator.
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    if not (enabled := [kind for kind in kinds if torch.is_autocast_enabled(kind)]):
+        return NULL_CONTEXT
     stack = ExitStack()
-    for kind in kinds:
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in enabled:
+        stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 
@@ -197,7 +198,7 @@ class CompiledFunction:
     Args:
         function: called as ``function(*sized, *fixed)``, without gradients and autocast. Its arguments are tensors, or
             tuples and lists of tensors: for another Python number it would be compiled again. It writes its results
-            into its arguments.
+            into its arguments. Indices of look-ups must be in bounds: compiled code does not check them.
         num_split: how many arguments have one number of rows, with all rows treated alike. The function is given some
             rows at a time where it runs as written, so that temporary tensors stay small. 0: it is given all.
         for_small: whether it is compiled for small tensors on the CPU too.
@@ -207,6 +208,8 @@ class CompiledFunction:
         self._function = function
         self._num_split = num_split
         self._for_small = for_small
+        # The last `fixed` arguments with their kind: a step has the same for all its calls.
+        self._fixed: tuple[Sequence[Any], Hashable] = ((), ())
         # Created at the first use, because torch.compile imports the compiler.
         self._compiled: Callable[..., None] | None = None
         self._kinds: set[Hashable] = set()  # for which it has been compiled
@@ -219,7 +222,7 @@ class CompiledFunction:
             sized: arguments whose tensors have any number of rows. The first one is a tensor.
             fixed: further arguments. Another shape is another kind.
         """
-        with torch.no_grad(), without_autocast():
+        with without_grad(), without_autocast():
             if self._compiles(sized[0]) and self._run_compiled(sized, fixed):
                 return
             if not self._num_split:
@@ -241,12 +244,16 @@ class CompiledFunction:
         """Run the compiled function; return False if its compilation fails."""
         if self._compiled is None:
             # In one graph: a compilation that fails then has not run a part of the function.
-            self._compiled = torch.compile(self._function, fullgraph=True)
-        any_size = list(_tensors(sized))
+            self._compiled = torch.compile(
+                self._function, fullgraph=True, options={"assert_indirect_indexing": False}
+            )
+        if fixed is not self._fixed[0]:
+            self._fixed = fixed, tuple([(each.dtype, each.device, each.shape) for each in _tensors(fixed)])
+        any_size = _tensors(sized)
+        # A first dim of 1 is never dynamic.
         kind = (
-            # A first dim of 1 is never dynamic.
-            tuple((each.dtype, each.device, each.shape[1:], len(each) == 1) for each in any_size),
-            tuple((each.dtype, each.device, each.shape) for each in _tensors(fixed)),
+            tuple([(each.dtype, each.device, each.shape[1:], each.shape[0] == 1) for each in any_size]),
+            self._fixed[1],
         )
         if kind in self._kinds:
             self._compiled(*sized, *fixed)
@@ -272,13 +279,15 @@ class CompiledFunction:
         return True
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors(tree: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors in tuples and lists."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    else:
-        for each in tree:
-            yield from _tensors(each)
+    found = []
+    for each in tree:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        else:
+            found += _tensors(each)
+    return found
 
 
 def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -194,7 +194,9 @@ def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
     Raises:
         LayoutError: if the elements are not contiguous in memory.
     """
-    local = local_of(tensor).detach()  # so that autograd does not record writes to the view
+    local = local_of(tensor)
+    if local.requires_grad:
+        local = local.detach()  # so that autograd does not record writes to the view
     if not local.is_contiguous():
         raise LayoutError(
             f"A {what} is not contiguous in memory.",

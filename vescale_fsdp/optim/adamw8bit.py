@@ -28,6 +28,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_sharded_with
 from vescale_fsdp.errors import LayoutError
@@ -37,7 +38,7 @@ from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 from vescale_fsdp.torch_modes import CompiledFunction
-from vescale_fsdp.torch_private import foreach_copy_, storage_id
+from vescale_fsdp.torch_private import foreach_copy_
 
 MAP_NAME = "dynamic8"
 """The map's name in checkpoints. The table is computed, never stored."""
@@ -84,9 +85,8 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
-_LEAST_BIN = (127 - 24) << 7  # of 2^-24: no threshold of either map has a smaller magnitude
 _LAST_BIN = 127 << 7  # of 1
-_NUM_BINS = _LAST_BIN - _LEAST_BIN + 1
+_NUM_BINS = 1 << 15  # per sign
 
 
 @lru_cache(maxsize=16)  # one entry per device and map
@@ -99,10 +99,12 @@ def _bins(signed: bool, device: torch.device) -> torch.Tensor:
     is ``(c << 16) + 0x10000 - t``; without a threshold it is ``c << 16``. So ``(entry + rank) >> 16`` is the code.
 
     Returns:
-        int32 [bins], of positive numbers by ascending magnitude; for the signed map then those of negative numbers.
+        int32 [bins], indexed by the upper half of a number's bits. The unsigned map has no bins of negative numbers.
     """
     thresholds = _thresholds(signed, torch.device("cpu"))
-    uppers = torch.arange(_LEAST_BIN, _LAST_BIN + 1, dtype=torch.int32, device="cpu") << 16
+    # Numbers beyond [-1, 1] and NaN get the codes of the ends: compiled look-ups do not check that indices are in
+    # bounds, so all upper halves are in the table.
+    uppers = torch.arange(_NUM_BINS, dtype=torch.int32, device="cpu").clamp(max=_LAST_BIN) << 16
     tables = []
     for sign in (1.0, -1.0) if signed else (1.0,):
         by_magnitude = [sign * (uppers | lower).view(torch.float32) for lower in (0, 0xFFFF)]
@@ -129,16 +131,19 @@ class _Map(NamedTuple):
         return _Map(dynamic_map(signed, device), _bins(signed, device))
 
 
+def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return ``table[index]`` for an int32 index without negative numbers."""
+    # `table[index]` compiles to more operations: it converts the index to int64, and adds to negative numbers.
+    return F.embedding(index, table[:, None]).squeeze(-1)
+
+
 def _codes_of(values: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
     """Return the uint8 codes of fp32 values in [-1, 1]: one look-up, instead of a search by eight comparisons."""
     bits = values.view(torch.int32)
-    # Clamped, since smaller magnitudes belong to the first bin, which has no threshold.
-    index = ((bits & 0x7FFFFFFF) >> 16).clamp(_LEAST_BIN, _LAST_BIN) - _LEAST_BIN
+    entries = _look_up(bins, (bits >> 16) & (len(bins) - 1))
     if len(bins) > _NUM_BINS:  # the signed map
-        negative = bits >> 31  # all bits set for negative numbers, else 0
-        index = index + (negative & _NUM_BINS)
-        bits = bits ^ negative  # among negative numbers, a larger magnitude has a lower rank
-    return ((bins[index] + (bits & 0xFFFF)) >> 16).to(torch.uint8)
+        bits = bits ^ (bits >> 31)  # among negative numbers, a larger magnitude has a lower rank
+    return ((entries + (bits & 0xFFFF)) >> 16).to(torch.uint8)
 
 
 def zero_code(signed: bool) -> int:
@@ -170,8 +175,7 @@ def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> t
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor, map_: _Map) -> torch.Tensor:
-    # As int, since torch interprets a uint8 index as a mask.
-    return map_.values[codes.int()] * scales[:, None, :, None]
+    return _look_up(map_.values, codes.int()) * scales[:, None, :, None]
 
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether each moment uses the signed map
@@ -273,7 +277,8 @@ class AdamW8bit(BatchedOptimizer):
         return state
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._rates: dict[tuple[int, float], _Rates] = {}  # by param group and step count
+        # By param group, step count and device.
+        self._fixed: dict[Hashable, tuple[list[_Map], _Rates]] = {}
         super()._step_groups(groups)
 
     def _batch_numel(self, group: dict[str, Any]) -> int:
@@ -295,7 +300,7 @@ class AdamW8bit(BatchedOptimizer):
 
     def _stepped(self, param: torch.Tensor) -> _Stepped:
         """Return the parameter with its state and its grid of blocks."""
-        return _Stepped(param, self.state[param], grid_of(tuple(param.shape), self._block))
+        return _Stepped(param, self.state[param], _grid_of(tuple(param.shape), self._block))
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         """Step a batch of parameters: as blocks padded with zeros if their state is 8-bit, else as flat elements."""
@@ -306,25 +311,28 @@ class AdamW8bit(BatchedOptimizer):
         values = _joined([each.laid_out(local) for each, local in zip(batch, locals_, strict=True)])
         grad = _joined([each.laid_out(local_grad(each.param)) for each in batch])
         moments = [_load(batch, name) for name in _MOMENTS]
-        maps = [_Map.of(signed, values.device) for signed in _MOMENTS.values()]
-        rates = self._rates_of(
-            group, batch[0].state["step"]
-        )  # the count is equal for all parameters of a batch
+        # The step count is equal for all parameters of a batch.
+        fixed = self._fixed_of(group, batch[0].state["step"], values.device)
         if self._compiled:
-            _UPDATE(values, grad, moments, fixed=(maps, rates))
+            _UPDATE(values, grad, moments, fixed=fixed)
         else:
-            _update(values, grad, moments, maps, rates)
+            _update(values, grad, moments, *fixed)
+        if len(batch) == 1 and batch[0].is_view(locals_[0].numel()):
+            return  # the update has written into the parameter and its state
         _write(batch, locals_, values)
         for name, parts in zip(_MOMENTS, moments, strict=True):
             _save(batch, name, parts)
 
-    def _rates_of(self, group: Mapping[str, Any], step: torch.Tensor) -> _Rates:
-        """Return the rates of a param group, which are computed once for all batches of a step."""
-        key = id(group), float(step)
-        if key not in self._rates:
+    def _fixed_of(
+        self, group: Mapping[str, Any], step: torch.Tensor, device: torch.device
+    ) -> tuple[list[_Map], _Rates]:
+        """Return both maps on a device, and the rates of a param group. Computed once for all batches of a step."""
+        key = id(group), float(step), device
+        if key not in self._fixed:
             rates = _rates_of(group, step)
-            self._rates[key] = rates.as_tensors() if self._compiled else rates
-        return self._rates[key]
+            maps = [_Map.of(signed, device) for signed in _MOMENTS.values()]
+            self._fixed[key] = maps, rates.as_tensors() if self._compiled else rates
+        return self._fixed[key]
 
 
 class _Rates(NamedTuple):
@@ -402,8 +410,9 @@ def _update(
 
 
 # Maximum elements of a compiled batch on the CPU. Larger parameters are stepped alone, without copies into a batch.
-_CPU_BATCH_NUMEL = 1 << 16
+_CPU_BATCH_NUMEL = 1 << 15
 _UPDATE = CompiledFunction(_update, for_small=True)
+_grid_of = lru_cache(maxsize=1 << 12)(grid_of)  # every step needs the grids of all parameters
 
 
 class _Stepped(NamedTuple):
@@ -421,6 +430,10 @@ class _Stepped(NamedTuple):
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """Reshape this rank's elements, 1-D, to blocks if the state is 8-bit; ``fill`` pads short blocks."""
         return self.grid.tiled(flat, fill) if self.is_8bit else flat
+
+    def is_view(self, numel: int) -> bool:
+        """Return whether `laid_out` returns views of tensors with this rank's ``numel`` elements."""
+        return not self.is_8bit or self.grid.is_even(numel)
 
     def local(self, name: str) -> torch.Tensor:
         """Return this rank's part of a state tensor, 1-D."""
@@ -453,20 +466,13 @@ def _save(batch: Sequence[_Stepped], name: str, parts: Sequence[torch.Tensor]) -
         return
     codes, scales = parts
     _write(batch, [each.local(f"{name}_codes") for each in batch], codes)
-    targets = [each.local(f"{name}_scales") for each in batch]
-    if not _is_view(scales, targets):
+    if len(batch) > 1:  # those of a single parameter are its state
+        targets = [each.local(f"{name}_scales") for each in batch]
         _copy(targets, list(scales.view(-1).split([each.numel() for each in targets])))
-
-
-def _is_view(joined: torch.Tensor, targets: Sequence[torch.Tensor]) -> bool:
-    """Return whether a joined tensor is the memory of its only part, which then needs no copy."""
-    return len(targets) == 1 and storage_id(joined) == storage_id(targets[0])
 
 
 def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out: torch.Tensor) -> None:
     """Copy a result of the batch, in the shape of `_Stepped.laid_out`, into one 1-D tensor per parameter."""
-    if _is_view(laid_out, targets):
-        return
     if batch[0].is_8bit:
         bands = [each.grid.bands_of(target.numel()) for each, target in zip(batch, targets, strict=True)]
         parts = [

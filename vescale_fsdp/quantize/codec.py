@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -71,12 +72,12 @@ class BlockGrid:
         """Number of elements in the tensor."""
         return numel_of(self.shape)
 
-    @property
+    @cached_property
     def band_numel(self) -> int:
         """Elements per band. No rank boundary may cut a band."""
         return self.rows * self.line_numel
 
-    @property
+    @cached_property
     def scales_per_band(self) -> int:
         """Number of blocks in a band."""
         return -(-self.line_numel // self.cols)
@@ -118,13 +119,16 @@ class BlockGrid:
         Returns:
             A view of ``flat`` if no block is short, else a new tensor.
         """
-        bands = self.bands_of(flat.numel())
-        missing = bands * self.band_numel - flat.numel()
-        lines = F.pad(flat, (0, missing), value=fill) if missing else flat
-        lines = lines.view(bands * self.rows, self.line_numel)
-        narrow = self.scales_per_band * self.cols - self.line_numel
-        lines = F.pad(lines, (0, narrow), value=fill) if narrow else lines
-        return lines.view(bands, self.rows, self.scales_per_band, self.cols)
+        bands, blocks = self.bands_of(flat.numel()), self.scales_per_band
+        if missing := bands * self.band_numel - flat.numel():
+            flat = F.pad(flat, (0, missing), value=fill)
+        if narrow := blocks * self.cols - self.line_numel:
+            flat = F.pad(flat.view(bands * self.rows, self.line_numel), (0, narrow), value=fill)
+        return flat.view(bands, self.rows, blocks, self.cols)
+
+    def is_even(self, numel: int) -> bool:
+        """Return whether no block in ``numel`` elements that start with a band is short: `tiled` is a view."""
+        return numel % self.band_numel == 0 and self.line_numel % self.cols == 0
 
     def untiled(self, tiles: torch.Tensor, numel: int) -> torch.Tensor:
         """Undo `tiled`: return the first ``numel`` elements, 1-D, without the elements that were added."""

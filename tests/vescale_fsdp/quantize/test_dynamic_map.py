@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vescale_fsdp.layout.granularity import Flat
+from vescale_fsdp.optim import adamw8bit
 from vescale_fsdp.optim.adamw8bit import decode_dynamic, dynamic_map, encode_dynamic, zero_code
 from vescale_fsdp.quantize.codec import grid_of
 
@@ -69,6 +70,17 @@ def test_codes_are_torchaos(signed: bool, torchao_quant: ModuleType) -> None:
     assert torch.equal(
         codes.view(-1), torchao_quant.quantize_8bit_with_qmap(values, dynamic_map(signed, CPU))
     )
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_any_number_has_an_index_in_bounds(signed: bool) -> None:
+    """Also NaN and numbers beyond 1, which never occur: compiled look-ups would read other memory."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    values = bits.view(torch.float32)
+    codes = adamw8bit._codes_of(values, adamw8bit._bins(signed, CPU))
+
+    assert (codes[values > 1] == 255).all()
+    assert (codes[values < -1] == (0 if signed else 255)).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])
