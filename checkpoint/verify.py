@@ -84,7 +84,7 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str] | Source | Storage,
+    path: str | os.PathLike[str] | Source,
     *,
     deep: bool = True,
     progress: Callable[[int], object] = lambda _: None,

@@ -33,8 +33,8 @@ from vescale_fsdp.conversion.formats.table import TARGETS, Target
 from vescale_fsdp.errors import CorruptCheckpointError, format_bytes, some
 
 if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint import VerifyReport
     from vescale_fsdp.checkpoint.moves.source import Source
-    from vescale_fsdp.checkpoint.storage.base import Storage
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.layout.planner import Scatter
 
@@ -122,22 +122,18 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
 
     If SRC is a run folder, its latest step is used.
     """
-    from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
-    from vescale_fsdp.conversion.formats.detect import locate
-
-    source: Source | Storage
     try:
         source = _open(src, **source_options)
-        num_bytes = source.nbytes
     except CorruptCheckpointError:
-        step = source_options["step"]
-        _, source = locate(src, "newest" if step is None else step)
-        # A native checkpoint cannot be opened if a file is missing or cut; its manifest is enough to list all problems.
-        if source_options["kind"] not in {None, "native"} or source.size(MANIFEST_NAME) is None:
+        unopened = (
+            None if quick else _verify_files(src, source_options["step"], source_options["kind"], quiet)
+        )
+        if unopened is None:
             raise
-        num_bytes = 0
-    with ProgressBar(0 if quick else num_bytes, quiet=quiet) as progress:
-        report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
+        report = unopened
+    else:
+        with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
+            report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
         numbers = {
             "tensors": report.num_tensors,
@@ -151,6 +147,22 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
         click.echo(f"{report.num_tensors} tensors, {read}: {len(report.problems)} problems")
     sys.exit(1 if report.problems else 0)
+
+
+def _verify_files(src: str, step: int | None, kind: str | None, quiet: bool) -> VerifyReport | None:
+    """Verify a native checkpoint that cannot be opened because files are missing or cut: its manifest lists them all.
+
+    Returns None if it is of another format, or if its manifest is damaged.
+    """
+    from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+    from vescale_fsdp.conversion.formats.detect import locate
+
+    url, folder = locate(src, "newest" if step is None else step)
+    if kind not in {None, "native"} or folder.size(MANIFEST_NAME) is None:
+        return None
+    with ProgressBar(0, quiet=quiet) as progress:
+        report = checkpoint.verify(url, progress=progress.advance)
+    return report if report.num_tensors else None
 
 
 @cli.command("diff")
