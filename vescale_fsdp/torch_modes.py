@@ -244,9 +244,9 @@ class CompiledFunction:
         """Run the compiled function; return False if its compilation fails."""
         if self._compiled is None:
             # In one graph: a compilation that fails then has not run a part of the function.
-            self._compiled = torch.compile(
-                self._function, fullgraph=True, options={"assert_indirect_indexing": False}
-            )
+            # Its guards have compared the sizes of all arguments, so the generated code need not do so again.
+            options: dict[str, Any] = {"assert_indirect_indexing": False, "size_asserts": False}
+            self._compiled = torch.compile(self._function, fullgraph=True, options=options)
         if fixed is not self._fixed[0]:
             self._fixed = fixed, tuple([(each.dtype, each.device, each.shape) for each in _tensors(fixed)])
         any_size = _tensors(sized)

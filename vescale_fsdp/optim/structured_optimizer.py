@@ -287,7 +287,7 @@ class BatchedOptimizer(StructuredOptimizer):
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 self.state[param]["step"] += 1  # before batches are made: their key contains the step count
-            items = ((self._alike(param), local_tensor(param).numel(), param) for param in params)
+            items = ((self._alike(param), local_of(param).numel(), param) for param in params)
             for batch in batches_of(items, self._batch_numel(group)):
                 self._step_batch(batch, group)
 
