@@ -21,6 +21,7 @@ from tests.vescale_fsdp.test_slices_on_gloo import GATHERED, PAIRS, allocations
 from vescale_fsdp import collectives, fully_shard
 from vescale_fsdp.collectives import (
     Nodes,
+    Work,
     all_gather_into,
     reduce_scatter_into,
     set_nodes,
@@ -378,7 +379,7 @@ def test_dropping_waits_for_all_reduces_of_replicas_after_one_that_fails() -> No
     comm = CommContext(None)
     for number in range(2):
         work = _Recorded(f"all-reduce {number}", waited, fails=number == 0)
-        comm._replicating.append((mock.Mock(), cast(ReducedShard, work)))
+        comm._replicating.append((mock.Mock(), mock.Mock(), cast(Work, work)))
     comm.in_flight = [_Reduction(mock.Mock(), cast(ReducedShard, _Recorded("reduction", waited)), None, None)]
     with pytest.raises(ConnectionError):
         comm.drop_reductions()

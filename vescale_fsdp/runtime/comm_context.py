@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from vescale_fsdp.collectives import all_gather_each, wait_for
+from vescale_fsdp.collectives import Work, all_gather_each, wait_for
 from vescale_fsdp.dtensor.meeting import observe
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
@@ -90,7 +90,7 @@ class CommContext:
         self._brought: deque[_InUse] = deque()  # shards from the host that the gather stream reads
         self._all_reducing: deque[_InUse] = deque()  # reduced shards that the replicas' stream reads
         # On the CPU, all-reduces of replicas in flight: the network sends one while a unit computes.
-        self._replicating: deque[tuple[ParamGroup, ReducedShard]] = deque()
+        self._replicating: deque[tuple[ParamGroup, ReducedShard, Work | None]] = deque()
         self.watches: dict[DeviceMesh, OrderWatch] = {}
 
     def set_limit(self, unit: object, limit: int | None) -> None:
@@ -375,12 +375,16 @@ class CommContext:
             else:
                 buffer.free()
             # Listed before `start_replicate`, which drops the sums while another stream may still read them.
-            kept = [reduced.shard, *group.unreplicated_sums()]
+            kept = [] if stream is None else [reduced.shard, *group.unreplicated_sums()]
             with self._on(stream):
-                replicated = group.start_replicate(reduced)
-                if replicated is not None:
-                    self._replicating.append((group, replicated))
-                    self._deliver(most_in_flight=0 if replicated.work is None else _MOST_REPLICATING)
+                started = group.start_replicate(reduced)
+                if started is not None:
+                    replicated, work = started
+                    if work is not None or self._replicating:  # all ranks deliver in one order
+                        self._replicating.append((group, replicated, work))
+                        self._deliver(most_in_flight=0 if work is None else _MOST_REPLICATING)
+                    else:
+                        group.deliver(replicated)
         except RuntimeError as error:  # torch raises it if a collective fails
             self.explain(error)
             raise
@@ -390,9 +394,11 @@ class CommContext:
         self._note_host_copy(stream, [group])
 
     def _deliver(self, *, most_in_flight: int) -> None:
-        """Deliver the oldest all-reduces of replicas until at most so many are in flight; the same on all ranks."""
+        """Deliver the oldest all-reduces of replicas until at most so many are in flight."""
         while len(self._replicating) > most_in_flight:
-            group, replicated = self._replicating.popleft()
+            group, replicated, work = self._replicating.popleft()
+            if work is not None:
+                work.wait()
             group.deliver(replicated)
 
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
@@ -432,8 +438,9 @@ class CommContext:
         with ExitStack() as waits:
             for reduction in reversed(dropped):
                 waits.callback(self._wait_until_reduced, reduction)
-            for _, replicated in reversed(replicating):
-                waits.callback(replicated.wait)
+            for _, _, work in reversed(replicating):
+                if work is not None:
+                    waits.callback(work.wait)
         self._join_streams()
 
     def _join_streams(self) -> None:

@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.collectives import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, optimizer_text
 from vescale_fsdp.layout.group_layout import TensorSlot
@@ -214,7 +215,7 @@ class ParamGroup:
         # Reduced pieces of parameters that this rank has not used, by name. They are delivered once it is known that
         # another rank has used the parameter.
         self._deferred_grads: dict[str, torch.Tensor] = {}
-        self._keeps_graph = False  # whether the last backward was called with create_graph=True
+        self._keeps_graph = False  # whether gradients to deliver have a graph (create_graph=True)
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
         # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
@@ -506,7 +507,7 @@ class ParamGroup:
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Take an unsharded gradient from autograd; called by `GradHook`."""
-        self._keeps_graph = torch.is_grad_enabled()  # in a backward: whether it creates a graph
+        self._keeps_graph |= grad.requires_grad
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
@@ -555,27 +556,25 @@ class ParamGroup:
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
-    def start_replicate(self, reduced: ReducedShard) -> ReducedShard | None:
+    def start_replicate(self, reduced: ReducedShard) -> tuple[ReducedShard, Work | None] | None:
         """Start to reduce the result of a reduction over replicas. The caller must have waited for the reduction.
 
         Returns:
-            The reduction to `deliver`; None if its result is kept until a later reduction.
+            What to `deliver`, and the work to wait for before; None if the result is kept until a later reduction.
         """
-        shard, used = reduced.shard, reduced.used
         if self._unreplicated is not None:  # the sum of earlier reductions that were not all-reduced
-            shard.add_(self._unreplicated.shard)
-            used |= self._unreplicated.used
+            reduced.shard.add_(self._unreplicated.shard)
+            reduced = reduced._replace(used=reduced.used | self._unreplicated.used)
             self._unreplicated = None
         if not self._delivers:
-            self._unreplicated = reduced._replace(used=used)
+            self._unreplicated = reduced
             return None
-        return reduced._replace(used=used, work=self.comm.all_reduce(shard))
+        return reduced, self.comm.all_reduce(reduced.shard)
 
     def deliver(self, reduced: ReducedShard) -> None:
-        """Wait for a reduction over replicas, and add its result to the sharded gradients."""
+        """Add the result of a reduction, over replicas too, to the sharded gradients."""
         settings = self.comm.settings
         shard, used = reduced.shard, reduced.used
-        reduced.wait()
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(shard)
         self.comm.finish_division(shard)  # after the hook, as in FSDP2
@@ -623,17 +622,20 @@ class ParamGroup:
         params = [param for param in self.params if param.slot.fqn in pieces]
         for param in params:
             piece, sharded = pieces[param.slot.fqn], param.sharded
-            if isinstance(sharded.grad, DTensor) and sharded.grad.placements != param.spec.placements:
-                # A user's own gradient, replicated or cut differently.
-                sharded.grad = redistribute(sharded.grad, param.spec.placements)
             if sharded.grad is not None:
+                if isinstance(sharded.grad, DTensor) and sharded.grad.placements != param.spec.placements:
+                    # A user's own gradient, replicated or cut differently.
+                    sharded.grad = redistribute(sharded.grad, param.spec.placements)
                 piece = local_of(sharded.grad).add_(piece)
+                if not self._keeps_graph:
+                    continue
             assert isinstance(sharded, RaggedDTensor)
             if self._keeps_graph:
                 with torch.enable_grad():
                     sharded.grad = _FirstOrder.apply(sharded, piece, param.spec, param.slot.fqn)
-            elif sharded.grad is None:
+            else:
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
+        self._keeps_graph = False
         for param in params:  # a second loop: a hook may read the gradients of other parameters
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)

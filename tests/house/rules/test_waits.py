@@ -89,9 +89,8 @@ BOUNDS: dict[str, dict[str, str]] = {
         "event.synchronize()": DEVICE,
         "flags.wait()": GROUP,
         "reduced.wait()": GROUP,
-        "replicated.wait()": GROUP,
+        "work.wait()": GROUP,
     },
-    "vescale_fsdp/runtime/param_group.py": {"reduced.wait()": GROUP},
     "vescale_fsdp/runtime/fsdp_module.py": {"handle.wait()": GROUP},
     "vescale_fsdp/runtime/schedule.py": {
         "self.start_finalizing(is_last=self.is_last_backward).wait()": GROUP

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp.checkpoint.formats.huggingface import class_cache, model_class
 from vescale_fsdp.checkpoint.formats.huggingface.class_cache import CACHE, store_answer, stored_answer
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
 
@@ -39,7 +40,7 @@ def test_a_class_is_asked_once(child: None, folder: Path, monkeypatch: pytest.Mo
         asked.append(json.loads(input))
         return SimpleNamespace(stdout=json.dumps({**ANSWER, "peak_bytes": 7}), stderr="", returncode=0)
 
-    monkeypatch.setattr(model_class.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     config = {"architectures": ["BertModel"]}
     assert ask_child(config, "BertModel", {"w": ((2,), "float32")}) == {**ANSWER, "peak_bytes": 7}
     monkeypatch.syspath_prepend("/elsewhere")
@@ -60,7 +61,7 @@ def test_another_version_is_another_question(package: str, monkeypatch: pytest.M
     """Of every package that may change the answer."""
     store_answer(QUESTION, ANSWER)
     assert stored_answer(QUESTION) == ANSWER
-    monkeypatch.setattr(class_cache, "version", lambda name: "99" if name == package else "1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99" if name == package else "1")
     assert stored_answer(QUESTION) is None
 
 
