@@ -195,6 +195,9 @@ class ElasticJob:
                 members, failure = quorum.members, None
                 try:
                     step = self._begin_epoch(quorum)
+                    if step >= num_steps and self.epochs[-1].tier == "ram":
+                        # Its save to disk may have ended with the last epoch, and no later one follows.
+                        self._save(step)
                     while step < num_steps and not self._membership.has_changed():
                         train_step(self, step)
                         step += 1
