@@ -175,6 +175,7 @@ def upload(source: str, target: str, *, progress: Callable[[int], None] = lambda
     return convert(open_source(source), target, "hf", options, progress=progress)
 
 
+@pytest.mark.part("formats")
 def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of an upload: no index is there, finished objects are kept by --resume, and the result
     is that of an undisturbed run."""

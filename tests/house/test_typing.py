@@ -77,6 +77,7 @@ def test_mypy_strict(installed: Path) -> None:
     assert {(file, int(line)) for file, line, _ in reports} == mistaken_lines(), done.stdout + done.stderr
 
 
+@pytest.mark.part("pages")
 def test_pyright(installed: Path) -> None:
     """pyright reports every mistake, and nothing else."""
     options = ["--outputjson", "--pythonpath", str(installed / ".venv/bin/python")]

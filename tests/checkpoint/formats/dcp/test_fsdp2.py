@@ -111,6 +111,7 @@ def _resume(
 
 
 @pytest.mark.filterwarnings("ignore")  # DCP's async path warns of its own defaults
+@pytest.mark.part("jobs")
 def test_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
     """Saved by 2 ranks, resumed by 2, 3 and 1: every value is the saved one, every loss that of the run left alone."""
     expected, losses = run_ranks(2, _save, tmp_path)[0]

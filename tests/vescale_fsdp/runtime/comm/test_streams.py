@@ -239,6 +239,7 @@ def run_all() -> dict[str, list[str]]:
     return {name: hazards for name, hazards in found.items() if hazards}
 
 
+@pytest.mark.part("numerics")
 def test_no_hazard_under_any_switch() -> None:
     """Nothing is read, written or given out again before the work that uses it is done."""
     assert run_ranks(1, run_all) == [{}]
