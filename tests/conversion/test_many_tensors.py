@@ -74,6 +74,7 @@ def _plan(source: Path, target: Path, kind: str, dry: ConvertOptions) -> None:
     convert(open_source(str(source)), str(target), kind, dry)
 
 
+@pytest.mark.part("formats")
 def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     """From 512 to 1,024 tensors a conversion takes on about twice the calls that it takes on from 256 to 512."""
     calls: dict[str, list[int]] = {}

@@ -65,6 +65,7 @@ def test_start_weights_have_the_deviations_of_llama() -> None:
     assert block.get_parameter("mlp.down_proj.weight").std().item() == pytest.approx(0.007, rel=0.1)
 
 
+@pytest.mark.part("jobs")
 def test_corpus_is_python() -> None:
     """The corpus is megabytes of the standard library's sources, the same every time it is read."""
     corpus = read_corpus()

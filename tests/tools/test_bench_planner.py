@@ -62,6 +62,7 @@ def test_targets_are_set_where_they_apply() -> None:
     assert (element.target, element.met) == ("<= 0.01", False)  # 128 bytes of a shard of 26 KB are more
 
 
+@pytest.mark.part("jobs")
 def test_json_of_a_run(tmp_path: Path) -> None:
     """The command prints tables and writes rows of the common form, the machine last."""
     file = tmp_path / "rows.json"

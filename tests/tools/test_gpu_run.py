@@ -150,6 +150,7 @@ def test_a_dry_run_goes_through(tmp_path: Path) -> None:
     assert all(f"| {name} | passed |" in text for name in states)
 
 
+@pytest.mark.part("jobs")
 def test_a_failure_stops_nothing(tmp_path: Path) -> None:
     """A step that fails, hangs, cannot start or has no time left is an outcome like any other."""
     python = (sys.executable, "-c")

@@ -246,6 +246,7 @@ def on_streams() -> dict[str, int]:
     }
 
 
+@pytest.mark.part("numerics")
 def test_streams_keep_no_more_units_in_full() -> None:
     """A block is held at a time; where it is recomputed, its base layer with it if that is a unit."""
     for found in run_ranks(1, on_streams):

@@ -388,6 +388,7 @@ def train_float8(door: bool) -> tuple[list[list[float]], list[int]]:
     return train_with_scales(build_model, precompute if door else lambda model: None)
 
 
+@pytest.mark.part("numerics")
 @pytest.mark.parametrize("door", [False, True])
 def test_torchao_float8_weights(float8: Any, door: bool) -> None:
     """torchao's float8 linears, whose weights travel in 8 bits, train as under FSDP2 to the last bit.
