@@ -93,7 +93,7 @@ test-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
 	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
-	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/house/test_gate.py -p tools.docs.compatibility --compatibility torch
+	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/tools/test_check.py -p tools.docs.compatibility --compatibility torch
 
 SEEDS ?= 1000
 START ?= 0

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 # The files of `make test` that take longest, begun first, in this order: it runs two at a time, and shall not wait for
 # one of these at the end.
 LONG = (
-    "house/test_gate.py",
+    "tools/test_check.py",
     "checkpoint/save/test_fault_matrix.py",
     "vescale_fsdp/elastic/test_store_membership.py",
     "vescale_fsdp/device/test_programs.py",

@@ -5,7 +5,7 @@
     python tools/check.py --only types         one step
     python tools/check.py --skip fast-tests    all but one
 
-`make check` and the pre-commit hook run this file; `make test` runs its steps as tests (tests/house/test_gate.py).
+`make check` and the pre-commit hook run this file; `make test` runs its steps as tests (tests/tools/test_check.py).
 Exit code 0 if every step passed, 1 otherwise; the failed steps are printed last.
 """
 

@@ -117,10 +117,8 @@ def _name(question: Mapping[str, Any]) -> str:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import (
-        PackageNotFoundError,
-        version,
-    )  # takes 20 ms, and few runs look for an answer
+    # Imported here, since it takes 20 ms, and few runs look for an answer.
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(package)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
@@ -175,6 +176,47 @@ def test_what_a_job_saves_goes_on_with_other_ranks(tmp_path: Path) -> None:
         drawn = [draws.next() for _ in range(6)]
         assert seen == [(step, 0.5 * 0.5**step, drawn[step]) for step in steps[rank]]
     assert found[0][1] == 3 * 2 + 2 * 2 + 1 * 2  # of all ranks: those that left are in the count of rank 0
+
+
+def _on_disk(folder: Path) -> list[int]:
+    """The committed steps of a job."""
+    return sorted(int(file.parent.name[-8:]) for file in folder.glob("steps/step-*/manifest.json"))
+
+
+def _ends_in_memory(folder: Path) -> tuple[str, list[int], list[int]]:
+    """Tier of the step from which a finished job goes on without its last step on disk; steps on disk before, after."""
+    dist.destroy_process_group()
+    (folder / "memory").mkdir()
+
+    def build(mesh: DeviceMesh) -> TrainingState:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+    def train_step(job: ElasticJob, step: int) -> None:
+        assert job.training is not None
+        job.training.model(torch.ones(1, 4)).sum().backward()
+        job.training.optimizer.step()
+
+    def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
+        ram = RamTier("job", replicas=0, folder=folder / "memory")
+        return CheckpointManager(folder / "steps", save_policy=EverySteps(2), ram=ram)
+
+    jobs = []
+    for number in range(2):
+        (folder / str(number)).mkdir()
+        jobs.append(ElasticJob(Scripted(0, folder / str(number), [(1, 9)]), build, checkpoints, timeout_s=60))
+        jobs[-1].run(train_step, 4)
+        if number == 0:  # as if the job had lost a rank while it saved
+            shutil.rmtree(folder / "steps/step-00000004")
+            before = _on_disk(folder)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return jobs[-1].epochs[-1].tier, before, _on_disk(folder)
+
+
+def test_the_last_step_is_on_disk_though_its_save_was_lost(tmp_path: Path) -> None:
+    """It is restored from memory, and saved again."""
+    ((tier, before, after),) = run_ranks(1, _ends_in_memory, tmp_path)
+    assert tier == "ram" and 4 not in before and set(after) == {*before, 4}
 
 
 class Failing(dist.Store):
