@@ -360,6 +360,7 @@ def test_shares_of_another_number_do_not_mix(source: str, expected: dict[str, by
         shutil.rmtree(out)
 
 
+@pytest.mark.part("jobs")
 def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
     """Two processes at once under torchrun: the same files."""
     sizes = ["--max-shard-size", str(SHARD_BYTES), "--memory-budget", "8MiB", "--part", "env"]

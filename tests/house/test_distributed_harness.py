@@ -138,6 +138,7 @@ def test_dead_process_is_reported() -> None:
     assert len(run_ranks(2, _rank_and_sum, 0)) == 2
 
 
+@pytest.mark.part("jobs")
 def test_hang_ends_in_stacks_and_dead_workers() -> None:
     """A hang shows who did not return and where they stand, kills the pool, and does not spoil the next call."""
     pids = [pid for pid, _ in run_ranks(3, _pid_and_threads)]

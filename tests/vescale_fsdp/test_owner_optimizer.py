@@ -122,8 +122,8 @@ def check(every: list[Values], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("muon", "dcp"),
         ("lists", "native"),
+        pytest.param("muon", "dcp", marks=pytest.mark.part("numerics")),
         pytest.param("lists", "dcp", marks=pytest.mark.part("numerics")),
         pytest.param("muon", "native", marks=pytest.mark.part("numerics")),
         pytest.param("adafactor", "native", marks=pytest.mark.part("numerics")),

@@ -239,7 +239,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.part("formats")), 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.part("formats"))])
 def test_every_source_loads_into_every_way_of_sharding(saved: Path, ranks: int) -> None:
     """10 sources, 8 targets: ragged by element and by rows, Shard(0) and Shard(1), plain, on the meta device."""
     for problems in run_ranks(ranks, _load_all, saved):

@@ -72,6 +72,7 @@ def _kill_workers(folder: Path) -> None:
     shutil.rmtree(folder / "pids")
 
 
+@pytest.mark.part("jobs")
 def test_killed_ranks_go_on_as_three(tmp_path: Path) -> None:
     """Two ranks are killed in the middle: with those of three, the loss curve is that of one run."""
     run_ranks(2, train, tmp_path / "whole", FEW_STEPS, None)

@@ -197,16 +197,9 @@ def _every_fault(
     return found
 
 
-@pytest.mark.parametrize(
-    ("bad_rank", "verify"),
-    [
-        (0, "before"),
-        *(
-            pytest.param(*row, marks=pytest.mark.part("faults"))
-            for row in ((1, "before"), (0, "while"), (1, "while"))
-        ),
-    ],
-)
+@pytest.mark.part("faults")
+@pytest.mark.parametrize("verify", ["before", "while"])
+@pytest.mark.parametrize("bad_rank", [0, 1])
 def test_whatever_one_rank_meets_all_raise(bad_rank: int, verify: Verify, tmp_path: Path) -> None:
     """At every operation: who is hit raises what it met, the others name it; nobody goes back to an older step.
 

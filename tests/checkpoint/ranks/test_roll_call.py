@@ -90,10 +90,10 @@ def _one_rank_stays_away(folder: Path, call: str, missing: int, before: int) -> 
     ("call", "missing", "before"),
     [
         ("manager", 2, 1),
-        ("restore", 0, 0),
         *(
             pytest.param(*row, marks=pytest.mark.part("faults"))
             for row in (
+                ("restore", 0, 0),
                 ("save", 1, 0),
                 ("save", 2, 1),
                 ("async_save", 1, 1),

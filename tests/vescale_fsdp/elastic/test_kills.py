@@ -18,9 +18,9 @@ _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 _MATRIX = [Cell(*each) for each in product(PHASES, ("rank", "node", "two"), (False, True))]
 
-CORE = [Cell("formation", "rank", True), Cell("backward", "node", True)]
+CORE = [Cell("backward", "node", True)]
 # A kill at the end must be the last cell of its job.
-END = [Cell("forward", "rank", True), Cell("finish", "rank", False)]
+END = [Cell("formation", "rank", True), Cell("forward", "rank", True), Cell("finish", "rank", False)]
 FAULTS = [
     Cell("optimizer", "rank", False),
     Cell("wait", "rank", True),

@@ -186,7 +186,8 @@ def test_a_store_that_is_replaced() -> None:
         assert set(asked.result(60).members) == {*first.members, joining.name} and second.epoch > first.epoch
 
 
-@pytest.mark.parametrize("num_new", [1, pytest.param(3, marks=pytest.mark.part("faults"))])
+@pytest.mark.part("faults")
+@pytest.mark.parametrize("num_new", [1, 3])
 def test_new_processes_alone_do_not_take_over_a_job_that_goes_on(num_new: int) -> None:
     """Members without the store train on; processes that start on the store's side do not train beside them."""
     cut = _Stalling()

@@ -89,7 +89,7 @@ def run(
 @pytest.mark.parametrize(
     ("block", "dtype"),
     [
-        (Flat(32), torch.float32),
+        pytest.param(Flat(32), torch.float32, marks=MORE),
         pytest.param(Flat(256), torch.bfloat16, marks=MORE),
         pytest.param(Tiles(8, 32), torch.float32, marks=MORE),
     ],

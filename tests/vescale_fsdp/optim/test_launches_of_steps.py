@@ -141,7 +141,7 @@ SHAMPOO: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("grafting", "dtype"),
     [
-        ("adam", torch.float32),
+        pytest.param("adam", torch.float32, marks=MORE),
         pytest.param("none", torch.bfloat16, marks=MORE),
         pytest.param("adam", torch.bfloat16, marks=MORE),
         pytest.param("none", torch.float32, marks=MORE),

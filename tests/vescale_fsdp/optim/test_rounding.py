@@ -66,7 +66,8 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm() / one.norm()).item()
 
 
-@pytest.mark.parametrize("gradients", ["low_rank", pytest.param("full_rank", marks=MORE)])
+@MORE
+@pytest.mark.parametrize("gradients", ["low_rank", "full_rank"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -198,7 +198,7 @@ def test_flattened_state_dicts_round_trip(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "worlds"),
     [
-        ("shampoo", (2, 3)),
+        ("adamw8bit", (2, 3)),
         *(pytest.param(kind, (1, 3, 4), marks=MORE) for kind in KINDS),
     ],
 )

@@ -331,12 +331,13 @@ ON_FOUR: list[tuple[str, tuple[int, ...]]] = [
 @pytest.mark.parametrize(
     ("world", "kinds", "ways"),
     [
-        (2, ON_TWO, (0,)),
+        (2, ON_TWO[::2], (0,)),
+        pytest.param(2, ON_TWO[1::2], (0,), marks=pytest.mark.part("numerics")),
         pytest.param(4, ON_FOUR, (0,), marks=pytest.mark.part("numerics")),
         pytest.param(2, ON_TWO, (1, 2), marks=pytest.mark.part("numerics")),
         pytest.param(4, ON_FOUR, (1, 2), marks=pytest.mark.part("numerics")),
     ],
-    ids=["2", "4", "2-more", "4-more"],
+    ids=["2", "2-others", "4", "2-more", "4-more"],
 )
 def test_units_whose_output_only_some_ranks_use(
     world: int, kinds: list[tuple[str, tuple[int, ...]]], ways: tuple[int, ...]
@@ -429,7 +430,11 @@ def odd_way(way: str, shape: tuple[int, ...]) -> tuple[str, str] | None:
 @pytest.mark.parametrize(
     ("way", "shape"),
     [(way, (2, 2)) for way in ODD_WAYS if way != "deadlocked"]
-    + [("swapped", (2,)), ("not synced", (2,)), ("deadlocked", (2,))],
+    + [
+        ("swapped", (2,)),
+        ("not synced", (2,)),
+        pytest.param("deadlocked", (2,), marks=pytest.mark.part("faults")),
+    ],
 )
 def test_every_rank_hears_of_another_order(way: str, shape: tuple[int, ...]) -> None:
     """Orders that cannot be reconciled raise on all ranks, within a bound, and name units and ranks."""
