@@ -233,6 +233,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not any("vescale-convert" in file for file in fsspec.filesystem("s3").find(target))
 
 
+@pytest.mark.part("faults")
 def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client libraries raise errors of their own: they end in a sentence, as an OSError, which keeps finished
     files."""

@@ -144,6 +144,7 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
         assert state_mib > 80 and peak < 64
 
 
+@pytest.mark.part("faults")
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     """A reader of many ranks' files does not hold them all open."""
     entry = Entry("x", "int64", (600, 3), 0, ())

@@ -232,6 +232,7 @@ def _silent(folder: Path) -> tuple[str, float]:
     return text, waited_s
 
 
+@pytest.mark.part("faults")
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(tmp_path: Path) -> None:
     """The groups made for coordination take the time-out of the group they serve."""
     (text, waited_s), _ = run_ranks(2, _silent, tmp_path)

@@ -114,6 +114,7 @@ def test_an_answer_cut_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
         load(storage, state)
 
 
+@pytest.mark.part("faults")
 def test_a_store_that_removes_nothing(calm: tuple[str, Weather]) -> None:
     """A policy without DeleteObject: saves go on, each with a warning; old steps stay as they are."""
     endpoint, weather = calm
@@ -434,6 +435,7 @@ def test_what_lasts_is_not_tried_again(call: str, monkeypatch: pytest.MonkeyPatc
         assert len(storage.filesystem.calls) == 1
 
 
+@pytest.mark.part("faults")
 def test_requests_of_dropped_connections_are_sent_again(calm: tuple[str, Weather]) -> None:
     """Requests whose connection the server closes are sent again, whatever they are."""
     endpoint, weather = calm

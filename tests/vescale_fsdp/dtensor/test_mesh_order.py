@@ -87,10 +87,8 @@ def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
         assert torch.equal(target.full_tensor(), full)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "rotated" else pytest.mark.part("numerics")) for name in MESHES],
-)
+@pytest.mark.part("numerics")
+@pytest.mark.parametrize("name", MESHES)
 def test_training_and_checkpoints(name: str, tmp_path: Path) -> None:
     """FSDP2's losses, parameters and gradients; a checkpoint that another mesh reads unchanged."""
     run_ranks(torch.tensor(MESHES[name][0]).numel(), train_beside_fsdp2, name, tmp_path)

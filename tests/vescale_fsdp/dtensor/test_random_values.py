@@ -169,7 +169,7 @@ OWNER, REPLICAS, SHARDS = ((3,), "owner"), ((2, 2), "replicas"), ((2, 2), "shard
 @pytest.mark.parametrize(
     ("dtype", "cases"),
     [
-        (torch.float32, [ROWS, SHARDS]),
+        pytest.param(torch.float32, [ROWS, SHARDS], marks=MORE),
         (torch.bfloat16, [HALVES]),
         pytest.param(torch.float32, [HALVES, SEVENTHS, OWNER, REPLICAS], marks=MORE),
         pytest.param(torch.bfloat16, [ROWS], marks=MORE),

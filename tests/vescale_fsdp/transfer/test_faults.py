@@ -462,7 +462,10 @@ def test_a_step_behind_start_is_refused(kind: type[torch.optim.SGD]) -> None:
     assert torch.equal(into["w"], torch.zeros(8)) and transfer.version == 1
 
 
-@pytest.mark.parametrize(("victim", "keep_old"), [(0, True), (1, False), (3, False)])
+@pytest.mark.parametrize(
+    ("victim", "keep_old"),
+    [(0, True), *(pytest.param(rank, False, marks=pytest.mark.part("faults")) for rank in (1, 3))],
+)
 def test_a_rank_dies(tmp_path: Path, victim: int, keep_old: bool) -> None:
     """SIGKILL of a sender or a receiver: all other ranks name it, and no target is mixed."""
     with pytest.raises(RankError, match="died"):

@@ -59,7 +59,7 @@ def _load(path: Path, block_rows: int) -> int:
     return assert_equal(expected, plain({key: value for key, value in state.items() if key != "rng"}))
 
 
-@pytest.mark.parametrize("block_rows", [1, 2])
+@pytest.mark.parametrize("block_rows", [pytest.param(1, marks=pytest.mark.part("formats")), 2])
 def test_round_trip_at_every_world_size(block_rows: int, tmp_path: Path) -> None:
     """Saved by three ranks, loaded by one to four; no file is written by two ranks."""
     made = run_ranks(3, _save, tmp_path / "c", block_rows)

@@ -165,7 +165,7 @@ def towers(context: type[CommContext], kind: str, orders: list[Any]) -> dict[Any
         pytest.param("shards", 1, marks=pytest.mark.part("numerics")),
         pytest.param("read twice", 1, marks=pytest.mark.part("numerics")),
         ("replicas", 13),
-        ("parts", 13),
+        pytest.param("parts", 13, marks=pytest.mark.part("numerics")),
         pytest.param("replicas", 3, marks=pytest.mark.part("numerics")),
         pytest.param("parts", 3, marks=pytest.mark.part("numerics")),
     ],

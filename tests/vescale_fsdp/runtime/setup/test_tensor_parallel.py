@@ -123,7 +123,7 @@ PARITIES: dict[tuple[int, ...], list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=() if shape in ((2, 2), (2, 1, 2)) else pytest.mark.part("numerics"))
+        pytest.param(shape, marks=() if shape == (2, 2) else pytest.mark.part("numerics"))
         for shape in PARITIES
     ],
     ids=str,
