@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -77,22 +77,33 @@ def gathers(numel: int) -> list[Counter[str]]:
     return counts
 
 
-def direct_gathers() -> Counter[str]:
-    """The gathers above between nodes of one rank."""
-    with mock.patch(f"{__name__}.PER_NODE", 1):
-        return gathers(100)[0]
+def beside(per_node: int, in_rounds: bool, measure: Callable[..., Any], *args: object) -> Any:
+    """What one of the functions here measures, with slices of any size sent in rounds, or none."""
+    with (
+        mock.patch(f"{__name__}.PER_NODE", per_node),
+        mock.patch.object(collectives, "_ROUND_BYTES", 0 if in_rounds else 1 << 30),
+    ):
+        return measure(*args)
 
 
-def test_slices_are_sent_directly_between_nodes_of_one_rank() -> None:
-    """To every node once, and nothing is sent on."""
-    assert run_ranks(3, direct_gathers) == [{"across": 2 * 2 * 100 * GATHERED[0].itemsize}] * 3
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_slices_are_sent_directly_between_nodes_of_one_rank(in_rounds: bool) -> None:
+    """To every node once, or around the ring of nodes; nothing else is sent on."""
+    sent = {"across": 2 * 2 * 100 * GATHERED[0].itemsize}
+    assert [counts[0] for counts in run_ranks(3, beside, 1, in_rounds, gathers, 100)] == [sent] * 3
 
 
-@pytest.mark.parametrize("world, numel", [(4, 1000), pytest.param(6, 77, marks=pytest.mark.part("numerics"))])
-def test_gathered_slices_cross_to_a_node_once(world: int, numel: int) -> None:
-    """Every rank sends its slice to each other node, and to its node's ranks what they lack."""
+@pytest.mark.parametrize(
+    "world, numel, in_rounds",
+    [
+        (4, 1000, False),
+        *(pytest.param(6, 77, in_rounds, marks=pytest.mark.part("numerics")) for in_rounds in (False, True)),
+    ],
+)
+def test_gathered_slices_cross_to_a_node_once(world: int, numel: int, in_rounds: bool) -> None:
+    """Every rank sends a slice to each other node, and to its node's ranks what they lack."""
     nodes = world // PER_NODE
-    for counts in run_ranks(world, gathers, numel):
+    for counts in run_ranks(world, beside, PER_NODE, in_rounds, gathers, numel):
         for dtype, sent in zip(GATHERED, counts, strict=True):
             slice_bytes = 2 * numel * dtype.itemsize  # of two gathers
             assert sent == {"across": (nodes - 1) * slice_bytes, "within": nodes * slice_bytes}, dtype
@@ -120,12 +131,19 @@ def sums(numel: int) -> list[tuple[int, Counter[str]]]:
 
 
 @pytest.mark.parametrize(
-    "world, numel", [(4, 0), (4, 1), (4, 5000), pytest.param(6, 700, marks=pytest.mark.part("numerics"))]
+    "world, numel, in_rounds",
+    [
+        (4, 0, False),
+        (4, 1, False),
+        (4, 5000, False),
+        (6, 700, True),
+        pytest.param(6, 700, False, marks=pytest.mark.part("numerics")),
+    ],
 )
-def test_sums_of_a_node_cross_once(world: int, numel: int) -> None:
+def test_sums_of_a_node_cross_once(world: int, numel: int, in_rounds: bool) -> None:
     """Unless the slices of its two ranks have no more bytes than their sum, whose order is then that of one level."""
     nodes = world // PER_NODE
-    for found in run_ranks(world, sums, numel):
+    for found in run_ranks(world, beside, PER_NODE, in_rounds, sums, numel):
         for (narrow, wide), (room_bytes, sent) in zip(PAIRS, found, strict=True):
             one_level = wide.itemsize >= PER_NODE * narrow.itemsize
             crossing = PER_NODE * narrow.itemsize if one_level else wide.itemsize

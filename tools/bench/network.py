@@ -12,7 +12,8 @@ each other node, the gradients of that node's ranks or their sum in the dtype of
 
 Time: medians of steps in which the runtimes alternate, beside two floors: the same computation with nothing sent (the
 plain model in the compute dtype and AdamW of a shard, on all ranks at once), and an exchange of our bytes by raw
-sockets, between all nodes at once. The floor is the larger of both.
+sockets, between all nodes at once. The floor is the larger of both. Beside them the CPU time of a rank's step, the
+kernel's copies included: times the ranks per core it bounds a step too, where the cores are the limit.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     "bf16-reduced": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),  # gradients are summed in bf16 too
     "fp32": MixedPrecisionPolicy(torch.float32, torch.float32),
+    "fp32-kept": MixedPrecisionPolicy(
+        torch.float32, torch.float32
+    ),  # gathered once, as many bytes as DDP sends
 }
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 32 with time stamps
 _CASE = "NETWORK_BENCH_CASE"
@@ -72,6 +76,11 @@ class Case:
     out: str = ""
 
     @property
+    def keeps(self) -> bool:
+        """Whether parameters stay gathered from the forward to the backward."""
+        return self.dtype.endswith("-kept")
+
+    @property
     def name(self) -> str:
         kind = " HSDP" if self.replicates else ""
         return f"{self.nodes}x{self.per_node}{kind} {self.model} {self.dtype}"
@@ -79,10 +88,11 @@ class Case:
 
 @dataclass
 class Figures:
-    """What a run measures: bytes received per node and step, seconds by runtime and floor."""
+    """What a run measures: bytes received per node and step, seconds and CPU seconds by runtime and floor."""
 
     received_bytes: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
 
 
 def build(model: str) -> nn.Module:
@@ -112,7 +122,8 @@ def least_bytes(case: Case) -> float:
     sent, summed = policy.param_dtype.itemsize, policy.reduce_dtype.itemsize
     if case.replicates:  # an all-reduce of gradients: each node's share twice
         return 2 * summed * share * total
-    gathered = (in_blocks + total) * sent  # blocks for the forward and again for the backward; the root once
+    again = 0 if case.keeps else in_blocks  # for the backward; the root is gathered once
+    gathered = (again + total) * sent
     return share * (gathered + total * min(summed, case.per_node * sent))
 
 
@@ -137,7 +148,7 @@ def _measure(case: Case) -> Figures:
     batch = batch_of(case.model)
     steps = {}
     for rival in RIVALS:
-        sharded = _sharded(rival, build(case.model), mesh, POLICIES[case.dtype])
+        sharded = _sharded(rival, build(case.model), mesh, case)
         steps[rival] = _step_of(sharded, list(sharded.parameters()), batch)
     figures = Figures()
     for step in steps.values():
@@ -161,27 +172,34 @@ def _measure(case: Case) -> Figures:
         exchange.connect()
     steps["sockets"] = exchange if exchange is not None else lambda: None
     figures.seconds = {name: [] for name in steps}
+    figures.cpu_seconds = {name: [] for name in steps}
     for turn in range(case.steps + 1):
         names = list(steps)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             steps[name]()
-            elapsed = torch.tensor(time.perf_counter() - start_s)
+            elapsed = torch.tensor([time.perf_counter() - start_s, time.process_time() - start_cpu_s])
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)  # a step lasts until its last rank has ended
             if turn:  # the first turn warms the floors up
-                figures.seconds[name].append(elapsed.item())
+                figures.seconds[name].append(elapsed[0].item())
+                figures.cpu_seconds[name].append(elapsed[1].item())
     if exchange is not None:
         exchange.close()
     return figures
 
 
-def _sharded(rival: str, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
+def _sharded(rival: str, model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
     if rival == "ddp":
         return DistributedDataParallel(model)
     function: Callable[..., object] = fully_shard if rival == "ours" else torch_fully_shard
     for module in (*blocks_of(model), model):
-        function(module, mesh=mesh, mp_policy=policy)
+        function(
+            module,
+            mesh=mesh,
+            mp_policy=POLICIES[case.dtype],
+            reshard_after_forward=False if case.keeps else None,
+        )
     return model
 
 
@@ -272,7 +290,13 @@ def rows_of(case: Case, gbit: float, figures: Figures, *, with_bytes: bool) -> l
     rows.append(
         Row(name, "step time", "ms", ms["ours"], ms["fsdp2"], "fsdp2", "<= 1.0" if gbit <= 1 else None)
     )
-    rows.append(Row(name, "step time", "ms", ms["ours"], ms["ddp"], "ddp"))
+    ddp_target = "<= 1.05" if gbit <= 1 and case.keeps else None
+    rows.append(Row(name, "step time", "ms", ms["ours"], ms["ddp"], "ddp", ddp_target))
+    cpu_ms = {name: 1000 * statistics.median(seconds) for name, seconds in figures.cpu_seconds.items()}
+    rows += [
+        Row(name, "CPU time of a rank's step", "ms", cpu_ms["ours"], cpu_ms[rival], rival)
+        for rival in ("compute", "fsdp2", "ddp")
+    ]
     return rows
 
 
@@ -311,7 +335,7 @@ def main(cases: str, models: str, dtypes: str, rates: str, steps: int, file: Pat
                         )
                         figures = Figures(**json.loads(out.read_text()))
                         rows += rows_of(case, float(rate), figures, with_bytes=number == 0)
-                        print_table(rows[-6 if number == 0 else -3 :])
+                        print_table(rows[-9 if number == 0 else -6 :])
     print_table(rows)
     if file:
         write_json(file, rows)
