@@ -262,7 +262,8 @@ def _streams() -> Iterator[None]:
     beside = mock.Mock(return_value=False)
     with (
         mock.patch("vescale_fsdp.runtime.fsdp_state.streams_of", return_value=MemoryUse()),
-        mock.patch("vescale_fsdp.collectives.runs_beside", beside),
+        mock.patch("vescale_fsdp.collectives.operations.runs_beside", beside),
+        mock.patch("vescale_fsdp.collectives.slice_exchange.runs_beside", beside),
         mock.patch("vescale_fsdp.runtime.comm.group_comm.runs_beside", beside),
     ):
         yield

@@ -37,7 +37,7 @@ from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, silent_ranks, within
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, digest_of, hex_checksum_of
-from vescale_fsdp.collectives import break_group, ended_peers, new_group
+from vescale_fsdp.collectives.process_groups import break_group, ended_peers, new_group
 from vescale_fsdp.errors import (
     ArgumentError,
     CheckpointError,

@@ -23,7 +23,8 @@ FOLDERS = {
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
-    ("errors", "lazy", "devices", "formats", "pickled_paths", "torch_modes", "torch_private", "collectives"),
+    ("errors", "lazy", "devices", "formats", "pickled_paths", "torch_modes", "torch_private"),
+    ("collectives",),
     ("layout", "checkpoint.storage", "conversion.rules.shipped"),
     ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
     (
@@ -68,10 +69,6 @@ FIRST_ROW = {
     ("formats", "lazy"),
     ("pickled_paths", "lazy"),
     ("torch_private", "errors"),
-    ("collectives", "devices"),
-    ("collectives", "errors"),
-    ("collectives", "torch_modes"),
-    ("collectives", "torch_private"),
 }
 # Strangers whatever their level: who begins so knows nothing of what begins so.
 STRANGERS = {

@@ -22,7 +22,7 @@ from tools.gpu.parity import CONTROLS, backend_for, compare, largest_difference
 from tools.gpu.switches import CASES, INDUCTOR, Case
 from tools.gpu_run import Outcome, Step, main, run, steps, write_reports
 from vescale_fsdp import FSDPModule, fully_shard
-from vescale_fsdp.collectives import _Gloo
+from vescale_fsdp.collectives.operations import _Gloo
 
 # What is compiled, tests/vescale_fsdp/runtime/test_compile.py trains.
 INTERPRETED = [case for case in CASES if not case.compiled]

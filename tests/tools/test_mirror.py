@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.mirror import Case, check, mirrored, train
-from vescale_fsdp import collectives
+from vescale_fsdp.collectives import operations, slice_exchange
 from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
 
 IN_A_PART = pytest.mark.part("numerics")
@@ -18,7 +18,7 @@ IN_A_PART = pytest.mark.part("numerics")
 @pytest.fixture(autouse=True)
 def small_pieces() -> Iterator[None]:
     """Slices are received in several pieces."""
-    with mock.patch.object(collectives, "_RECEIVED_BYTES", 1 << 13):
+    with mock.patch.object(slice_exchange, "_RECEIVED_BYTES", 1 << 13):
         yield
 
 
@@ -65,7 +65,7 @@ def test_the_group_holds_callers_to_its_contract() -> None:
         with pytest.raises(AssertionError, match=r"\b16 bytes\b"):
             group._allgather_base(room[1:], torch.zeros(512))
         with (
-            mock.patch.object(collectives, "runs_beside", return_value=True),
+            mock.patch.object(operations, "runs_beside", return_value=True),
             pytest.raises(AssertionError, match="communicator"),
         ):
             train(Case(steps=1), "cpu")

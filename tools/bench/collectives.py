@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
-from vescale_fsdp.collectives import all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.operations import all_gather_into, reduce_scatter_into
 
 
 def measure(rank: int, ranks: int, numel: int, rounds: int, port: int, out: str) -> None:

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from vescale_fsdp import FSDPModule, PaddingPolicy, Rows
-from vescale_fsdp.collectives import Work, all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.operations import all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.streams import streams_of
 

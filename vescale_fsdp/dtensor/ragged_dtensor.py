@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vescale_fsdp.collectives import broadcast_in_place, wait_for
+from vescale_fsdp.collectives.operations import broadcast_in_place
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.redistribute import (
     Redistribution,

@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from vescale_fsdp.collectives import (
-    Work,
+from vescale_fsdp.collectives.operations import (
     all_gather_into,
     all_reduce_in_place,
     all_to_all_into,
@@ -42,8 +41,8 @@ from vescale_fsdp.collectives import (
     reduce_in_place,
     reduce_scatter_into,
     traced_operator,
-    wait_for,
 )
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import (
     inner_box,

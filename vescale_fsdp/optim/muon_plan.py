@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import Work, all_to_all_into, new_group
+from vescale_fsdp.collectives.operations import all_to_all_into
+from vescale_fsdp.collectives.process_groups import new_group
+from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.dtensor.spec import ranks_by_group_rank
 from vescale_fsdp.errors import LayoutError

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vescale_fsdp.collectives import Work, wait_for
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec

@@ -26,7 +26,8 @@ from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.collectives import all_reduce_in_place, wait_for
+from vescale_fsdp.collectives.operations import all_reduce_in_place
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 from vescale_fsdp.torch_private import foreach_norm_of, is_wrapper
 

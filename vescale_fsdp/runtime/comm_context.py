@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from vescale_fsdp.collectives import Work, all_gather_each, wait_for
+from vescale_fsdp.collectives.operations import all_gather_each
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.dtensor.meeting import observe
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import ranks_per_node
+from vescale_fsdp.collectives.process_groups import ranks_per_node
 from vescale_fsdp.dtensor.spec import ranks_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup

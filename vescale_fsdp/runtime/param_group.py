@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.collectives import Work
+from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, optimizer_text
 from vescale_fsdp.layout.group_layout import TensorSlot

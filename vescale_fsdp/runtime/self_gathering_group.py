@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.collectives import Work
+from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, show_as_given
 from vescale_fsdp.errors import MisuseError
 from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides

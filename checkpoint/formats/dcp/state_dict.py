@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
-from vescale_fsdp.collectives import device_for_messages
+from vescale_fsdp.collectives.process_groups import device_for_messages
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import fqn_of, local_of, spec_of

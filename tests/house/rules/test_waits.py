@@ -65,7 +65,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
     "checkpoint/moves/threads.py": {"ended.wait()": THREAD},
-    "vescale_fsdp/collectives.py": {
+    "vescale_fsdp/collectives/slice_exchange.py": {
         "self.calls.get()": IDLE,
         "self.done.result()": GROUP,
         "work.wait()": GROUP,

@@ -36,13 +36,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vescale_fsdp.collectives import (
+from vescale_fsdp.collectives.operations import (
     all_gather_each,
     all_gather_into,
     all_reduce_at_once,
     reduce_scatter_into,
-    wait_for,
 )
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext

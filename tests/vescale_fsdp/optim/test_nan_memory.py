@@ -13,7 +13,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.faults.nan_memory import nan_memory
 from vescale_fsdp import MixedPrecisionPolicy, Rows
-from vescale_fsdp.collectives import all_gather_into
+from vescale_fsdp.collectives.operations import all_gather_into
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.fsdp_state import state_of

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.collectives import all_reduce_in_place, wait_for
+from vescale_fsdp.collectives.operations import all_reduce_in_place
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.operators import combining, gathered_views
 from vescale_fsdp.dtensor.operators.arguments import (
     Unlike,

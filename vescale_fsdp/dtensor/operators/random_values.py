@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import broadcast_in_place, wait_for
+from vescale_fsdp.collectives.operations import broadcast_in_place
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     check_written,

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.collectives import all_reduce_in_place, gathered, wait_for
+from vescale_fsdp.collectives.operations import all_reduce_in_place, gathered
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.operators import combining, whole_tensors
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,

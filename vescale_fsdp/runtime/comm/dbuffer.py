@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.collectives import Work
+from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_modes import without_grad

@@ -1,7 +1,7 @@
 """Unsharded gradients of a group until their reduction, and flags of the parameters that ranks have used.
 
 The reduction itself is elsewhere: `ParamGroup.start_reduce` starts it, `GroupComm.reduce_scatter` chooses operator and
-divisor, and `vescale_fsdp.collectives.reduce_scatter_into` exchanges and sums.
+divisor, and `vescale_fsdp.collectives.operations.reduce_scatter_into` exchanges and sums.
 
 Unsharded gradients since the last reduction (`UnshardedGrads`):
 
@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import Work, all_reduce_at_once, all_reduce_in_place, runs_beside, wait_for
+from vescale_fsdp.collectives.operations import all_reduce_at_once, all_reduce_in_place
+from vescale_fsdp.collectives.slice_exchange import Work, runs_beside, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Stream, Streams

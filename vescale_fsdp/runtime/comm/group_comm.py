@@ -38,18 +38,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp.collectives import (
-    Work,
+from vescale_fsdp.collectives.operations import (
     all_gather_into,
     all_reduce_at_once,
     all_reduce_in_place,
-    new_group,
     reduce_scatter_into,
     reduces_beside,
-    runs_beside,
-    set_nodes,
     sums_in_wider,
 )
+from vescale_fsdp.collectives.process_groups import new_group, set_nodes
+from vescale_fsdp.collectives.slice_exchange import Work, runs_beside
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
 from vescale_fsdp.torch_modes import meet_over, outside_fake_mode, process_group_pool, symmetric_pool

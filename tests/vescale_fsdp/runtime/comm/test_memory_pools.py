@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support import models
 from tests.support.distributed import run_ranks
 from tests.support.models import check_steps, refused, shard
-from vescale_fsdp.collectives import all_gather_into
+from vescale_fsdp.collectives.operations import all_gather_into
 from vescale_fsdp.errors import ArgumentError, UnsupportedOpError
 from vescale_fsdp.runtime.comm import group_comm
 from vescale_fsdp.runtime.fsdp_state import state_of

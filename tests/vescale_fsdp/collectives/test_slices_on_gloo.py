@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
-from vescale_fsdp import collectives
-from vescale_fsdp.collectives import all_gather_into, reduce_scatter_into, wait_for
+from vescale_fsdp.collectives import slice_exchange
+from vescale_fsdp.collectives.operations import all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.slice_exchange import wait_for
 
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 ROOM_BYTES = 3 << 10  # of which three ranks make pieces of 384 elements of fp32
@@ -53,7 +54,7 @@ def sums(numel: int) -> list[int]:
         total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
         for op in [SUM] if wide is torch.int64 else [SUM, MEAN]:
             shard, full = torch.full((numel,), 7, dtype=wide), fulls[rank].clone()
-            with allocations() as made, mock.patch.object(collectives, "_ROOM_BYTES", ROOM_BYTES):
+            with allocations() as made, mock.patch.object(slice_exchange, "_ROOM_BYTES", ROOM_BYTES):
                 wait_for(reduce_scatter_into(shard, full, op, dist.group.WORLD))
             torch.testing.assert_close(shard, total if op == SUM else total / world)
             rooms.append(sum(made))

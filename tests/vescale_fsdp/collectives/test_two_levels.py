@@ -17,17 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
-from tests.vescale_fsdp.test_slices_on_gloo import GATHERED, PAIRS, allocations
-from vescale_fsdp import collectives, fully_shard
-from vescale_fsdp.collectives import (
-    Nodes,
-    Work,
-    all_gather_into,
-    reduce_scatter_into,
-    set_nodes,
-    two_levels,
-    wait_for,
-)
+from tests.vescale_fsdp.collectives.test_slices_on_gloo import GATHERED, PAIRS, allocations
+from vescale_fsdp import fully_shard
+from vescale_fsdp.collectives import slice_exchange
+from vescale_fsdp.collectives.operations import all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.process_groups import Nodes, set_nodes, two_levels
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.runtime.comm.gradients import ReducedShard
 from vescale_fsdp.runtime.comm_context import CommContext, _Reduction
 from vescale_fsdp.runtime.fsdp_state import state_of
@@ -81,7 +76,7 @@ def beside(per_node: int, in_rounds: bool, measure: Callable[..., Any], *args: o
     """What one of the functions here measures, with slices of any size sent in rounds, or none."""
     with (
         mock.patch(f"{__name__}.PER_NODE", per_node),
-        mock.patch.object(collectives, "_ROUND_BYTES", 0 if in_rounds else 1 << 30),
+        mock.patch.object(slice_exchange, "_ROUND_BYTES", 0 if in_rounds else 1 << 30),
     ):
         return measure(*args)
 
@@ -122,7 +117,7 @@ def sums(numel: int) -> list[tuple[int, Counter[str]]]:
             with (
                 allocations() as made,
                 bytes_across() as sent,
-                mock.patch.object(collectives, "_ROOM_BYTES", ROOM_BYTES),
+                mock.patch.object(slice_exchange, "_ROOM_BYTES", ROOM_BYTES),
             ):
                 wait_for(reduce_scatter_into(shard, full, op, group))
             torch.testing.assert_close(shard, total if op == SUM else total / world)
@@ -184,7 +179,7 @@ def native_sums(numel: int) -> None:
 @pytest.mark.parametrize("numel", [0, 64, 1000])
 def test_a_native_backend_sums_within_nodes_first(numel: int) -> None:
     """In one piece and in many."""
-    with mock.patch.object(collectives, "_RECEIVED_BYTES", 3 << 10):
+    with mock.patch.object(slice_exchange, "_RECEIVED_BYTES", 3 << 10):
         run_threads(6, native_sums, numel)
 
 
@@ -195,7 +190,7 @@ def crossing_bytes(num_nodes: int, per_node: int, given: int, numel: int) -> tup
     but one to the next rank.
     """
     sent, calls = 0.0, 0
-    exchange, scatter = dist.all_to_all, collectives.reduce_scatter_single
+    exchange, scatter = dist.all_to_all, slice_exchange.reduce_scatter_single
     exchange_single = dist.all_to_all_single
 
     def count(group: dist.ProcessGroup, total_bytes: int, *, ring: bool) -> None:
@@ -226,7 +221,7 @@ def crossing_bytes(num_nodes: int, per_node: int, given: int, numel: int) -> tup
             with (
                 mock.patch.object(dist, "all_to_all", exchanged),
                 mock.patch.object(dist, "all_to_all_single", exchanged_single),
-                mock.patch.object(collectives, "reduce_scatter_single", scattered),
+                mock.patch.object(slice_exchange, "reduce_scatter_single", scattered),
             ):
                 full = torch.zeros(world * numel, dtype=torch.bfloat16)
                 wait_for(reduce_scatter_into(torch.zeros(numel), full, MEAN, dist.group.WORLD))

@@ -1,0 +1,208 @@
+"""Process groups: making and ending them, which of their ranks share a node, and who has left.
+
+Between nodes (`set_nodes`) as little as possible crosses the network: `two_levels` decides which reductions first sum
+within nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from vescale_fsdp.devices import current_device
+from vescale_fsdp.torch_private import gloo_group, timeout_of
+
+_BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
+
+
+def new_group(
+    base: dist.ProcessGroup, ranks: list[int] | None = None, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Create a group with the timeout of ``base``. A collective of the new group's ranks.
+
+    Args:
+        base: the group whose timeout the new group gets.
+        ranks: global ranks of the new group; default: the ranks of ``base``.
+        backend: name of the backend; default: the backend of the default group.
+    """
+    members = dist.get_process_group_ranks(base) if ranks is None else ranks
+    timeout = timeout_of(base)
+    is_gloo = (backend or dist.get_backend()) == "gloo"
+    if is_gloo and timeout is not None and len(members) < dist.get_world_size():
+        # torch names the group of a part of the ranks by the number of groups of the process. Ranks that have created
+        # different numbers of groups would then wait for each other under different names. The name below counts only
+        # groups of the same members, which all members create in the same order.
+        world = dist.group.WORLD
+        assert world is not None
+        counts = _num_groups.setdefault(world, Counter())
+        counts[tuple(members)] += 1
+        # A digest, because a list of thousands of ranks would be a long name.
+        digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
+        name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
+        numbers = {rank: number for number, rank in enumerate(members)}
+        return gloo_group(numbers[dist.get_rank()], numbers, name, timeout)
+    return dist.new_group(
+        members,
+        timeout=timeout,
+        backend=backend,
+        # Only members call `new_group`, so torch must not wait for ranks outside a smaller group.
+        use_local_synchronization=len(members) < dist.get_world_size(),
+    )
+
+
+# How many groups of each tuple of members this process has created, per default process group: weak, because a new
+# default group has a new store, in which the names are free again.
+_num_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Nodes(NamedTuple):
+    """The nodes of a group: rank r of the group is rank ``r % per_node`` of node ``r // per_node``."""
+
+    num: int
+    per_node: int
+
+
+def ranks_per_node() -> int:
+    """Return the number of ranks per node that the launcher has set (LOCAL_WORLD_SIZE, by torchrun); 0 if it has not.
+
+    Ranks with the same ``global rank // LOCAL_WORLD_SIZE`` are on one node.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else 0
+
+
+def set_nodes(group: dist.ProcessGroup, per_node: int) -> None:
+    """Set the nodes of a group, for its gathers and reductions. All its ranks call it between the same collectives.
+
+    Args:
+        group: the ranks that take part.
+        per_node: `ranks_per_node`, after the ranks have compared it; 0: not known, and collectives have one level.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    _nodes.pop(group, None)
+    if per_node:
+        size = len(ranks) // len({rank // per_node for rank in ranks})  # of each node
+        parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        homes = [{rank // per_node for rank in part} for part in parts]
+        if all(len(home) == 1 for home in homes) and len(set.union(*homes)) == len(parts):
+            _nodes[group] = Nodes(len(parts), size)
+
+
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, Nodes] = weakref.WeakKeyDictionary()
+
+
+def nodes_of(group: dist.ProcessGroup) -> Nodes | None:
+    """Return the nodes of a group; None if they are not known (`set_nodes`)."""
+    return _nodes.get(group)
+
+
+def two_levels(group: dist.ProcessGroup, *, sent_bytes: int, summed_bytes: int) -> Nodes | None:
+    """Decide whether a reduction sums within nodes first, and then across them, or at once over all ranks.
+
+    Two levels are chosen where fewer bytes then cross the network: a node's sum instead of the slices of its ranks. The
+    sum has the dtype of the result. So bf16 slices that are summed in fp32 are sent unsummed by nodes of two ranks, and
+    summed by larger ones. (Gathers send a slice to each node once in any case: `gather_by_node`, or NCCL itself.)
+
+    Args:
+        group: the ranks that take part.
+        sent_bytes: bytes per element of what ranks send.
+        summed_bytes: bytes per element of a sum.
+
+    Returns:
+        The nodes of the group; None for one level. It is None also if `set_nodes` was not called, or the group has
+        one node, one rank per node, nodes of different sizes, or ranks that are not in the order of nodes.
+    """
+    nodes = nodes_of(group)
+    if nodes is None or 1 in nodes or summed_bytes >= nodes.per_node * sent_bytes:
+        return None
+    return nodes
+
+
+def crosses_network(group: dist.ProcessGroup) -> bool:
+    """Return whether a group is known to have ranks on several nodes (`set_nodes`)."""
+    nodes = _nodes.get(group)
+    return nodes is not None and nodes.num > 1
+
+
+def groups_by_node(group: dist.ProcessGroup, nodes: Nodes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the ranks of this rank's node, and the same local rank of all nodes. The first call is a collective."""
+    if group not in _node_groups:
+        ranks = dist.get_process_group_ranks(group)
+        node, local = divmod(group.rank(), nodes.per_node)
+        members = ranks[node * nodes.per_node : (node + 1) * nodes.per_node], ranks[local :: nodes.per_node]
+        _node_groups[group] = new_group(group, members[0]), new_group(group, members[1])
+    return _node_groups[group]
+
+
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def device_for_messages(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Return the device if the group has a backend for it, else the current device of a type that it has one for."""
+    backends = backends_of(group)
+    return device if device.type in backends else current_device(next(iter(backends)))
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return device type -> name of the backend."""
+    # torch returns a text with a pair per device type, such as "cpu:gloo,xpu:xccl". [::2] drops the colon of each pair.
+    return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
+
+
+def closed_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a gloo group whose connections to this rank are closed. Does not wait.
+
+    The kernel closes the connections of a process that ends. gloo closes all connections of a rank when one of its
+    waits times out, and a rank that has called `break_group` has closed its connections too.
+    """
+    closed = []
+    for rank in range(group.size()):
+        if rank != group.rank():
+            room = torch.empty(1, dtype=torch.uint8, device="cpu")
+            try:  # no rank sends a message with this tag, so the receive only fails, at once, or stays pending
+                dist.irecv(room, group=group, group_src=rank, tag=_BREAK_TAG)
+            except RuntimeError:
+                closed.append(rank)
+    return closed
+
+
+def ended_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a gloo group that have probably ended: `closed_peers`, or none if all of several are closed.
+
+    A wait of this rank that times out closes all connections, so these then say nothing about the other ranks.
+    """
+    closed = closed_peers(group)
+    return [] if 1 < len(closed) == group.size() - 1 else closed
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """Abort a group: collectives in flight and later ones raise, on this rank and on ranks that wait for this rank."""
+    if group.size() == 1:  # no other rank waits
+        return
+    backends = set(backends_of(group).values())
+    if "gloo" in backends:
+        # gloo's abort does nothing (torch 2.13), but a receive that times out closes all connections of the group. A
+        # receive from a rank whose connection is closed does not: it fails at once, and leaves other connections open.
+        room = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for rank in set(range(group.size())) - {group.rank(), *closed_peers(group)}:
+            with suppress(RuntimeError):  # the time-out, or a connection that another rank has just closed
+                # No rank sends a message with this tag.
+                work = dist.irecv(room, group=group, group_src=rank, tag=_BREAK_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
+    if backends - {"gloo"}:
+        group.abort()
+    for part in _node_groups.get(group, ()):
+        break_group(part)
