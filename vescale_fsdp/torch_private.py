@@ -43,6 +43,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 
 # torch 2.11-2.15: maps names of parameters to their names in state dicts, without the parts that torch's wrappers add.
 from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: the table of groups, the default group's store, and the timeout of a group have no public names. Only
@@ -315,6 +316,18 @@ def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
         # A group whose backend has no timeout (None) cannot be given one.
         if timeout is not None and group not in before and timeout_of(group) is not None:
             _set_pg_timeout(timeout, group)
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group that has torch's default timeout the timeout of `init_process_group`, if that was given.
+
+    A mesh of several axes creates its groups with the default, whatever the user gave `init_process_group`: a rank
+    would wait half an hour for one that was lost (torch 2.11-2.15).
+    """
+    defaults = (default_pg_timeout, default_pg_nccl_timeout)
+    given = timeout_of(dist.group.WORLD) if dist.group.WORLD is not None else None
+    if given is not None and given not in defaults and timeout_of(group) in defaults:
+        _set_pg_timeout(given, group)
 
 
 def gloo_group(

@@ -53,6 +53,7 @@ from vescale_fsdp.torch_private import (
     concatenate_meshes,
     flatten_mesh,
     groups_with_timeout_of,
+    inherit_timeout,
     local_of,
     spec_of,
     spmd_mesh_of,
@@ -97,6 +98,8 @@ class DataMesh:
 
     def __post_init__(self) -> None:
         ranks_by_group_rank(self.mesh)  # raises if replicas would get different shards
+        for axis in range(self.mesh.ndim):
+            inherit_timeout(self.mesh.get_group(axis))
 
     @property
     def num_shards(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, load, save
@@ -30,7 +30,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.optim import muon_plan
 from vescale_fsdp.runtime.data_mesh import default_mesh
 from vescale_fsdp.runtime.fully_shard import fully_shard
-from vescale_fsdp.torch_private import flatten_mesh, groups_with_timeout_of, timeout_of, unflatten_mesh
+from vescale_fsdp.torch_private import flatten_mesh, timeout_of, unflatten_mesh
 
 _made: list[weakref.ref[dist.ProcessGroup]] = []  # in a rank's process, which lives through several calls
 
@@ -242,6 +242,9 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(tmp_pat
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
+_PATIENT = timedelta(hours=2)
+
+
 def _all_time_outs() -> tuple[int, set[timedelta | None], timedelta | None]:
     """How many groups there are when everything that makes groups has made its own, and their time-outs."""
     assert dist.group.WORLD is not None
@@ -250,8 +253,7 @@ def _all_time_outs() -> tuple[int, set[timedelta | None], timedelta | None]:
     mesh = default_mesh()
     for mesh_dims in ((2, 2), (4,)):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        with groups_with_timeout_of(dist.group.WORLD):  # a user's mesh is the user's
-            own = init_device_mesh("cpu", mesh_dims, mesh_dim_names=("r", "s")[: len(mesh_dims)])
+        own = init_device_mesh("cpu", mesh_dims, mesh_dim_names=("r", "s")[: len(mesh_dims)])
         fully_shard(model, mesh=own, reshard_after_forward=2)
         model.set_separate_reduce_scatter_group()
         if len(mesh_dims) == 2:
@@ -260,6 +262,8 @@ def _all_time_outs() -> tuple[int, set[timedelta | None], timedelta | None]:
         model(torch.ones(1, 8)).sum().backward()
     assert mesh.size() == 4
     unflatten_mesh(own, (2, 2), ("x", "y"))
+    patient = DeviceMesh.from_group(dist.new_group(timeout=_PATIENT), "cpu")
+    fully_shard(torch.nn.Linear(8, 8), mesh=patient)  # keeps the time-out that the user gave
     groups = list(dist.distributed_c10d._world.pg_map)
     return len(groups), {timeout_of(group) for group in groups}, timeout_of(dist.group.WORLD)
 
@@ -268,7 +272,7 @@ def test_groups_that_we_make_wait_as_long_as_those_they_come_from() -> None:
     """Of coordinators, parts of meshes, flattened and split meshes, reductions' own groups and optimizers."""
     for count, timeouts, world in run_ranks(4, _all_time_outs, timeout_s=117):
         assert count >= 10 and world == timedelta(seconds=177)
-        assert timeouts == {world}
+        assert timeouts == {world, _PATIENT}
 
 
 def _in_several_groups(folder: Path) -> list[float]:

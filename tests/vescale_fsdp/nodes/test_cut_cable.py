@@ -1,7 +1,7 @@
 """A cable is pulled, in each phase of a job on two nodes: every rank ends in time and says whom it misses.
 
 No packet says that a peer is gone, so only time-outs end a wait. What was acknowledged before is restored after the
-cable is back. `make test-lab` cuts it in every phase, the part "faults" in two.
+cable is back. `make test-lab` cuts it in every phase, the part "faults" in three.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.processes import wait_until
 from tools.lab import Lab, Run, host_of
@@ -34,7 +36,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.part("faults")]
 
 WORLD = 4
 TIMEOUT_S = 10.0  # longer than a roll call waits before it takes ranks for absent
-PHASES = ("rendezvous", "gather", "reduction", "norm", "save", "commit", "transfer")
+PHASES = ("rendezvous", "gather", "reduction", "replicas", "norm", "save", "commit", "transfer")
 # Several waits of a save follow each other: for the ranks, for the store, for the ranks that leave.
 MOST_S = {"save": 4 * TIMEOUT_S, "commit": 4 * TIMEOUT_S}
 
@@ -52,6 +54,7 @@ class _Job:
             (self._folder / f"here-{os.environ['RANK']}").touch()
             wait_until((self._folder / "cut").exists, "the cut")
             self.start_s = time.monotonic()
+            faulthandler.dump_traceback_later(6 * TIMEOUT_S, exit=True)
 
     def run(self) -> int:
         """Train; returns the step that was restored."""
@@ -59,8 +62,12 @@ class _Job:
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        # Replicas: while all-reduces of later layers are in flight, the backward reaches the first.
+        is_hybrid = self._phase == "replicas"
+        shape, names = ((2, 2), ("replicas", "shards")) if is_hybrid else ((WORLD,), ("shards",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for module in (*model, model):
-            fully_shard(module)
+            fully_shard(module, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         state = {"model": model, "optimizer": optimizer}
         manager = CheckpointManager(self._folder / "steps", save_policy=EverySteps(1))
@@ -70,7 +77,9 @@ class _Job:
             is_second = step == 2
             if is_second:
                 self.reach("gather")
+            hidden = model[0].register_forward_hook(partial(self._stop_in_backward, is_second))
             loss = model(torch.ones(2, 64)).sum()
+            hidden.remove()
             if is_second:
                 self.reach("reduction")
             loss.backward()
@@ -90,6 +99,10 @@ class _Job:
         source = {"w": torch.ones(1000)} if into is None else None
         Transfer(plan_transfer(*describe_states(source, into))).run(source, into)
         return first
+
+    def _stop_in_backward(self, is_second: bool, _module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+        if is_second:
+            out.register_hook(lambda _grad: self.reach("replicas"))
 
     def _commit(self, is_second: bool) -> Any:
         commit = LocalStorage.commit
@@ -116,13 +129,15 @@ def _ends(runs: dict[int, Run]) -> list[dict[str, Any]]:
     """What each rank reported, in the last line that it printed."""
     found = []
     for run in runs.values():
-        assert run.wait(120) == {0: 0}, run.tails(60)
+        assert run.wait(240) == {0: 0}, run.tails(60)
         found.append(json.loads(run.output(0).splitlines()[-1]))
     return found
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("phase", PHASES if os.environ.get("LAB") == "all" else ("gather", "commit"))
+@pytest.mark.parametrize(
+    "phase", PHASES if os.environ.get("LAB") == "all" else ("gather", "replicas", "commit")
+)
 def test_all_ranks_end_and_name_those_behind_the_cut(phase: str, tmp_path: Path) -> None:
     with Lab(nodes=2, minutes=6, shared=[tmp_path]) as lab:
         runs = _launch(lab, phase, tmp_path)
@@ -143,16 +158,17 @@ def test_all_ranks_end_and_name_those_behind_the_cut(phase: str, tmp_path: Path)
     for rank, end in enumerate(ends):
         assert end["error"] is not None, (rank, end)
         assert end["took_s"] <= MOST_S.get(phase, 2 * TIMEOUT_S), (rank, end)
-        missed = ("[2, 3]",) if rank < 2 else ("rank 0", "store")  # the store is in the process of rank 0
+        # Behind the cut: all ranks, or of replicas the one with this rank's shard; the store is in rank 0's process.
+        missed = ("[2, 3]", f"[{rank + 2}]") if rank < 2 else ("rank 0", "store")
         # torch's own errors, of its rendezvous and of the sum in a DTensor's norm, name no ranks.
         is_torchs = phase in ("rendezvous", "norm")
-        assert any(name in end["text"] for name in missed) or is_torchs, (rank, end)
+        assert any(name in end["text"] for name in missed) or is_torchs, (rank, end["text"])
     assert {end["error"] for end in again} == {None}
     assert len({end["restored"] for end in again}) == 1 and again[0]["restored"] >= acknowledged
 
 
 def _main(phase: str, folder: Path) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(200, exit=True)  # until the cut
     job = _Job(phase, folder)
     end: dict[str, Any] = {"error": None}
     try:
