@@ -69,14 +69,14 @@ class LoadReport:
 
     Attributes:
         missing: leaves of the state that the checkpoint lacks; they keep their values.
-        unexpected: leaves of the checkpoint that the state lacks.
+        unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module or a dict of tensors.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         num_bytes_read: bytes of tensors that this rank read from the storage; with ``verify="before"``, hashed bytes
             are read and counted twice. For other formats, the size of this rank's parts of the tensors.
         num_bytes_received: bytes of tensors that other ranks read and sent to this rank.
         mismatched: tensors with different shapes or dtypes, which keep their values: name -> (in the checkpoint, in
             the state).
-        left_out: entries of the checkpoint for which the state has no object, such as a scheduler's.
+        left_out: leaves of the checkpoint under keys that the state lacks, such as an optimizer's or a scheduler's.
         warnings: possible problems with the checkpoint's files; the logger ``vescale_fsdp`` reports them too.
 
     Examples:
@@ -156,7 +156,9 @@ def load(
         state: nested like the saved state; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Modules on the meta device are allocated.
         strict: raise if leaves are missing, unexpected or mismatched, or a name pattern matches no leaf; False reports
-            these leaves, warns about mismatched tensors, and loads the rest.
+            these leaves, warns about mismatched tensors, and loads the rest. In every format, leaves of another object
+            that only the checkpoint has (an optimizer, a scheduler, a step count) are no error: they are logged and
+            listed in ``left_out``.
         include: name patterns (fnmatch, such as ``"model.*"``); only leaves that match a pattern are loaded. Keys may
             also be joined by ``/``.
         dtype: ``"state"`` casts floats to the state's dtypes. Casts as for ``vescale-convert --dtype``, such as
@@ -343,11 +345,17 @@ class Loader:
                 matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
             on_failure.pop_all()  # a success: modules are not moved back to the meta device
+        left_out = (*checkpoint.left_out, *matched.left_out)
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
             rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
             text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
             _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
+            if left_out and strict and include is None:
+                others = dict.fromkeys(name.partition(".")[0] for name in left_out)
+                _log.warning(
+                    "%s: not loaded, since the state does not have it: %s", checkpoint.where, some(others)
+                )
             for doubt in checkpoint.warnings:
                 _log.warning("%s: %s", checkpoint.where, doubt)
         return LoadReport(
@@ -357,7 +365,7 @@ class Loader:
             reads.num_bytes_read,
             reads.num_bytes_received,
             matched.mismatched,
-            checkpoint.left_out,
+            left_out,
             checkpoint.warnings,
         )
 

@@ -108,11 +108,11 @@ def verify(
         True
     """
     if isinstance(path, Source):
-        if path.kind == "native" and deep:
+        if path.kind == "native":
             manifest = Manifest.from_bytes(
                 path.store.read(MANIFEST_NAME), where=f"{path.store.where}/{MANIFEST_NAME}"
             )
-            return _verify_own(path.store, manifest, progress)
+            return _verify_own(path.store, manifest, deep, progress)
         return _verify_source(path, deep, progress)
     # Imported here because they import torch, which is not needed to verify a `Source`.
     from vescale_fsdp.checkpoint.formats.read_state import read_manifest
@@ -133,19 +133,13 @@ def verify(
         return _verify_source(source, deep, progress)
     except (CheckpointError, OSError) as error:
         return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
-    if not deep:
-        from vescale_fsdp.checkpoint.formats.source import open_native  # imports numpy
-
-        try:
-            source = open_native(storage)
-        except VescaleError as error:
-            return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
-        return _verify_source(source, deep, progress)
-    return _verify_own(storage, manifest, progress)
+    return _verify_own(storage, manifest, deep, progress)
 
 
-def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], object]) -> VerifyReport:
-    """Verify every stripe of every rank's file and every chunk of every zarr array."""
+def _verify_own(
+    storage: Storage, manifest: Manifest, deep: bool, progress: Callable[[int], object]
+) -> VerifyReport:
+    """Verify every stripe of every rank's file and every chunk of every zarr array, or the sizes and headers."""
     from vescale_fsdp.checkpoint.formats.check import check_files  # imports numpy
 
     problems: list[VerifyReport.Problem] = []
@@ -159,7 +153,7 @@ def _verify_own(storage: Storage, manifest: Manifest, progress: Callable[[int], 
             done.append(check.num_bytes)
             progress(check.num_bytes)
 
-    check_files(storage, manifest, note, threads=storage.read_threads)
+    check_files(storage, manifest, note, threads=storage.read_threads, deep=deep)
     problems.sort(key=lambda problem: (problem.where, problem.text))  # threads find problems in any order
     unsaved = [
         VerifyReport.Problem(

@@ -24,8 +24,10 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     chunk_file,
     group_files,
 )
-from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
+from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.layout.geometry import numel_of
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while it is in the processor's cache
 _MOST_MISSING = 1000  # missing ranks' files that are reported one by one
@@ -47,18 +49,24 @@ class Check(NamedTuple):
 
 
 def check_files(
-    storage: Storage, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
+    storage: Storage, manifest: Manifest, tell: Callable[[Check], object], *, threads: int, deep: bool
 ) -> None:
-    """Verify every byte of a checkpoint; ``tell`` is called with each result, from several threads."""
+    """Verify every byte of a checkpoint; ``tell`` is called with each result, from several threads.
+
+    Args:
+        deep: False verifies sizes and headers of all files instead.
+    """
     if manifest.is_zarr:
-        for check in _array_checks(ChunkTables(storage, manifest)):
+        for check in _array_checks(ChunkTables(storage, manifest), deep):
             tell(check)
     # With more threads than files, each file is divided into parts for several threads.
-    parts = max(1, threads // manifest.world_size)
+    parts = max(1, threads // manifest.world_size) if deep else 1
     ranks = _ranks_to_check(storage, manifest, tell)
 
     def check_part(number: int) -> None:
-        for check in _rank_file_checks(storage, manifest, ranks[number // parts], number % parts, parts):
+        for check in _rank_file_checks(
+            storage, manifest, ranks[number // parts], number % parts, parts, deep
+        ):
             tell(check)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
@@ -69,7 +77,7 @@ def check_files(
 
 def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | None:
     """Verify a rank's file up to the first problem. Returns the problem; None if all bytes are good."""
-    problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1))
+    problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1, True))
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -91,31 +99,40 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
 
 
 def _rank_file_checks(
-    storage: Storage, manifest: Manifest, rank: int, part: int, parts: int
+    storage: Storage, manifest: Manifest, rank: int, part: int, parts: int, deep: bool
 ) -> Iterator[Check]:
-    """Divide a rank's file into ``parts`` equal parts, and verify the stripes of part number ``part`` in order."""
+    """Divide a rank's file into ``parts`` equal parts, and verify the stripes of part number ``part`` in order.
+
+    Without ``deep``, only the file's size, header and table of checksums are verified.
+    """
     file = RankFile(manifest, rank)
     holds_tensors = not manifest.is_zarr  # in the zarr form, chunk files have the tensors' values
     try:
         opened = OpenRankFile(storage, file)
     except (VescaleError, OSError) as error:  # not raised, so that the other files are checked too
         if part == 0:  # reported once per file, not once per part
-            yield Check(file.name, str(error), 0, holds_tensors)
+            yield Check(file.name, _text_of(error), 0, holds_tensors)
         return
     scratch = bytearray(_SCRATCH_BYTES)
+    num_stripes = file.num_stripes if deep else 0
     with closing(opened.reader):
-        for index in range(file.num_stripes * part // parts, file.num_stripes * (part + 1) // parts):
+        for index in range(num_stripes * part // parts, num_stripes * (part + 1) // parts):
             start, stop = file.stripe(index)
             problem = None
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
             except (VescaleError, OSError) as error:  # not raised, so that later stripes are checked too
-                problem = str(error)
+                problem = _text_of(error)
             yield Check(file.name, problem, stop - start, holds_tensors)
 
 
-def _array_checks(tables: ChunkTables) -> Iterator[Check]:
-    """Verify every file of the zarr arrays: metadata of groups and arrays, then chunks."""
+def _text_of(error: VescaleError | OSError) -> str:
+    """Return an error's message, without the advice to call `verify`."""
+    return str(error).replace(ALL_PROBLEMS, "")
+
+
+def _array_checks(tables: ChunkTables, deep: bool) -> Iterator[Check]:
+    """Verify every file of the zarr arrays: metadata of groups and arrays, then chunks, or their sizes."""
     manifest = tables.manifest
     for name, expected in group_files(manifest).items():
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
@@ -129,9 +146,13 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None
             try:
-                num_bytes = len(read_chunk(tables, Chunk(place, box)))
+                if deep:
+                    num_bytes = len(read_chunk(tables, Chunk(place, box)))
+                else:
+                    nbytes = numel_of(box.sizes) * manifest.entries[place].itemsize
+                    tables.storage.check_size(chunk_file(manifest, place, box), nbytes + CRC_BYTES)
             except (VescaleError, OSError) as error:
-                problem = str(error)
+                problem = _text_of(error)
             yield Check(chunk_file(manifest, place, box), problem, num_bytes, True)
 
 

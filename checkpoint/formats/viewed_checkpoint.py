@@ -311,7 +311,7 @@ def _at_paths_of(
     """Move a source's entries to the paths that a live state has for them.
 
     If both sides have one model, the source's model moves to the live model's path, whatever its own path is. A single
-    optimizer moves in the same way. Entries for which the live state has no object are left out, such as a scheduler's,
+    optimizer moves in the same way. Entries under other keys than the live state's are left out, such as a scheduler's,
     or the optimizer's if the live state is a model alone.
 
     Args:
@@ -350,14 +350,11 @@ def _at_paths_of(
 
     # A live state without an optimizer cannot take optimizer state.
     of_optimizers = {name for names in containers.values() for name in names} if optimizers else set()
+    keys = {path[0] for path in leaves if path}
     kept = {
         name
         for name in (*carried.views, *carried.values)
-        if name in carried.is_model
-        or name in of_optimizers
-        # The path or a parent of it is a leaf of the live state. A parent may be an object, or a container that is
-        # empty in the live state only.
-        or any(path[:depth] in leaves for path in (carried.path(name),) for depth in range(1, len(path) + 1))
+        if name in carried.is_model or name in of_optimizers or carried.path(name)[0] in keys
     }
     carried = carried.restricted_to(kept)
     return carried, frozenset(f"{live.prefix}{name}" for name in names.values())

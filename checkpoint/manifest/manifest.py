@@ -323,7 +323,7 @@ def _corrupt(where: str, got: str) -> CorruptCheckpointError:
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
-        todo="restore an older step; verify(path) lists all problems",
+        todo="restore an older step",
     )
 
 

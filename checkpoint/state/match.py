@@ -67,7 +67,8 @@ class Match:
         per_rank: name in the manifest -> per-rank leaf of the state.
         per_rank_values: name in the manifest -> value to load; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
-        unexpected: leaves of the checkpoint that the state lacks.
+        unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module.
+        left_out: leaves of the checkpoint under keys that the state lacks, such as another object's.
         problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
         mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
         containers: names of the dicts and lists that were visited, in the state or the checkpoint.
@@ -81,6 +82,7 @@ class Match:
     per_rank_values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
@@ -150,10 +152,15 @@ class Match:
                 "The state and the checkpoint do not have the same leaves.",
                 expected="equal names",
                 got=f"missing in the checkpoint: {some(self.missing, 5)}; "
-                f"unexpected, only in the checkpoint: {some(self.unexpected, 5)}",
+                f"unexpected, only in the checkpoint: {some(self._only_stored, 5)}",
                 where=where,
                 todo=self._how_to_fit(),
             )
+
+    @property
+    def _only_stored(self) -> list[str]:
+        """Names in the checkpoint alone. If leaves are missing, they may be stored under a key that is left out."""
+        return [*self.unexpected, *self.left_out]
 
     def _how_to_fit(self) -> str:
         """Return what to do if the state and the checkpoint do not have the same leaves."""
@@ -162,7 +169,7 @@ class Match:
                 "to load a part, pass include= with patterns ('model.*' for a model alone); "
                 "or pass strict=False to load what both have"
             )
-        if self.unexpected and self.renaming is None:
+        if self._only_stored and self.renaming is None:
             return (
                 "if leaves were renamed, rename them in a copy: vescale-convert to-vescale .. --rules FILE; "
                 "or pass strict=False to load what both have and keep the values of missing leaves"
@@ -179,10 +186,10 @@ class Match:
         >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
         ('model.', 'model.m.')
         """
-        left, best, most = set(self.unexpected), None, 0
+        left, best, most = set(self._only_stored), None, 0
         # Last part -> names: two names with different prefixes have the same last part.
         by_end: dict[str, list[str]] = {}
-        for name in self.unexpected:
+        for name in self._only_stored:
             by_end.setdefault(name.rpartition(".")[2], []).append(name)
         tried: set[tuple[str, str]] = set()
         for name in self.missing[:_TRIED_NAMES]:  # a part of the names, because the loops take quadratic time
@@ -218,6 +225,11 @@ class Match:
     def _container_of(self, start: str) -> str:
         """Return the innermost container whose children have this prefix; empty if there is none."""
         return max((name for name in self.containers if start.startswith(f"{name}.")), key=len, default="")
+
+
+def _has_tensor(target: Mapping[Any, Any]) -> bool:
+    """Return whether a dict has tensors of its own, like a module's state dict, and not only in other containers."""
+    return any(isinstance(value, (torch.Tensor, np.ndarray)) for value in target.values())
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
@@ -375,7 +387,9 @@ class _Matcher:
                 # The object's load_state_dict accepts or refuses it.
                 finishers[key] = self._fresh(item, inner)
             elif key not in target:
-                self.matched.unexpected += self._leaves(item, inner, items_of_node)
+                is_left_out = name == "" and not (_kind_of_node(item) == "a tensor" and _has_tensor(target))
+                names = self.matched.left_out if is_left_out else self.matched.unexpected
+                names += self._leaves(item, inner, items_of_node)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}

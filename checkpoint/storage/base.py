@@ -95,6 +95,7 @@ class MadeFolders:
 T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # 4 MiB: bounds the memory of `read_pieces`
+ALL_PROBLEMS = "; verify(path) lists all problems"  # end of the advice in errors of loads; `verify` omits it
 _COPY_AGAIN = "copy the file again from where it was saved, or use an older checkpoint"
 
 Buffer = Any

@@ -5,7 +5,7 @@ small object, which is written last. Every attempt to save writes under a new pr
 Listings bypass fsspec's cache, because other processes write too. After a transient error (5xx, time-out, lost
 connection) the whole upload, or one part of a `MultipartWriter`, is repeated after a growing pause. A failed upload
 leaves at most invisible parts. If all tries fail, a `ConnectionError` is raised: the store could not be reached, and
-its content may be sound.
+its content may be sound. `first_answer` finds a wrong address without these tries.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vescale_fsdp.checkpoint.storage.base import (
     Storage,
     bad_root,
 )
+from vescale_fsdp.checkpoint.storage.first_answer import NoAnswer, first_answer, has_answered
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ T = TypeVar("T")
 _TRIES = 5  # in addition to the client's own retries; the pauses add up to 3 s
 _FIRST_PAUSE_S = 0.2  # doubled after each try
 _PATIENCE_S = 60.0  # no try starts after this time, because some clients retry for minutes themselves
+_SILENT_S = 3.0  # tries that take longer are logged
 # Errors that another try would raise again.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 # Transient errors of clients, other than OSErrors. Names instead of classes, because most clients are not installed.
@@ -174,6 +176,8 @@ def _age_s(time: datetime) -> float:
 
 def _may_pass(error: Exception) -> bool:
     """Return whether an error is transient, so that another try may succeed."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        return _may_pass(error.__cause__)  # fsspec's HTTP file system raises it for lost connections, too
     if isinstance(error, OSError):
         return not isinstance(error, _FINAL)
     # Base classes too, since `_PASSING` names them.
@@ -312,14 +316,17 @@ class RemoteStorage(Storage):
     def retrying(self, work: Callable[[], T]) -> T:
         return super().retrying(partial(self._try, work))
 
-    def _try(self, work: Callable[[], T]) -> T:
+    def _try(self, work: Callable[[], T], is_first: bool = False) -> T:
         """Call ``work`` until it succeeds, and return its result.
+
+        Args:
+            is_first: whether `first_answer` logs instead of this method.
 
         Raises:
             ConnectionError: after the last try, instead of the transient error.
             Exception: at once, an error that another try would raise again.
         """
-        started_s = time.monotonic()
+        started_s, is_logged = time.monotonic(), is_first
         for attempt in range(self._tries):
             try:
                 return work()
@@ -331,27 +338,40 @@ class RemoteStorage(Storage):
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
                         raise
                     raise self._unreachable("", error) from error
-                if attempt == self._tries - 1 or time.monotonic() - started_s >= _PATIENCE_S:
+                elapsed_s = time.monotonic() - started_s
+                if attempt == self._tries - 1 or elapsed_s >= _PATIENCE_S:
                     raise self._unreachable(f"gave up after {attempt + 1} tries: ", error) from error
+                if elapsed_s >= _SILENT_S and not is_logged:
+                    _log.warning("%s: %s: %s; trying again", self._url, type(error).__name__, error)
+                    is_logged = True
                 # Random pauses, so that ranks whose requests failed at the same time do not repeat them together.
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("the last try returns or raises")
 
     def _unreachable(self, effort: str, error: Exception) -> _GaveUp:
         """Return the error for a store that cannot be used; ``effort`` is the start of the text about the cause."""
+        if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # see `_may_pass`
         return _GaveUp(
             explain(
                 "A remote file system cannot be used.",
                 expected="a reachable store and valid credentials",
                 got=f"{effort}{type(error).__name__}: {error}",
                 where=self._url,
-                todo="check the URL, credentials and the network",
+                todo="check the URL, the endpoint (for S3: AWS_ENDPOINT_URL), credentials and the network",
             )
         )
 
-    def ask(self, question: str, name: str) -> Any:
-        """Call the fsspec method of this name for a path, with retries."""
-        return self.retrying(lambda: getattr(self.filesystem, question)(name))
+    def ask(self, question: str, name: str, **arguments: Any) -> Any:
+        """Call the fsspec method of this name for a path, with retries. The first call checks the store's address."""
+        work = partial(getattr(self.filesystem, question), name, **arguments)
+        if has_answered(self.filesystem, self._url):
+            return self.retrying(work)
+        try:
+            trying = partial(self._try, work, is_first=True)
+            return first_answer(trying, self.filesystem, self.location[0], self._url)
+        except NoAnswer as error:
+            raise self._unreachable("", error) from error
 
     def child(self, name: str) -> RemoteStorage:
         return RemoteStorage(f"{self._url}/{name}", **self._options)
@@ -395,12 +415,18 @@ class RemoteStorage(Storage):
 
     def exists(self, name: str) -> bool:
         self.filesystem.invalidate_cache()  # other processes may have written or removed the object
-        return bool(self.ask("exists", self._path(name)))
+        try:
+            self.ask(
+                "info", self._path(name)
+            )  # not "exists", which some file systems answer without a connection
+        except FileNotFoundError:
+            return False
+        return True
 
     def list_folder(self, name: str) -> list[str]:
         self.filesystem.invalidate_cache()  # other processes may have written or removed objects
         try:
-            paths = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
+            paths = self.ask("ls", self._path(name), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         # Some stores append a slash to the names of folders.
@@ -445,7 +471,7 @@ class RemoteStorage(Storage):
             # Some stores list a missing bucket as empty, so list the bucket itself then.
             # Other protocols, such as memory://, create their folders when they write.
             if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
-                self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
+                self.ask("ls", bucket, detail=False)
         except PermissionError as error:
             # A user without the right to list the bucket may still be allowed to write to one of its prefixes.
             _log.info("%s may not be listed: %s", bucket, error)

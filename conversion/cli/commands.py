@@ -27,6 +27,7 @@ from vescale_fsdp.conversion.cli.options import (
     Location,
     part_of,
     positive_numbers,
+    quiet_option,
     with_options,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS, Target
@@ -116,7 +117,7 @@ def inspect_command(
 @SOURCE_OPTIONS
 @click.option("--quick", is_flag=True, help="Check headers and metadata only, not the data.")
 @JSON
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
+@quiet_option()
 def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_options: Any) -> None:
     """Check that SRC is complete and undamaged: whole tensors, headers, index, and checksums of the data.
 
@@ -125,9 +126,7 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
     try:
         source = _open(src, **source_options)
     except CorruptCheckpointError:
-        unopened = (
-            None if quick else _verify_files(src, source_options["step"], source_options["kind"], quiet)
-        )
+        unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
         if unopened is None:
             raise
         report = unopened
@@ -142,14 +141,18 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         }
         click.echo(json.dumps({**numbers, "problems": [str(each) for each in report.problems]}, indent=2))
     else:
-        for problem in report.problems:
+        for problem in report.problems[:_MOST]:
             click.echo(problem)
+        if (more := len(report.problems) - _MOST) > 0:
+            click.echo(f"and {more} more problems; --json lists all")
         read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
         click.echo(f"{report.num_tensors} tensors, {read}: {len(report.problems)} problems")
     sys.exit(1 if report.problems else 0)
 
 
-def _verify_files(src: str, step: int | None, kind: str | None, quiet: bool) -> VerifyReport | None:
+def _verify_files(
+    src: str, step: int | None, kind: str | None, quick: bool, quiet: bool
+) -> VerifyReport | None:
     """Verify a native checkpoint that cannot be opened because files are missing or cut: its manifest lists them all.
 
     Returns None if it is of another format, or if its manifest is damaged.
@@ -161,7 +164,7 @@ def _verify_files(src: str, step: int | None, kind: str | None, quiet: bool) -> 
     if kind not in {None, "native"} or folder.size(MANIFEST_NAME) is None:
         return None
     with ProgressBar(0, quiet=quiet) as progress:
-        report = checkpoint.verify(url, progress=progress.advance)
+        report = checkpoint.verify(url, deep=not quick, progress=progress.advance)
     return report if report.num_tensors else None
 
 
@@ -174,7 +177,7 @@ def _verify_files(src: str, step: int | None, kind: str | None, quiet: bool) -> 
 @click.option("--model-only", is_flag=True, help="Compare the model only, not the optimizer or the rest.")
 @MODEL_PREFIX
 @JSON
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
+@quiet_option()
 def diff_command(
     a: str,
     b: str,
@@ -218,7 +221,7 @@ def diff_command(
 @click.option(
     "--out", type=Location(), required=True, metavar="FILE", help="The page to write, such as report.html."
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
+@quiet_option()
 def report_command(
     src: str, trust_pickle: bool, against: str | None, out: str, quiet: bool, **source_options: Any
 ) -> None:
@@ -454,7 +457,7 @@ for _name, _command in cli.commands.items():
 
 
 _CHECKED_BY = {"table": "shipped table", "class": "class itself"}  # `ClassCheck.how` -> words in the summary
-_MOST = 20  # names per line; ``--json`` lists all names
+_MOST = 20  # names per line, and problems of `verify`; ``--json`` lists all
 
 
 def summary(report: ConvertReport) -> str:

@@ -7,6 +7,7 @@ of `ConvertOptions`. The options of the source, ``as_json`` and ``quiet`` are ar
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -104,6 +105,18 @@ class RulesOption(click.Option):
 
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def quiet_option(text: str = "Print no progress.") -> Decorator:
+    """Return the option ``--quiet``. With it, waits for a store are not logged either; errors are."""
+
+    def silence(ctx: click.Context, param: click.Parameter, quiet: bool) -> bool:
+        for module in ("first_answer", "remote"):
+            logger = logging.getLogger(f"vescale_fsdp.checkpoint.storage.{module}")
+            logger.setLevel(logging.ERROR if quiet else logging.NOTSET)
+        return quiet
+
+    return click.option("-q", "--quiet", is_flag=True, callback=silence, help=text)
 
 
 def with_options(*options: Decorator) -> Decorator:
@@ -219,7 +232,7 @@ WRITING_OPTIONS = with_options(
     ),
     click.option("--dry-run", is_flag=True, help="Print the plan; write nothing."),
     JSON,
-    click.option("-q", "--quiet", is_flag=True, help="Print no progress and no summary."),
+    quiet_option("Print no progress and no summary."),
 )
 CONVERT_OPTIONS = with_options(
     click.argument("src", type=Location()), click.argument("out", type=Location()), WRITING_OPTIONS

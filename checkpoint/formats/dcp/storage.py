@@ -380,7 +380,7 @@ class RaggedReader(StorageReader):
         loader = Loader(self._storage, self._ranks.coordinator(), planner.verify)
         empty_dicts = tuple(_empty_dicts(planner.state_dict, ""))
         report = loader.load(planner.state_dict, strict="missing" if planner.strict else False, include=None)
-        left_out = [name for name in report.unexpected if name.startswith(empty_dicts)]
+        left_out = [name for name in (*report.unexpected, *report.left_out) if name.startswith(empty_dicts)]
         if left_out and loader.coordinator.rank == 0:
             warnings.warn(
                 explain(

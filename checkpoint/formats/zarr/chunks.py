@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, holders_of
-from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
@@ -83,7 +83,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
             expected=expected,
             got=got,
             where=f"{storage.where}/{name}",
-            todo="restore an older step; verify(path) lists all that is wrong",
+            todo=f"restore an older step{ALL_PROBLEMS}",
         )
 
     size = f"{nbytes + CRC_BYTES} bytes"

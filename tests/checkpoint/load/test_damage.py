@@ -316,7 +316,8 @@ def test_missing_and_unexpected_keys(saved: Path) -> None:
 
     report = load(saved, state, strict=False)
 
-    assert report.missing == ("model.new",) and report.unexpected == ("model.t2", "step")
+    assert report.missing == ("model.new",) and report.unexpected == ("model.t2",)
+    assert report.left_out == ("step",)
     assert torch.equal(_state()["model"]["t0"], state["model"]["t0"])
 
 

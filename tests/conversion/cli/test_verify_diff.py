@@ -53,23 +53,49 @@ def test_verify_of_an_open_storage(tmp_path: Path, deep: bool) -> None:
     assert len(verify(LocalStorage(tmp_path / "c"), deep=deep).problems) == 1
 
 
-@pytest.mark.parametrize("options", [(), ("--from", "native")])
-def test_the_command_lists_every_missing_or_cut_file(tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", ["to-vescale", "to-zarr"])
+@pytest.mark.parametrize("options", [(), ("--from", "native"), ("--quick",)])
+def test_the_command_lists_every_missing_or_cut_file(
+    tmp_path: Path, options: tuple[str, ...], command: str
+) -> None:
     """A native checkpoint that cannot be opened: the problems of `verify`, of the newest step of a run folder too."""
     save(tmp_path / "one", {"w": torch.ones(4000)})
     newest = tmp_path / "run/step-00000002"
     for folder in (tmp_path / "run/step-00000001", newest):
         folder.parent.mkdir(exist_ok=True)
-        args = ["to-vescale", str(tmp_path / "one"), str(folder), "--ranks", "2", "-q"]
+        args = [command, str(tmp_path / "one"), str(folder), "-q"]
+        args += ["--ranks", "2"] if command == "to-vescale" else []
         assert CliRunner().invoke(cli, args).exit_code == 0
-    missing, cut = newest.glob("data-*/*.safetensors")
+    if command == "to-vescale":
+        missing, cut = newest.glob("data-*/*.safetensors")
+    else:
+        (missing,), (cut,) = newest.glob("data-*/*.safetensors"), newest.glob("**/c/0")
     missing.unlink()
     cut.write_bytes(cut.read_bytes()[:-1])
-    expected = [str(problem) for problem in verify(newest).problems]
-    assert len(expected) == 2
+    problems = verify(newest, deep="--quick" not in options).problems
+    expected = [str(problem) for problem in problems]
+    assert {problem.where for problem in problems} == {
+        str(file.relative_to(newest)) for file in (missing, cut)
+    }
+    assert len(problems) == 2 and not any("verify(" in problem.text for problem in problems)
     for src in (newest, tmp_path / "run"):
         result = CliRunner().invoke(cli, ["verify", str(src), "--json", *options])
         assert json.loads(result.stdout)["problems"] == expected and result.exit_code == 1
+
+
+def test_the_command_prints_the_first_problems_and_their_number(tmp_path: Path) -> None:
+    """Of 30 missing files 20; all of them with --json, quick or not."""
+    save(tmp_path / "one", {f"w{number}": torch.ones(30) for number in range(30)})
+    args = ["to-vescale", str(tmp_path / "one"), str(tmp_path / "native"), "--ranks", "30", "-q"]
+    assert CliRunner().invoke(cli, args).exit_code == 0
+    for file in (tmp_path / "native").glob("data-*/*.safetensors"):
+        file.unlink()
+    for options in ((), ("--quick",)):
+        command = ["verify", str(tmp_path / "native"), *options]
+        shown, listed = CliRunner().invoke(cli, command), CliRunner().invoke(cli, [*command, "--json"])
+        assert shown.stdout.count("what to do:") == 20 and "10 more" in shown.stdout
+        assert len(json.loads(listed.stdout)["problems"]) == 30
+        assert shown.exit_code == listed.exit_code == 1
 
 
 def test_verify_reports_what_cannot_be_opened(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""What is an error if the state and the checkpoint differ: a table of differences and formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.errors import CheckpointError
+
+WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
+    "native": save,
+    "native, cast": save,
+    "zarr": lambda path, state: save(path, state, format="zarr"),
+    "dcp": lambda path, state: dcp.save(state, checkpoint_id=path, no_dist=True),
+    "torch": lambda path, state: torch.save(state, path),
+}
+
+
+def _ones(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(2) for name in names}
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+_MODEL = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+# name -> (checkpoint, state, missing, unexpected, left out)
+DIFFERENCES: dict[str, tuple[dict[str, Any], Callable[[], Any], Any, Any, Any]] = {
+    "other objects": (
+        {"model": _MODEL, "scheduler": {"last": 3}, "step": 7, "ema": _ones("average")},
+        lambda: {"model": _linear()},
+        (),
+        (),
+        ("ema.average", "scheduler.last", "step"),
+    ),
+    "more in the module": (
+        {"model": {**_MODEL, "more": torch.ones(3)}},
+        lambda: {"model": _linear()},
+        (),
+        ("model.more",),
+        (),
+    ),
+    "less in the module": (
+        {"model": {"weight": torch.ones(2, 2)}, "step": 7},
+        lambda: {"model": _linear(), "step": 0},
+        ("model.bias",),
+        (),
+        (),
+    ),
+    "more in a dict of tensors": (
+        {"model": _ones("a", "b")},
+        lambda: {"model": {"a": torch.zeros(2)}},
+        (),
+        ("model.b",),
+        (),
+    ),
+    "more in a dict beside the module": (
+        {"model": _MODEL, "averages": _ones("a", "b")},
+        lambda: {"model": _linear(), "averages": {"a": torch.zeros(2)}},
+        (),
+        ("averages.b",),
+        (),
+    ),
+    "more tensors beside tensors": (
+        _ones("a", "b"),
+        lambda: {"a": torch.zeros(2)},
+        (),
+        ("b",),
+        (),
+    ),
+    "a number beside tensors": (
+        {**_ones("a"), "step": 7},
+        lambda: {"a": torch.zeros(2)},
+        (),
+        (),
+        ("step",),
+    ),
+}
+
+
+@pytest.mark.parametrize("format_", WRITERS)
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_what_differs_is_the_same_error_in_every_format(
+    difference: str, format_: str, tmp_path: Path
+) -> None:
+    """All of the state must be stored; further objects may be, but no further part of an object of the state."""
+    stored, make, missing, unexpected, left_out = DIFFERENCES[difference]
+    path, options = tmp_path / "c", {"dtype": "state"} if format_ == "native, cast" else {}
+    WRITERS[format_](path, stored)
+
+    report = load(path, make(), strict=False, **options)
+
+    found = (report.missing, report.unexpected, tuple(sorted(report.left_out)))
+    assert found == (missing, unexpected, left_out)
+    if missing or unexpected:
+        with pytest.raises(CheckpointError, check=lambda error: error.expected == "equal names"):
+            load(path, make(), **options)
+    else:
+        assert load(path, make(), **options) == report
