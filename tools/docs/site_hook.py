@@ -109,19 +109,28 @@ def _adapted(file: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Prepare tables for narrow screens: names are not broken, and cells with sentences are not squeezed."""
-    return re.sub(r"<table>.*?</table>", lambda table: _readable(table[0]), html, flags=re.DOTALL)
+    """Prepare names and tables for narrow screens: names are not broken, and cells with sentences are not squeezed."""
+    html = re.sub(r"<table>.*?</table>", lambda table: _readable(table[0]), html, flags=re.DOTALL)
+    # Blocks of code stay as they are.
+    parts = re.split(r"(<pre.*?</pre>|<table>.*?</table>)", html, flags=re.DOTALL)
+    parts[::2] = [_with_whole_names(part, 40) for part in parts[::2]]  # 40: fits a line of a narrow screen
+    return "".join(parts)
+
+
+def _with_whole_names(html: str, most: int) -> str:
+    """Mark names and options of up to ``most`` characters in inline code, which browsers must not break."""
+
+    def whole(code: re.Match[str]) -> str:
+        return re.sub(rf"(?<!\S)[^\s<>]{{1,{most}}}(?!\S)", r'<span class="name">\g<0></span>', code[0])
+
+    return re.sub(r"(?<=<code>).*?(?=</code>)", whole, html, flags=re.DOTALL)
 
 
 def _readable(table: str) -> str:
-    """Mark the names of a table, which browsers must not break, and give cells a width that grows with their prose."""
-
-    def whole(code: re.Match[str]) -> str:
-        return re.sub(r"(?<!\S)[^\s<>]{1,60}(?!\S)", r'<span class="name">\g<0></span>', code[0])
+    """Mark the names of a table, and give cells a width that grows with their prose."""
 
     def widened(cell: re.Match[str]) -> str:
         width_rem = min(20, len(re.sub(r"<code.*?</code>|<[^>]+>", "", cell[1])) // 6)
-        return f'<td style="min-width: {width_rem}rem">{cell[1]}</td>' if width_rem > 8 else cell[0]
+        return f'<td style="--prose: {width_rem}rem">{cell[1]}</td>' if width_rem > 8 else cell[0]
 
-    table = re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL)
-    return re.sub(r"(?<=<code>).*?(?=</code>)", whole, table, flags=re.DOTALL)
+    return _with_whole_names(re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL), 60)

@@ -332,7 +332,7 @@ def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None 
     canvas.text(20, 32, title, size=18, bold=True)
     canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, color=QUIET)
     shards = [count for count, _, _ in curves[0].points] if curves else []
-    highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
+    highest = max([limit or 0.0, *(max(p, c) for curve in curves for _, p, c in curve.points)])
     # The highest line is a power of ten of percents, at least 10 %. 1e-9, because zero has no logarithm.
     top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
     _draw_axes(canvas, shards, top_power)
