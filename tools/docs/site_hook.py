@@ -118,12 +118,14 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _with_whole_names(html: str, most: int) -> str:
-    """Mark names and options of up to ``most`` characters in inline code, which browsers must not break."""
+    """Mark words in inline code, which browsers must not break: names of up to ``most`` characters, others up to 40."""
+    word = re.compile(rf"(?<!\S)([\w.]{{1,{most}}}|[^\s<>]{{1,40}})(?!\S)")
 
     def whole(code: re.Match[str]) -> str:
-        return re.sub(rf"(?<!\S)[^\s<>]{{1,{most}}}(?!\S)", r'<span class="name">\g<0></span>', code[0])
+        return word.sub(r'<span class="name">\g<0></span>', code[0])
 
-    return re.sub(r"(?<=<code>).*?(?=</code>)", whole, html, flags=re.DOTALL)
+    # Tags other than <wbr> are references that are not resolved yet.
+    return re.sub(r"(?<=<code>)([^<]|<wbr>)*(?=</code>)", whole, html)
 
 
 def _readable(table: str) -> str:
