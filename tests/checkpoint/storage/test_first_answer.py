@@ -162,15 +162,13 @@ def test_a_manager_and_a_load_find_a_wrong_address(monkeypatch: pytest.MonkeyPat
 def test_the_command_says_what_it_waits_for(options: tuple[str, ...], slow: tuple[str, Weather]) -> None:
     """On stderr, unless it is to be quiet; the error of a wrong address names the endpoint either way."""
     endpoint, weather = slow
-    weather.pause_s = 0.0
+    weather.calm_down()
 
-    def wait_once(method: str, path: str) -> bool:
-        if not weather.requests[1:]:
-            time.sleep(first_answer.SILENCE_S + 1)
+    def only_the_first_is_late(method: str, path: str) -> bool:
+        weather.pause_s = 0.0 if weather.requests[1:] else first_answer.SILENCE_S + 1
         return False
 
-    weather.calm_down()
-    weather.refuse_if = wait_once
+    weather.refuse_if = only_the_first_is_late
     keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_EC2_METADATA_DISABLED": "true"}
     command = [sys.executable, "-m", "vescale_fsdp.conversion", "verify", "s3://bucket/run", *options]
     done = run_command(command, env={"AWS_ENDPOINT_URL": endpoint, **keys}, check=False)

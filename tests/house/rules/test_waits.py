@@ -58,6 +58,13 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "checkpoint/formats/native/write.py": {"stream.record().synchronize()": DEVICE},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
+    "checkpoint/storage/first_answer.py": {
+        "answer.exception()": SAVE,
+        "answer.result()": SAVE,
+        "connection.exception()": DONE,
+        "looked_up.exception()": DONE,
+        "looked_up.result()": DONE,
+    },
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
     "checkpoint/storage/remote.py": {
         "part.result()": SAVE,
