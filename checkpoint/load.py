@@ -279,6 +279,8 @@ class Loader:
         supply: fetches rank files that are not in the storage, such as from other nodes' memory.
         manifest: the checkpoint's manifest; None to read it.
         opener: opens the checkpoint; default: a native checkpoint in ``storage``, with ``supply`` and ``manifest``.
+        whole: whether a strict load refuses a checkpoint with leaves under keys that the state lacks: training that
+            goes on without a part of its state, such as the optimizer's, would be another training.
     """
 
     storage: Storage
@@ -289,6 +291,7 @@ class Loader:
     meter: Meter = field(default_factory=Meter)
     manifest: Manifest | None = None
     opener: Callable[[], Loadable] | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self.verify, self.read)  # not all callers have checked them
@@ -318,7 +321,7 @@ class Loader:
             reads.meter = self.meter
             with self._preparing(checkpoint, alike):
                 with gc_paused():  # planning creates many objects and no cycles
-                    matched.require_fit(checkpoint.where, strict)
+                    matched.require_fit(checkpoint.where, strict, whole=self.whole and include is None)
                     matched = checkpoint.allocate(matched, state, include, on_failure)
                     targets = self._targets(checkpoint, reads, matched, overwriting)
                 stripes = reads.stripes() if once else []

@@ -641,7 +641,8 @@ class CheckpointManager:
             step: restore this step only.
             read_only: True if this manager does not continue the run: its saves then never mark steps as abandoned.
             strict, include, verify, read: as for `load`. ``read`` does not apply to a step in memory, which each rank
-                reads itself.
+                reads itself. Unless ``read_only``, a strict restore also refuses a step with another object, such as an
+                optimizer that the state lacks: training would go on without it.
             patience_s: seconds for which ranks retry while they see different steps, for example because of stale
                 caches of a network file system; then all ranks raise.
 
@@ -683,6 +684,7 @@ class CheckpointManager:
             verify=verify,
             read=read,
             meter=meter_for(self._progress, self._coordinator.rank),
+            whole=not read_only,
         )
         if restored is not None and not read_only:
             self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))

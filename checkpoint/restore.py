@@ -352,6 +352,7 @@ def restore_newest(
     verify: Verify,
     read: Read,
     meter: Meter,
+    whole: bool,
 ) -> Restored | None:
     """Load the newest good step, and return which one it is; None if there is no step.
 
@@ -367,7 +368,7 @@ def restore_newest(
         """Load a step; note the tensors that a failed load has overwritten."""
         if candidate.supply is not None:
             candidate.supply.bring_manifest()
-        loader = Loader(candidate.storage, coordinator, verify, candidate.supply, read, meter)
+        loader = Loader(candidate.storage, coordinator, verify, candidate.supply, read, meter, whole=whole)
         try:
             return loader.load(state, strict=strict, include=include)
         except PartialLoadError as error:

@@ -97,13 +97,14 @@ class Match:
             self.mismatched[read.name] = (stored, own)
         return stored == own
 
-    def require_fit(self, where: str, strict: Strict) -> None:
+    def require_fit(self, where: str, strict: Strict, *, whole: bool = False) -> None:
         """Check that the checkpoint fits the state.
 
         Args:
             where: the checkpoint.
             strict: False allows leaves that are missing, unexpected or mismatched, and patterns that match no leaf;
                 ``"missing"`` allows only unexpected leaves.
+            whole: whether leaves under keys that the state lacks are unexpected, too.
 
         Raises:
             CheckpointError: if the checkpoint does not fit; names the leaves.
@@ -147,7 +148,7 @@ class Match:
                 where=where,
                 todo="'model.*' matches all leaves of 'model'; strict=False allows patterns that match none",
             )
-        if self.missing or (strict != "missing" and self.unexpected):
+        if self.missing or (strict != "missing" and (self._only_stored if whole else self.unexpected)):
             raise CheckpointError(
                 "The state and the checkpoint do not have the same leaves.",
                 expected="equal names",

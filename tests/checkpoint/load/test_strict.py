@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.checkpoint import CheckpointManager, load, save
 from vescale_fsdp.errors import CheckpointError
 
 WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
@@ -84,6 +84,22 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], Callable[[], Any], Any, Any, Any]] 
         ("step",),
     ),
 }
+
+
+def test_training_does_not_go_on_without_a_part_of_its_state(tmp_path: Path) -> None:
+    """A restore refuses a step with an optimizer that the state lacks, unless it reads only, or a part is asked for."""
+    saved = {"model": {"w": torch.ones(2)}, "optimizer": _ones("average")}
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, saved)
+    state = {"model": {"w": torch.zeros(2)}}
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(CheckpointError, check=lambda error: "optimizer.average" in str(error.got)):
+            manager.restore(state)
+        assert not state["model"]["w"].any()
+        for options in ({"read_only": True}, {"include": "model.*"}, {"strict": False}):
+            state["model"]["w"].zero_()
+            assert manager.restore(state, **options) is not None
+            assert torch.equal(state["model"]["w"], torch.ones(2))
 
 
 @pytest.mark.parametrize("format_", WRITERS)
