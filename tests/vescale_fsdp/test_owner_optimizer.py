@@ -248,21 +248,109 @@ class OfAllRanks(torch.optim.SGD):
             torch.distributed.all_reduce(param.grad)
 
 
+class OfSecondOrder(torch.optim.SGD):
+    """Divides by the diagonal of the Hessian."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params]
+        products = torch.autograd.grad(grads, params, grad_outputs=[torch.ones_like(p) for p in params])
+        with torch.no_grad():
+            for param, product in zip(params, products, strict=True):
+                param.sub_(param.grad / product.abs().clamp_min(1e-3))
+
+
+class ThatChecksItself(torch.optim.SGD):
+    """Asks for gradients with a graph, in its own words."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.grad.grad_fn is not None for p in self.param_groups[0]["params"])
+
+
+class OfAModel(torch.optim.SGD):
+    """Takes a model."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        super().__init__(dict(model.named_parameters()).values(), lr)
+
+
+class OfTwoSteps(torch.optim.SGD):
+    """Moves up before it evaluates the model again, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        assert closure is not None
+        moves = [0.01 * p.grad.sign() for p in params]
+        for param, move in zip(params, moves, strict=True):
+            param.add_(move)
+        with torch.enable_grad():
+            closure()
+        for param, move in zip(params, moves, strict=True):
+            param.sub_(move)
+        super().step()
+
+
+# What an error says of a class, by a word of ``got``.
+REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    OfAllNorms: "other parameters",
+    OfAllRanks: "c10d",
+    OfSecondOrder: "create_graph",
+    ThatChecksItself: "create_graph",
+    torch.optim.LBFGS: "closure",
+    OfTwoSteps: "closure",
+    torch.optim.SparseAdam: "sparse",
+    OfAModel: "a model",
+}
+
+
 def refused_before_training() -> list[str]:
     model = fully_shard(build(0), mesh=cpu_mesh(), granularity="whole")
     got = []
-    for kind in (OfAllNorms, OfAllRanks, torch.optim.LBFGS):
+    for kind in REFUSED:
         with pytest.raises(
             UnsupportedOpError, check=lambda error, kind=kind: kind.__name__ in error.where
         ) as caught:
             OwnerOptimizer(kind, model.parameters(), lr=0.1)
         got.append(str(caught.value.got))
+    with pytest.raises(ValueError, check=lambda error: not isinstance(error, UnsupportedOpError)):
+        OwnerOptimizer(torch.optim.AdamW, model.parameters(), lr=-1.0)  # the class's own check
     return got
 
 
 def test_a_class_that_would_step_otherwise_is_refused_before_training() -> None:
-    """On all ranks: one whose parameters depend on each other, one that communicates, one that needs a closure."""
+    """On all ranks, by what it needs: other parameters, messages, a graph, a closure, sparse gradients, a model."""
     first, second = run_ranks(2, refused_before_training)
 
     assert first == second
-    assert "c10d" in first[1] and "closure" in first[2]
+    assert all(word in got for word, got in zip(REFUSED.values(), first, strict=True)), first
+
+
+def sparse_and_two_steps() -> None:
+    model = fully_shard(nn.Embedding(16, 4, sparse=True), mesh=cpu_mesh())
+    sparse = torch.optim.SparseAdam(model.parameters())
+    model(torch.tensor([3, 5])).sum().backward()
+    with pytest.raises(UnsupportedOpError, check=lambda error: "torch.optim.Adam" in error.todo):
+        sparse.step()
+
+    # As it is, a class with a closure sees all parameters.
+    values = []
+    for net in (build(0), fully_shard(build(0), mesh=cpu_mesh())):
+        optimizer = OfTwoSteps(net.parameters(), lr=1e-6)
+
+        def closure(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = net(torch.ones(3, 7)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            closure()
+            optimizer.step(closure)
+        values.append([getattr(p, "full_tensor", lambda p=p: p)().detach() for p in net.parameters()])
+    assert all(torch.equal(got, expected) for expected, got in zip(*values, strict=True))
+
+
+def test_sparse_steps_are_refused_and_a_class_that_evaluates_twice_steps_as_it_is() -> None:
+    """SparseAdam by name; two steps around a second evaluation with the bits of one process."""
+    run_ranks(2, sparse_and_two_steps)

@@ -687,6 +687,7 @@ _REPLACEMENTS: dict[type[torch.optim.Optimizer], str] = {
     f"torch.optim.AdamW; or {OWNER_OPTIMIZER}",
     torch.optim.Muon: "use vescale_fsdp.optim.Muon, which gathers each matrix on one rank; or "
     f"{OWNER_OPTIMIZER}",
+    torch.optim.SparseAdam: "use torch.optim.Adam: gradients of sharded parameters are dense",
 }
 
 

@@ -58,7 +58,8 @@ class OwnerOptimizer(StructuredOptimizer):
     Raises:
         LayoutError: if a parameter is cut over several ranks.
         UnsupportedOpError: if the state of the class has values other than tensors and numbers; if its step needs more
-            than parameters and gradients, communicates, or depends on all parameters at once.
+            than parameters and dense gradients (a closure, gradients with a graph), communicates, or depends on all
+            parameters at once; if the class takes a model.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -87,7 +88,7 @@ class OwnerOptimizer(StructuredOptimizer):
                 where=f"OwnerOptimizer({self._name}, ...)",
                 todo="step sharded parameters by the class itself",
             )
-        defaults, outer = groups_of(self._make, as_groups(params))
+        defaults, outer = groups_of(self._make, self._name, as_groups(params))
         defaults["steps_by"] = self._name
         super().__init__(outer, defaults, adamw_params=None, adamw=AdamWOptions())
         groups = [(group["params"], _inner_options(group)) for group in self.param_groups]

@@ -168,11 +168,11 @@ def _params(case: Case, model: nn.Module) -> list[Any]:
     return matrices if case.name in ("Muon", "SingleDeviceMuon") and case.package != "timm" else params
 
 
-_BATCHES = [torch.randn(6, 8, generator=torch.Generator().manual_seed(i)) for i in range(STEPS + 1)]
+BATCHES = [torch.randn(6, 8, generator=torch.Generator().manual_seed(i)) for i in range(STEPS + 1)]
 
 
 def _loss(model: nn.Module, step: int, scale: float) -> torch.Tensor:
-    return scale * (model(_BATCHES[step % STEPS]) - _BATCHES[-1]).square().mean()
+    return scale * (model(BATCHES[step % STEPS]) - BATCHES[-1]).square().mean()
 
 
 def _train(case: Case, model: nn.Module, by_owner: bool, calls: str, scale: float = 1.0) -> None:
@@ -218,12 +218,12 @@ def _calls_of(case: Case) -> tuple[str, ...]:
     return (special[case.name],) if case.name in special else ("step", "closure")
 
 
-def _build() -> Net:
+def build() -> Net:
     torch.default_generator.manual_seed(5)
     return Net()
 
 
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
@@ -258,31 +258,31 @@ def _on_one_process(case: Case) -> Reference | str:
     """What the class does; or why it does not step here."""
     why = ""
     for calls in _calls_of(case):
-        models = _build(), _build()
-        start = _values(models[0])
+        models = build(), build()
+        start = values_of(models[0])
         try:
             for model, scale in zip(models, (1.0, _SCALE), strict=True):
                 _train(case, model, False, calls, scale)
         except Exception as error:  # noqa: BLE001  not ours to judge
             why = why or f"{type(error).__name__}: {error}"
             continue
-        values = _values(models[0])
+        values = values_of(models[0])
         changes = {name: (values[name] - start[name]).abs().max() for name in values}
         if not any(changes.values()):
             return "it does not change the parameters"
         reference = Reference(values, calls, changes, 0.0)
-        return reference._replace(sensitivity=reference.difference(_values(models[1])))
+        return reference._replace(sensitivity=reference.difference(values_of(models[1])))
     return why
 
 
 def _verdict(case: Case, way: str, alone: Reference) -> str:
     """bits, tolerance, refused, or what is wrong."""
-    model = _build()
+    model = build()
     granularity: Any = {"element": None, "owner": "whole"}.get(way, way)
     try:
         fully_shard(model, mesh=cpu_mesh(), granularity=granularity)
         _train(case, model, way == "owner", alone.calls)
-        values = _values(model)
+        values = values_of(model)
     except VescaleError as error:
         names_it = case.kind.__name__ in str(error)
         return f"refused{'' if names_it else ', without its name'}: {error}"
