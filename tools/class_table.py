@@ -25,6 +25,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from vescale_fsdp.checkpoint.formats.huggingface import model_class
+from vescale_fsdp.checkpoint.formats.huggingface.class_child import ties_of
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ClassForm, expected_by
 
 Settings = dict[str, Any]
@@ -122,7 +123,8 @@ def sizes(keys: Mapping[str, Any], seed: int) -> Settings:
 
 
 def made(class_name: str, settings: Settings) -> tuple[Any, list[Shapes], dict[str, str]]:
-    """Build a class on the meta device: the model, its shapes by the names in memory and in files, and its ties."""
+    """Build a class on the meta device: the model, its shapes by the names in memory and in files, and its
+    ties by both."""
     model_class = getattr(transformers, class_name)
     settings = {key: value for key, value in settings.items() if not key.endswith("token_id")}
     with torch.device("meta"):
@@ -130,8 +132,7 @@ def made(class_name: str, settings: Settings) -> tuple[Any, list[Shapes], dict[s
     tensors = model.state_dict()
     in_files = revert_weight_conversion(model, dict(tensors))
     forms = [{name: tuple(tensor.shape) for name, tensor in form.items()} for form in (tensors, in_files)]
-    ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
-    return model, forms[: 1 + (forms[0] != forms[1])], ties
+    return model, forms[: 1 + (forms[0] != forms[1])], ties_of(model)[0]
 
 
 class Unfit(Exception):

@@ -148,8 +148,15 @@ def _two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 def prepare_by_hand(chosen: str) -> dict[str, Any]:
     """A model that the user has sharded, whose optimizer stands: as accelerate takes them from stock FSDP2's users."""
+    if chosen == "accelerate's":
+        with as_fsdp2():
+            return prepare_with(FullyShardedDataParallelPlugin)
+    return prepare_with(VescalePlugin)
+
+
+def prepare_with(plugin: type[FullyShardedDataParallelPlugin]) -> dict[str, Any]:
+    """The same in a process with an installation."""
     allow_fsdp_on_cpu()
-    plugin = VescalePlugin if chosen == "ours" else FullyShardedDataParallelPlugin
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(fsdp_version=2))
     alone, model = (
         _layers(),

@@ -274,6 +274,13 @@ class OfAModel(torch.optim.SGD):
         super().__init__(dict(model.named_parameters()).values(), lr)
 
 
+class OfAnOptimizer(torch.optim.SGD):
+    """Takes another optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
+        super().__init__(optimizer.param_groups, lr)
+
+
 class OfTwoSteps(torch.optim.SGD):
     """Moves up before it evaluates the model again, as SAM does."""
 
@@ -301,6 +308,7 @@ REFUSED: dict[type[torch.optim.Optimizer], str] = {
     OfTwoSteps: "closure",
     torch.optim.SparseAdam: "sparse",
     OfAModel: "a model",
+    OfAnOptimizer: "an optimizer",
 }
 
 

@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from vescale_fsdp.errors import BoundNamesWarning, explain
-from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, replace, restore
+from vescale_fsdp.integrations.replaced_names import AfterImport, StandIn, bound_names, replace, restore
 from vescale_fsdp.integrations.stand_ins import (
+    ACCELERATOR_MODULE,
     ACTIVE,
     STAND_INS,
     PatternRule,
@@ -54,6 +55,16 @@ class Installation:
         replace(self._stand_ins)
         ACTIVE.append(settings)
         _installed.append(self)
+        self._later: AfterImport | None = None
+        if ACCELERATOR_MODULE not in sys.modules:  # nothing of ours is called before it reads addresses
+            self._later = AfterImport(ACCELERATOR_MODULE, self._prepare_accelerate)
+
+    def _prepare_accelerate(self) -> None:
+        """Replace accelerate's preparation, which was imported after this installation."""
+        self._settings.checked.add("accelerate")
+        if check_version("accelerate"):
+            self._stand_ins += (preparation_of_accelerate(),)
+            replace(self._stand_ins[-1:])
 
     def uninstall(self) -> None:
         """End this installation. The end of the last installation restores torch's names. A second call does nothing.
@@ -67,6 +78,8 @@ class Installation:
             return
         # Before `restore`, so that a stand-in that another thread calls meanwhile calls torch's function.
         ACTIVE.remove(self._settings)
+        if self._later is not None:
+            self._later.end()
         restore(self._stand_ins)
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}

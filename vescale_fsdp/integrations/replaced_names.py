@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -61,6 +63,43 @@ def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -
     for home in stand_in.loaded_homes():
         if vars(home).get(stand_in.name) is old:  # otherwise another package has patched the name
             setattr(home, stand_in.name, new)
+
+
+class AfterImport(MetaPathFinder):
+    """Calls a function once a module has been imported, unless `end` came first.
+
+    Args:
+        module: full name of a module that is not imported yet.
+        call: called without arguments, in the thread that imports the module.
+    """
+
+    def __init__(self, module: str, call: Callable[[], None]) -> None:
+        self._module, self._call = module, call
+        sys.meta_path.insert(0, self)
+
+    def end(self) -> None:
+        """Stop waiting for the module. A second call does nothing."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as Python does, with a loader that calls the function at its end."""
+        if fullname != self._module:
+            return None
+        self.end()
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_call(module: ModuleType) -> None:
+            run(module)
+            self._call()
+
+        spec.loader.exec_module = run_and_call  # type: ignore[method-assign]
+        return spec
 
 
 def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:

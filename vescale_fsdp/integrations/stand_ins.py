@@ -222,13 +222,16 @@ def _choice(
     return call
 
 
+ACCELERATOR_MODULE = "accelerate.accelerator"
+
+
 @functools.cache
 def preparation_of_accelerate() -> StandIn:
     """Return what replaces accelerate's preparation of models and optimizers, in a process that has imported it.
 
     accelerate (1.15) gives an optimizer the parameters of a model that is sharded already by their addresses.
     """
-    from accelerate import Accelerator
+    from accelerate.accelerator import Accelerator
 
     original = Accelerator._prepare_fsdp2
 
@@ -237,7 +240,7 @@ def preparation_of_accelerate() -> StandIn:
         with identified_by_address():
             return original(self, *args, **kwargs)
 
-    return StandIn(original, prepare, ("accelerate.accelerator:Accelerator",))
+    return StandIn(original, prepare, (f"{ACCELERATOR_MODULE}:Accelerator",))
 
 
 # The modules in which each name is replaced: torch's modules that export the name, but not those that only use it

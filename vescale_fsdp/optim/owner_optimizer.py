@@ -59,7 +59,7 @@ class OwnerOptimizer(StructuredOptimizer):
         LayoutError: if a parameter is cut over several ranks.
         UnsupportedOpError: if the state of the class has values other than tensors and numbers; if its step needs more
             than parameters and dense gradients (a closure, gradients with a graph), communicates, or depends on all
-            parameters at once; if the class takes a model.
+            parameters at once; if the class takes a model or an optimizer.
 
     Examples:
         >>> from vescale_fsdp import fully_shard

@@ -152,7 +152,7 @@ def groups_of(
     """Return the defaults of a class, and groups with the options that its constructor gives them.
 
     Raises:
-        UnsupportedOpError: if the class takes a model instead of parameters. Its constructor's other errors pass.
+        UnsupportedOpError: if the class takes a model or an optimizer. Its constructor's other errors pass.
     """
     twins = [
         {
@@ -167,14 +167,15 @@ def groups_of(
     try:
         trial = kind(twins)
     except Exception as error:
-        if not _takes_a_model(kind, twins):
+        taken = _taken_instead(kind, [param for group in twins for param in group["params"]])
+        if taken is None:
             raise
         raise UnsupportedOpError(
-            f"{name} takes a model, and OwnerOptimizer gives its class the parameters that this rank owns.",
+            f"{name} takes {taken}, and OwnerOptimizer gives its class the parameters that this rank owns.",
             expected="a class that takes parameters",
-            got="a class that takes a model",
+            got=f"a class that takes {taken}",
             where=f"OwnerOptimizer({name}, ...)",
-            todo="step sharded parameters by the class itself",
+            todo="step sharded parameters by the class itself; one that takes an optimizer may take an OwnerOptimizer",
         ) from error
     if len(trial.param_groups) != len(groups):  # it makes groups of its own
         return dict(trial.defaults), list(groups)
@@ -183,12 +184,18 @@ def groups_of(
     ]
 
 
-def _takes_a_model(kind: Kind, groups: Sequence[dict[str, Any]]) -> bool:
-    try:
-        kind(nn.ParameterList(param for group in groups for param in group["params"]))
-    except Exception:  # noqa: BLE001  the caller raises the error that it has
-        return False
-    return True
+def _taken_instead(kind: Kind, params: Sequence[nn.Parameter]) -> str | None:
+    """Return what a class that cannot be made of param groups takes in their place; None if that is not found out."""
+    model = nn.Module()  # not iterable, as parameters are
+    for index, param in enumerate(params):
+        model.register_parameter(f"param{index}", param)
+    for taken, argument in {"a model": model, "an optimizer": torch.optim.SGD(params, lr=0.0)}.items():
+        try:
+            kind(argument)
+        except Exception:  # noqa: BLE001  the caller raises the error that it has
+            continue
+        return taken
+    return None
 
 
 def _numel_of(like: Like) -> int:

@@ -97,21 +97,30 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     unsaved = [name for name in model._keys_to_ignore_on_save or () if name in tensors]
     traced = {name: _traced(name, tensor.shape) for name, tensor in tensors.items() if name not in unsaved}
     in_files = revert_weight_conversion(model, traced)
+    ties, memory_ties = ties_of(model)
+    kinds = (torch.nn.Linear, Conv1D)
+    return {
+        "forms": [{n: list(t.shape) for n, t in form.items()} for form in (tensors, in_files)],
+        "ties": ties,
+        "memory_ties": memory_ties,
+        "modules": {n: isinstance(m, Conv1D) for n, m in model.named_modules() if isinstance(m, kinds)},
+        "in_files": {name: tensor.expression for name, tensor in in_files.items()},
+        "unsaved": unsaved,
+    }
+
+
+def ties_of(model: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a model's ties, name -> the name it is tied to: in both forms (where they differ, in files); in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = model.state_dict()
     ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
     names: dict[str, str] = {}  # name in memory -> name in files
     # Converted one by one: the conversion of all tensors does not say which name became which.
     for name in {*ties, *ties.values()} & tensors.keys():
         renamed = list(revert_weight_conversion(model, {name: tensors[name]}))
         names[name] = renamed[0] if len(renamed) == 1 else name
-    kinds = (torch.nn.Linear, Conv1D)
-    return {
-        "forms": [{n: list(t.shape) for n, t in form.items()} for form in (tensors, in_files)],
-        "ties": {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}},
-        "memory_ties": ties,
-        "modules": {n: isinstance(m, Conv1D) for n, m in model.named_modules() if isinstance(m, kinds)},
-        "in_files": {name: tensor.expression for name, tensor in in_files.items()},
-        "unsaved": unsaved,
-    }
+    return {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}}, ties
 
 
 def _on_meta(model_class: Any, config: Mapping[str, Any]) -> Any:

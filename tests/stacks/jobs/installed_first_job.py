@@ -17,15 +17,16 @@ assert "accelerate" not in sys.modules
 install()
 
 import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
 
-from tests.stacks.test_accelerate import prepare_by_hand
+from tests.stacks.test_accelerate import prepare_with
 
 
 def main() -> None:
     """One rank of the job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    found = prepare_by_hand("accelerate's")
+    found = prepare_with(FullyShardedDataParallelPlugin)
     (parser.parse_args().out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

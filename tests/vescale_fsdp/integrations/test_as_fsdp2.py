@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +32,7 @@ from vescale_fsdp.errors import (
 )
 from vescale_fsdp.integrations import as_fsdp2, install
 from vescale_fsdp.integrations.installation import Installation
+from vescale_fsdp.integrations.replaced_names import AfterImport
 
 NAMES = {
     "fully_shard": torch_fsdp,
@@ -127,6 +130,25 @@ def test_modules_that_bound_a_name_are_named(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(BoundNamesWarning):
             install()
     assert all(_are_torchs())
+
+
+def test_a_function_is_called_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, when the module's code has run; not if the wait has ended. accelerate's own is in tests/stacks."""
+    for name in ("imported_later", "imported_after_the_end"):
+        tmp_path.joinpath(f"{name}.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    values: list[int] = []
+    finders = [*sys.meta_path]
+    AfterImport("imported_later", lambda: values.append(sys.modules["imported_later"].value))
+    ended = AfterImport("imported_after_the_end", lambda: values.append(4))
+    ended.end()
+    ended.end()
+
+    for name in ("imported_after_the_end", "imported_later", "imported_later"):
+        importlib.import_module(name)
+    assert values == [3] and sys.meta_path == finders
+    for name in ("imported_later", "imported_after_the_end"):
+        del sys.modules[name]
 
 
 def test_fsdp1_is_refused() -> None:
