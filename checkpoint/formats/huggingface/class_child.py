@@ -162,7 +162,14 @@ def _to_memory(
     from transformers.utils import logging
 
     model = _on_meta(model_class, config)
-    traced = {name: _traced(name, shape) for name, shape in stored.items()}
+    numbers = {  # last parts of names -> dtype: counters (num_batches_tracked), which the class does not cast then
+        name.rpartition(".")[2]: t.dtype
+        for name, t in model.state_dict().items()
+        if not t.is_floating_point()
+    }
+    traced = {
+        name: _traced(name, shape, numbers.get(name.rpartition(".")[2])) for name, shape in stored.items()
+    }
     settings = LoadStateDictConfig(
         device_map={"": "meta"},
         weight_mapping=get_model_conversion_mapping(model),
@@ -235,16 +242,19 @@ def _traced_class() -> Any:
     return _Traced
 
 
-def _traced(name: str, shape: Sequence[int]) -> Any:
+def _traced(name: str, shape: Sequence[int], dtype: Any = None) -> Any:
     import torch
 
-    tensor = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_traced_class())
+    tensor = torch.empty(tuple(shape), dtype=dtype or torch.float32, device="meta").as_subclass(
+        _traced_class()
+    )
     tensor.expression = name
     return tensor
 
 
 def _same(result: Any, tensor: Any, *_: Any, **__: Any) -> None:
-    result.expression = tensor.expression if result.is_floating_point() else None
+    is_same = result.dtype == tensor.dtype or (result.is_floating_point() and tensor.is_floating_point())
+    result.expression = tensor.expression if is_same else None
 
 
 def _moved(operation: str, arguments: list[Any], *inputs: Any) -> Any:

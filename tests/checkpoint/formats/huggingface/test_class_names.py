@@ -59,6 +59,17 @@ def test_a_missing_expert_is_refused_by_the_name_of_what_lacks_it(tmp_path: Path
         convert(open_source(str(tmp_path / "hf")), str(tmp_path / "out"), "dcp")
 
 
+@pytest.mark.part("formats")
+def test_counters_are_made_from_those_of_the_files(tmp_path: Path) -> None:
+    """Integers (of batch norms) are loaded as they are, under the names of the class."""
+    model = _saved("CanaryForConditionalGeneration", tmp_path / "hf")
+    convert(open_source(str(tmp_path / "hf")), str(tmp_path / "out"), "dcp")
+    counters = {name: t for name, t in model.state_dict().items() if t.dtype == torch.int64}
+    state = {name: torch.full_like(value, -1) for name, value in counters.items()}
+    load(tmp_path / "out", state, strict=False)
+    assert counters and all(torch.equal(value, counters[name]) for name, value in state.items())
+
+
 def test_rules_that_say_nothing_keep_the_names_of_the_files(tmp_path: Path) -> None:
     """The way out for code that has the names of the files."""
     _saved("ViTForImageClassification", tmp_path / "hf")
