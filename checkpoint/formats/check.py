@@ -12,7 +12,6 @@ from contextlib import closing
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -57,7 +56,7 @@ def check_files(
         deep: False verifies sizes and headers of all files instead.
     """
     if manifest.is_zarr:
-        for check in _array_checks(ChunkTables(storage, manifest), deep):
+        for check in _array_checks(storage, manifest, deep):
             tell(check)
     # With more threads than files, each file is divided into parts for several threads.
     parts = max(1, threads // manifest.world_size) if deep else 1
@@ -131,16 +130,18 @@ def _text_of(error: VescaleError | OSError) -> str:
     return str(error).replace(ALL_PROBLEMS, "")
 
 
-def _array_checks(tables: ChunkTables, deep: bool) -> Iterator[Check]:
+def _array_checks(storage: Storage, manifest: Manifest, deep: bool) -> Iterator[Check]:
     """Verify every file of the zarr arrays: metadata of groups and arrays, then chunks, or their sizes."""
-    manifest = tables.manifest
+    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk  # imports numpy
+
+    tables = ChunkTables(storage, manifest)
     for name, expected in group_files(manifest).items():
-        yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
+        yield Check(name, _json_problem(storage, name, expected, "a group"), 0, False)
     for tensor, places in manifest.indices_by_name.items():
         place = places[0]  # all descriptions of one tensor share one array
         name = f"{manifest.array_paths[place]}/zarr.json"
         problem = _json_problem(
-            tables.storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}"
+            storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}"
         )
         yield Check(name, problem, 0, False)
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):

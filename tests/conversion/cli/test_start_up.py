@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import save
@@ -45,6 +45,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
     save(folder / "native", state)
     torch.save(state, folder / "state.pt")
+    (folder / "hf").mkdir()
+    save_file(model, folder / "hf" / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -59,12 +61,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_to_hf_needs_no_torch(sources: Path, tmp_path: Path, source: str) -> None:
     """From every format, values equal; a cast may load numpy but not torch."""
-    if source == "hf":
-        loaded("to-hf", str(sources / "dcp"), str(tmp_path / "hf"))
-    path = tmp_path / "hf" if source == "hf" else sources / source
-
-    assert loaded("to-hf", str(path), str(tmp_path / "out")) == set()
-    assert loaded("to-hf", str(path), str(tmp_path / "cast"), "--dtype", "bf16") == {"numpy"}
+    assert loaded("to-hf", str(sources / source), str(tmp_path / "out")) == set()
+    assert loaded("to-hf", str(sources / source), str(tmp_path / "cast"), "--dtype", "bf16") == {"numpy"}
     expected = torch.load(sources / "state.pt", weights_only=True)["model"]
     found, cast = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "cast"))
     assert found.keys() == expected.keys() and len(found) == 2
@@ -78,10 +76,12 @@ def test_other_targets_need_no_torch(sources: Path, tmp_path: Path, target: str)
     assert "torch" not in loaded(target, str(sources / "dcp"), str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("source", ["native", "dcp"])
-def test_looking_needs_no_torch(sources: Path, source: str) -> None:
-    """inspect and verify read metadata and checksums by themselves."""
-    assert "torch" not in loaded("inspect", str(sources / source)) | loaded("verify", str(sources / source))
+@pytest.mark.parametrize(
+    "source", ["native", "hf", pytest.param("dcp", marks=MORE), pytest.param("state.pt", marks=MORE)]
+)
+def test_looking_needs_neither_torch_nor_numpy(sources: Path, source: str) -> None:
+    """inspect and verify read metadata, checksums and bytes by themselves."""
+    assert loaded("inspect", str(sources / source)) | loaded("verify", str(sources / source)) == set()
 
 
 HELP = """

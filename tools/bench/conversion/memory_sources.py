@@ -169,7 +169,7 @@ def _zero_state(nbytes: int, *, round_robin: bool = False) -> ZeroState:
     """A third of the bytes are masters; the weights of 16 bits come on top."""
     masters = {
         "embed.weight": _random(_rows(nbytes * 3 // 8), COLUMNS),
-        "head.weight": _random(_rows(nbytes // 4), 4096),
+        "layers.0.weight": _random(_rows(nbytes // 4), COLUMNS),  # not a head, which is never quantized
     }
     moments = {name: {"exp_avg": t, "exp_avg_sq": t.abs()} for name, t in masters.items()}
     return ZeroState([masters], moments, [{"lr": 0.1}], round_robin=round_robin)
