@@ -140,9 +140,7 @@ def _array_checks(storage: Storage, manifest: Manifest, deep: bool) -> Iterator[
     for tensor, places in manifest.indices_by_name.items():
         place = places[0]  # all descriptions of one tensor share one array
         name = f"{manifest.array_paths[place]}/zarr.json"
-        problem = _json_problem(
-            storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}"
-        )
+        problem = _json_problem(storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}")
         yield Check(name, problem, 0, False)
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             num_bytes, problem = 0, None

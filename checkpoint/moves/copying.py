@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint.moves.copy_jobs import (
     stretches,
     writes,
 )
-from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedBytes
+from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, DataFile, FilePlan, FixedBytes
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import Begun
@@ -257,7 +257,7 @@ class Copier:
     on_finished: Callable[[FilePlan, str], None]
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def copy(self, plans: Sequence[FilePlan], *, in_order: bool) -> None:
+    def copy(self, plans: Sequence[DataFile], *, in_order: bool) -> None:
         """Write all files, each front to back if ``in_order``.
 
         Raises:
@@ -281,9 +281,9 @@ class Copier:
         with self._lock:
             self.on_finished(file.plan, file.digest)
 
-    def _jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job | Stretch]]:
+    def _jobs(self, plans: Sequence[DataFile]) -> Iterator[tuple[_WorkingFile, Job | Stretch]]:
         """Return the jobs of files that are written in any order; a file is created when its first job is taken."""
-        for plan in plans:
+        for plan in (each.planned() for each in plans):
             jobs: list[Job | Stretch] = [
                 *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
             ]
@@ -304,13 +304,13 @@ class Copier:
                 # Stretches have written all contents except for the last one.
                 self._finish(file, len(file.plan.contents) - 1 if file.plan.stretch_bytes else 0)
 
-    def _stream(self, plans: Shared[FilePlan]) -> None:
+    def _stream(self, plans: Shared[DataFile]) -> None:
         """Write files front to back, one after another."""
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # untouched pages take no memory
         for plan in plans:
-            self.retrying(partial(self._write_in_order, plan, plans, buffer))
+            self.retrying(partial(self._write_in_order, plan.planned(), plans, buffer))
 
-    def _write_in_order(self, plan: FilePlan, plans: Shared[FilePlan], buffer: memoryview) -> None:
+    def _write_in_order(self, plan: FilePlan, plans: Shared[DataFile], buffer: memoryview) -> None:
         """Write one file front to back; leave it unfinished if another thread has failed."""
         file, known, done = _WorkingFile(plan, self.create(plan), 0), 0, 0
         try:
@@ -343,7 +343,7 @@ def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, 
             yield from items.view.sources()
 
 
-def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
+def verify_rest(plans: Sequence[DataFile], threads: int) -> None:
     """After all files are complete, verify tensors that are split across files, and check that no source has changed.
 
     Most formats have no checksums, which would detect that a source changed during the conversion.
@@ -357,9 +357,13 @@ def verify_rest(plans: Sequence[FilePlan], threads: int) -> None:
         for source, name in stored:
             source.verify(name)
 
-    if cut := [each for plan in plans for each in tensors_to_verify(plan, whole=False)]:
+    cut: list[tuple[Source, str]] = []
+    sources: dict[int, Source] = {}  # each once, by id, because a `Source` is not hashable
+    for plan in (each.planned() for each in plans):
+        cut += tensors_to_verify(plan, whole=False)
+        for _, items in plan.tensors:
+            sources |= {id(source): source for source, _ in items.view.sources()}
+    if cut:
         in_threads(threads, work, cut)
-    views = (items.view for plan in plans for _, items in plan.tensors)
-    # Each source once, by id, because a `Source` is not hashable.
-    for source in {id(source): source for view in views for source, _ in view.sources()}.values():
+    for source in sources.values():
         source.require_unchanged()

@@ -110,11 +110,38 @@ class FilePlan:
         """Whether all tensors in the file are unchanged bytes of the source."""
         return all(items.view.byte_ranges(items.start, items.stop) is not None for _, items in self.tensors)
 
+    def planned(self) -> FilePlan:
+        """Return this plan; see `DeferredFile`."""
+        return self
+
     def tensor(self, index: int) -> TensorItems:
         """Return content number ``index``, which must be a tensor."""
         items = self.contents[index]
         assert isinstance(items, TensorItems), f"content {index} of {self.name} is not a tensor"
         return items
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredFile:
+    """A data file whose contents are planned anew for each use.
+
+    The files of many ranks together have very many contents: of every tensor, a piece in nearly every file. In memory
+    at the same time, they would take more than the copy's buffers.
+
+    Args:
+        name: the file's name.
+        nbytes: size of the file in bytes.
+        tensor_nbytes: number of tensor bytes in the file.
+        planned: plans the contents. Callers keep the result while they use it, because planning takes time.
+    """
+
+    name: str
+    nbytes: int
+    tensor_nbytes: int
+    planned: Callable[[], FilePlan]
+
+
+DataFile = FilePlan | DeferredFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +168,7 @@ class OutputPlan:
     """
 
     kind: str
-    files: tuple[FilePlan, ...]
+    files: tuple[DataFile, ...]
     closing: tuple[ClosingFile, ...]
     is_stale: Callable[[str], bool]
     single_file: bool = False
@@ -161,7 +188,7 @@ class OutputPlan:
         digest = RunningDigest(self.kind.encode())
         for file in self.files:
             digest.update(f"\n{file.name} {file.nbytes}".encode())
-            for _, items in file.tensors:
+            for _, items in file.planned().tensors:
                 info = items.view.info
                 part = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"
                 digest.update(f"\n {part} {items.view.identity()}".encode())

@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.moves.copying import (
     verify_rest,
     written_digest,
 )
-from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.moves.plan import DataFile, FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.storage.base import FileWriter
@@ -131,7 +131,7 @@ def _wrapped(plan: OutputPlan, file: FilePlan, writer: FileWriter) -> FileWriter
     return plan.wrap(file.name, writer) if plan.wrap else writer
 
 
-def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, limits: CopyLimits) -> bool:
+def _is_written(plan: OutputPlan, files: tuple[DataFile, ...], output: Output, limits: CopyLimits) -> bool:
     """Return whether the target already contains this result, because an earlier run was stopped after publication.
 
     Files of every step of a training run have the same names and sizes. Therefore all bytes are computed again from the
@@ -162,7 +162,7 @@ def _is_written(plan: OutputPlan, files: tuple[FilePlan, ...], output: Output, l
 
 
 def _intact_files(
-    files: tuple[FilePlan, ...], output: Output, limits: CopyLimits, finished: Mapping[str, tuple[str, int]]
+    files: tuple[DataFile, ...], output: Output, limits: CopyLimits, finished: Mapping[str, tuple[str, int]]
 ) -> frozenset[str]:
     """Return the names of the finished files that still match their recorded digests; reads all these files.
 
@@ -171,17 +171,18 @@ def _intact_files(
     """
     intact: set[str] = set()
 
-    def is_intact(file: FilePlan) -> bool:
+    def is_intact(file: DataFile) -> bool:
         digest, buffer_bytes = finished[file.name]
+        plan = file.planned()
         for name in output.finished_copies(file.name):
             read = partial(output.store.read, name)
             # The file is missing if another process has just renamed it.
             with suppress(CorruptCheckpointError):
-                if written_digest(file, read, buffer_bytes, in_order=output.store.in_order) == digest:
+                if written_digest(plan, read, buffer_bytes, in_order=output.store.in_order) == digest:
                     return True
         return False
 
-    def check(shared: Shared[FilePlan]) -> None:
+    def check(shared: Shared[DataFile]) -> None:
         intact.update(file.name for file in shared if is_intact(file))
 
     in_threads(limits.usable_threads, check, [file for file in files if file.name in finished])

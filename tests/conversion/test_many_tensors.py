@@ -238,6 +238,24 @@ def test_plans_take_little_memory_per_tensor(tmp_path: Path) -> None:
     assert 1000 < per_tensor["native"] < 2100 and 1000 < per_tensor["dcp"] < 2700, per_tensor
 
 
+@pytest.mark.part("formats")
+def test_plans_take_little_memory_per_piece(tmp_path: Path) -> None:
+    """Of matrices that are cut into 64 ranks' files: the contents of one file at a time are in memory."""
+    dry = ConvertOptions(ranks=RANKS, dry_run=True)
+    peaks = []
+    for num_matrices in (100, 300):
+        file = tmp_path / f"{num_matrices}.pt"
+        torch.save({f"layers.{place}.weight": torch.ones(RANKS, 32) for place in range(num_matrices)}, file)
+        _plan(file, tmp_path / "none", "native", dry)  # imports and caches, which are no tensor's
+        tracemalloc.start()
+        _plan(file, tmp_path / "none", "native", dry)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+    per_piece = (peaks[1] - peaks[0]) / (200 * RANKS)
+    assert 40 < per_piece < 180, per_piece
+
+
 def test_the_count_shows_a_square() -> None:
     """A search through all names for each name exceeds the limit above."""
 

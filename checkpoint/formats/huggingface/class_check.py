@@ -103,7 +103,8 @@ def check_planned(
 
     Returns None for a target other than Hugging Face's, or if only the class could answer and ``asks`` excludes it.
     """
-    infos = {items.view.info.name: items.view.info for file in plan.files for _, items in file.tensors}
+    tensors = (items.view.info for file in plan.files for _, items in file.planned().tensors)
+    infos = {info.name: info for info in tensors}
     return _check(plan, infos, find_quantized, asks)
 
 

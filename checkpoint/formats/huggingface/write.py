@@ -188,7 +188,9 @@ def segments_of(
     """
     segments: list[tuple[int, FileSegment]] = []  # (index of the segment in its file, segment)
     for number, file in enumerate(plan.files):
-        in_file = _segments_of_file(number, file, shards, world_size, segment_bytes, one_writer=one_writer)
+        in_file = _segments_of_file(
+            number, file.planned(), shards, world_size, segment_bytes, one_writer=one_writer
+        )
         segments += enumerate(in_file)
     if one_writer:
         # Each rank writes one file at a time. Segments of these files alternate, so that all ranks write concurrently.
@@ -270,7 +272,7 @@ class JointFiles:
         for number, file in enumerate(self.plan.files):
             if self._is_mine(number) and not self.storage.in_order:
                 with self.storage.lay_out(file.name, file.nbytes) as out:
-                    _write_fixed(file, out)
+                    _write_fixed(file.planned(), out)
 
     def write(self) -> None:
         """Write this rank's bytes; on return they are durable.
@@ -325,7 +327,7 @@ class JointFiles:
             file = self.plan.files[number]
             if self.storage.in_order:
                 self._open[number] = out = self.storage.create(file.name, file.nbytes)
-                _write_fixed(file, out)
+                _write_fixed(file.planned(), out)
             else:
                 self._open[number] = self.storage.join(file.name)
         return self._open[number]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
@@ -22,6 +22,7 @@ from vescale_fsdp.checkpoint.moves.plan import (
     ClosingFile,
     ComputedBytes,
     Content,
+    DeferredFile,
     FilePlan,
     FixedBytes,
     OutputPlan,
@@ -62,10 +63,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     manifest = native_manifest("", structure, views, num_ranks)  # "": the zarr form passes its name
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
-    files = tuple(
-        _file_plan(file, by_name, tables)
-        for file in map(partial(RankFile, manifest), range(num_ranks), manifest.shares)
-    )
+    files = tuple(_deferred(manifest, rank, by_name, tables) for rank in range(num_ranks))
 
     def wrap(name: str, out: FileWriter) -> FileWriter:
         """Return a writer that also computes checksums, for the table at the end of the file."""
@@ -220,6 +218,19 @@ class _Stripes(FileWriter):
 
     def abort(self) -> None:
         self._out.abort()
+
+
+def _deferred(
+    manifest: Manifest, rank: int, views: Mapping[str, TensorView], tables: dict[str, _Stripes]
+) -> DeferredFile:
+    """Return a rank's file; only its sizes are computed, for which `RankFile` needs its pieces and header once."""
+    file = RankFile(manifest, rank, manifest.shares[rank])
+    tensor_nbytes = file.table_start - len(file.header)  # a conversion writes no per-rank values
+
+    def planned() -> FilePlan:
+        return _file_plan(RankFile(manifest, rank, manifest.shares[rank]), views, tables)
+
+    return DeferredFile(file.name, file.total_bytes, tensor_nbytes, planned)
 
 
 def _file_plan(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
