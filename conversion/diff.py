@@ -269,15 +269,15 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
         The reduced tensors, and how often each of their items occurs in the full tensors.
 
     Raises:
-        ConversionError: if the reduced tensors are still far larger than their stored bytes.
+        ConversionError: if the reduced tensors are still far larger than all bytes that the sources store.
     """
     dims = sorted({*repeated_dims(a)} & {*repeated_dims(b)})
     left, right = without_repeats(a, dims), without_repeats(b, dims)
-    stored = [source.tensors[name].stored_nbytes for view in (a, b) for source, name in view.sources()]
+    stored = [source.stored_nbytes for view in (a, b) for source, _ in view.sources()]
     nbytes = min(left.info.nbytes, right.info.nbytes)
     if is_inflated(nbytes, max(stored)):
         raise ConversionError(
-            "The sources store far fewer values of a tensor than would be compared.",
+            "The sources store far fewer values than would be compared of a tensor.",
             expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",
             got=f"{format_bytes(nbytes)} of {format_bytes(max(stored))} that are stored",
             where=f"tensor {a.info.name}",

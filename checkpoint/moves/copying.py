@@ -328,16 +328,16 @@ class Copier:
             raise
 
 
-def tensors_to_verify(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
+def tensors_to_verify(plan: DataFile, *, whole: bool) -> Iterator[tuple[Source, str]]:
     """Return the stored tensors to verify with a file: those whose first item is in the file.
 
     Args:
         whole: whether to select the tensors that are complete in this file, or those that are split across files.
     """
     num_items = Counter[str]()
-    for _, items in plan.tensors:
+    for items in plan.items():
         num_items[items.view.info.name] += items.stop - items.start
-    for _, items in plan.tensors:
+    for items in plan.items():
         info = items.view.info
         if items.start == 0 < items.stop and (num_items[info.name] == info.numel) == whole:
             yield from items.view.sources()
@@ -359,9 +359,9 @@ def verify_rest(plans: Sequence[DataFile], threads: int) -> None:
 
     cut: list[tuple[Source, str]] = []
     sources: dict[int, Source] = {}  # each once, by id, because a `Source` is not hashable
-    for plan in (each.planned() for each in plans):
+    for plan in plans:
         cut += tensors_to_verify(plan, whole=False)
-        for _, items in plan.tensors:
+        for items in plan.items():
             sources |= {id(source): source for source, _ in items.view.sources()}
     if cut:
         in_threads(threads, work, cut)

@@ -140,6 +140,11 @@ class Source:
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
 
     @cached_property
+    def stored_nbytes(self) -> int:
+        """Number of stored bytes of all tensors; see `StoredTensor.stored_nbytes`."""
+        return sum(tensor.stored_nbytes for tensor in self.tensors.values())
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
         chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)

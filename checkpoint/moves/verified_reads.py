@@ -33,7 +33,7 @@ _SCRATCH_BYTES = 2**20  # 1 MiB is read and hashed at a time, so that it stays i
 Begun = dict[tuple[str, int], tuple[RunningChecksum, int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: one for each record of a torch archive
 class CheckedRange:
     """Bytes [start, start + nbytes) of a file with one CRC.
 

@@ -103,7 +103,7 @@ def check_planned(
 
     Returns None for a target other than Hugging Face's, or if only the class could answer and ``asks`` excludes it.
     """
-    tensors = (items.view.info for file in plan.files for _, items in file.planned().tensors)
+    tensors = (items.view.info for file in plan.files for items in file.items())
     infos = {info.name: info for info in tensors}
     return _check(plan, infos, find_quantized, asks)
 

@@ -21,7 +21,6 @@ from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.plan import (
     ClosingFile,
     ComputedBytes,
-    Content,
     DeferredFile,
     FilePlan,
     FixedBytes,
@@ -223,26 +222,25 @@ class _Stripes(FileWriter):
 def _deferred(
     manifest: Manifest, rank: int, views: Mapping[str, TensorView], tables: dict[str, _Stripes]
 ) -> DeferredFile:
-    """Return a rank's file; only its sizes are computed, for which `RankFile` needs its pieces and header once."""
-    file = RankFile(manifest, rank, manifest.shares[rank])
-    tensor_nbytes = file.table_start - len(file.header)  # a conversion writes no per-rank values
-
-    def planned() -> FilePlan:
-        return _file_plan(RankFile(manifest, rank, manifest.shares[rank]), views, tables)
-
-    return DeferredFile(file.name, file.total_bytes, tensor_nbytes, planned)
-
-
-def _file_plan(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
-    """Return the plan of a rank's file.
+    """Return a rank's file; only its sizes are computed, for which `RankFile` needs its pieces and header once.
 
     Args:
         tables: file name -> checksums; filled while the file is written, and read for the table at its end.
     """
-    contents: list[Content] = [FixedBytes(file.header)]
-    for piece in file.pieces:  # the region of a piece is one run of the flattened tensor
-        view = views[file.manifest.entries[piece.tensor_index].name]
-        contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
-    name = file.name  # the lambda must not refer to `file`, which would keep its pieces in memory
-    contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables.pop(name).table()))
-    return FilePlan(name, tuple(contents), _STRIPES_PER_JOB * file.manifest.stripe_bytes)
+    file = RankFile(manifest, rank, manifest.shares[rank])
+    name, header_bytes, table_start, nbytes = file.name, len(file.header), file.table_start, file.total_bytes
+
+    # These functions must not refer to `file`, which would keep its pieces and header in memory.
+    def items() -> Iterator[TensorItems]:
+        for index, share, _ in manifest.shares[
+            rank
+        ]:  # the region of a share is one run of the flattened tensor
+            yield TensorItems(views[manifest.entries[index].name], share.span.start, share.span.stop)
+
+    def planned() -> FilePlan:
+        header = FixedBytes(RankFile(manifest, rank, manifest.shares[rank]).header)
+        table = ComputedBytes(nbytes - table_start, lambda _: tables.pop(name).table())
+        return FilePlan(name, (header, *items(), table), _STRIPES_PER_JOB * manifest.stripe_bytes)
+
+    # A conversion writes no per-rank values: between header and table, there are only tensors.
+    return DeferredFile(name, nbytes, table_start - header_bytes, items, planned)

@@ -46,7 +46,7 @@ MAX_32 = 0xFFFFFFFF  # in a 32-bit field, this means that the value is in the zi
 ZIP64_TAG = 1  # the tag of the zip64 field among a record's extra fields
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: an archive may have a hundred thousand records
 class _ZipRecord:
     """A record, from the archive's directory."""
 
@@ -135,9 +135,11 @@ class TorchArchive:
         """
         offset, nbytes = self.storage_range(ref.storage_key)
         crc = self.storage_crc(ref.storage_key)
-        checked = (
-            None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
-        )
+        checked = None
+        if (
+            crc is not None
+        ):  # `__index__` returns the number; a lambda for each record would take four times the memory
+            checked = CheckedRange(file, start + offset, nbytes, CRC32, crc.__index__, where)
         # Items of a view are copied as they are, without a swap of bytes.
         if self._byteorder != "little":
             raise self._damaged("little-endian data", f"{self._byteorder}-endian data")

@@ -193,7 +193,7 @@ class _PropertiesRecord(Record):
         self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: a checkpoint may have a hundred thousand of these objects
 class TensorRef:
     """Stand-in for a tensor in a torch.save pickle: a strided view of one storage record."""
 

@@ -13,6 +13,7 @@ import torch
 import zarr
 
 from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.checkpoint.moves import stored_tensor
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
@@ -130,6 +131,26 @@ def test_more_chunks_than_can_be_listed(tmp_path: Path, version: int) -> None:
     with pytest.raises(CorruptCheckpointError) as caught:
         open_source(url)
     assert re.findall(r"\d+", str(caught.value.got)) == [str(_HUGE // 64), "1"]
+
+
+@pytest.mark.parametrize("size", [2**18, 2**20])
+def test_zeros_are_read_next_to_weights_that_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """All bytes of the source count, those of tensors that are left out too; 32 times as many are read, no more."""
+    monkeypatch.setattr(stored_tensor, "UNCHECKED_BYTES", 2**16)
+    url = _array(tmp_path, 3, 2**12, 0, size=size)
+    zarr.create_array(url + "/v", data=np.ones(2**14, np.float32), compressors=None)
+    options = ConvertOptions(include=["mask"])
+    if size == 2**20:
+        with pytest.raises(ConversionError):
+            convert(open_source(url), tmp_path / "out.pt", "torch", options)
+        with pytest.raises(ConversionError):
+            diff(open_source(url), open_source(url))
+        return
+    convert(open_source(url), tmp_path / "out.pt", "torch", options)
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["mask"], torch.zeros(size))
+    assert diff(open_source(url), open_source(url)) == ((), 3)
 
 
 def test_an_ordinary_source_is_not_refused(tmp_path: Path) -> None:
