@@ -7,7 +7,6 @@ of `ConvertOptions`. The options of the source, ``as_json`` and ``quiet`` are ar
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -111,6 +110,8 @@ def quiet_option(text: str = "Print no progress.") -> Decorator:
     """Return the option ``--quiet``. With it, waits for a store are not logged either; errors are."""
 
     def silence(ctx: click.Context, param: click.Parameter, quiet: bool) -> bool:
+        import logging  # not for --help, which prints no progress
+
         for module in ("first_answer", "remote"):
             logger = logging.getLogger(f"vescale_fsdp.checkpoint.storage.{module}")
             logger.setLevel(logging.ERROR if quiet else logging.NOTSET)
