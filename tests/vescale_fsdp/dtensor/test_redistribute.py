@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
-from vescale_fsdp import collectives
+from vescale_fsdp.collectives import operations
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute as move
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
@@ -42,7 +42,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
     calls: dict[str, list[int]] = {}
 
     def counting(name: str) -> object:
-        real = vars(collectives)[name]
+        real = vars(operations)[name]
 
         def call(*args: object) -> object:
             calls.setdefault(name, []).append(0)
@@ -56,7 +56,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
         rank = dist.get_rank()
         assert outgoing[rank] == incoming[rank] == 0 and sent.numel() == sum(outgoing)
         calls.setdefault("all_to_all_into", []).append(sent.numel())
-        return collectives.all_to_all_into(received, sent, incoming, outgoing, group)  # type: ignore[arg-type]
+        return operations.all_to_all_into(received, sent, incoming, outgoing, group)  # type: ignore[arg-type]
 
     with (
         mock.patch.multiple(redistribute, **{name: counting(name) for name in COLLECTIVES}),
@@ -165,7 +165,7 @@ def hybrid_reduction() -> dict[str, list[int]]:
     own = plain(SHAPE, dist.get_rank())
     tensor = DTensor.from_local(own, mesh, [Partial(), Partial()], run_check=False)
     sizes: list[int] = []
-    real = collectives.all_reduce_in_place
+    real = operations.all_reduce_in_place
 
     def all_reduce(piece: torch.Tensor, *args: object) -> object:
         sizes.append(piece.numel())

@@ -269,7 +269,7 @@ def outcomes(name: str) -> tuple[str, str]:
         ("Adafactor", "fails", "vescale_fsdp.optim.AdamW8bit"),
         ("LBFGS", "steps", "steps"),
         ("Muon", "steps", "vescale_fsdp.optim.Muon"),
-        ("SparseAdam", "fails", "fails"),
+        ("SparseAdam", "fails", "torch.optim.Adam"),
     ],
 )
 def test_what_is_left_of_torch_optim_is_refused(name: str, stock: str, ours: str) -> None:
