@@ -45,6 +45,7 @@ def main() -> None:
     if is_trainer:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # the engine's stays idle
+    batches = torch.Generator().manual_seed(dist.get_rank())  # of this rank's own
     weights = dict(model.named_parameters())
     state, into = (weights, None) if is_trainer else (None, weights)
     question, outputs = torch.linspace(-1, 1, WIDTH), []
@@ -56,7 +57,7 @@ def main() -> None:
         transfer = Transfer(plan_transfer(*describe_states(state, into, ranks=ranks)), ranks=ranks)
         for step in range(1, options.steps + 1):
             if is_trainer:
-                batch = torch.randn(8, WIDTH)
+                batch = torch.randn(8, WIDTH, generator=batches)
                 (model(batch) - batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

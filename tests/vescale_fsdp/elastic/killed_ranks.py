@@ -79,7 +79,7 @@ class Seen(NamedTuple):
     tier: str
     losses: dict[int, dict[int, str]]  # by step, by rank: bits
     last_begun: int  # the last step that any rank began
-    processes: frozenset[int]  # their ids
+    processes: frozenset[str]  # their ids
 
 
 class _Reaper:
@@ -376,7 +376,7 @@ def _num_going_on(folder: Path) -> int:
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """All that ranks have logged; a line torn by a kill is not counted."""
     return [
-        {**json.loads(text), "process": int(file.name.partition("-")[2])}
+        {**json.loads(text), "process": file.name.removeprefix("log-")}
         for file in folder.glob("log-*")
         for text in file.read_text().splitlines(keepends=True)
         if text.endswith("\n")
