@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,16 @@ class ThatChecksItself(torch.optim.SGD):
         assert all(p.grad.grad_fn is not None for p in self.param_groups[0]["params"])
 
 
+class ThatPrefersAGraph(torch.optim.SGD):
+    """Divides by the diagonal of the Hessian where gradients have a graph, and steps as SGD elsewhere."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(p.grad.requires_grad for p in self.param_groups[0]["params"]):
+            OfSecondOrder.step(self, closure)  # type: ignore[arg-type]
+        else:
+            super().step(closure)
+
+
 class OfAModel(torch.optim.SGD):
     """Takes a model."""
 
@@ -332,6 +343,37 @@ def test_a_class_that_would_step_otherwise_is_refused_before_training() -> None:
 
     assert first == second
     assert all(word in got for word, got in zip(REFUSED.values(), first, strict=True)), first
+
+
+def steps_with_a_graph() -> None:
+    """A class that uses a graph is refused when there is one, and steps first derivatives when there is none."""
+    model = fully_shard(build(0), mesh=cpu_mesh(), granularity="whole")
+    plain = build(0)
+    for create_graph, kind in (
+        (False, ThatPrefersAGraph),
+        (True, torch.optim.SGD),
+        (True, ThatPrefersAGraph),
+    ):
+        optimizer = OwnerOptimizer(kind, model.parameters(), lr=0.1)
+        reference = kind(plain.parameters(), lr=0.1)
+        for each in (model, plain):
+            each.zero_grad()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*create_graph=True.*")
+                each(torch.ones(2, 7)).square().sum().backward(create_graph=create_graph)
+        if create_graph and kind is ThatPrefersAGraph:
+            with pytest.raises(UnsupportedOpError, check=lambda error: "ThatPrefersAGraph" in error.where):
+                optimizer.step()
+        else:
+            optimizer.step()
+            reference.step()
+            for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(own.full_tensor(), wanted)
+
+
+def test_a_class_that_uses_a_graph_where_there_is_one_does_not_step_without() -> None:
+    """It would silently step otherwise than on one process."""
+    run_ranks(2, steps_with_a_graph)
 
 
 def sparse_and_two_steps() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp.dtensor.first_order import first_order
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec, shape_of_local
@@ -169,7 +170,7 @@ class OwnerOptimizer(StructuredOptimizer):
             own.update(_inner_options(outer))
         for param, plain in self._plain.items():
             plain.data = local_tensor(param).view(plain.shape)  # parameters may have moved in memory
-            plain.grad = None if param.grad is None else local_grad(param).view(plain.shape)
+            plain.grad = _grad_of(param, plain)
             self._pull(param, plain, inner)
         with torch.enable_grad():  # as in the caller's own step: some classes call autograd
             inner.step()
@@ -245,6 +246,16 @@ def _numel(value: Any) -> int:
 def _inner_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a group that the inner optimizer gets."""
     return {name: value for name, value in group.items() if name not in _OURS}
+
+
+def _grad_of(param: torch.Tensor, plain: nn.Parameter) -> torch.Tensor | None:
+    """Return the owned gradient in the shape of ``plain``; with a graph if the parameter's has one."""
+    if param.grad is None:
+        return None
+    grad = local_grad(param).view(plain.shape)
+    if not param.grad.requires_grad:
+        return grad
+    return first_order(plain, lambda: grad, f"a parameter of shape {tuple(param.shape)}")
 
 
 def _like(param: torch.Tensor, options: dict[str, Any]) -> Like:

@@ -24,11 +24,12 @@ kinds are created once: a new unsharded Parameter between forward and backward w
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -36,8 +37,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives.slice_exchange import Work
+from vescale_fsdp.dtensor.first_order import first_order
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
-from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, optimizer_text
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
@@ -143,31 +145,6 @@ class GradHook:
         take, param = self._take(), self._param()  # None once the group is freed
         if grad is not None and take is not None and param is not None:
             take(param, grad)
-
-
-class _FirstOrder(torch.autograd.Function):
-    """A sharded gradient of a backward that keeps its graph (``create_graph=True``); its own backward is refused.
-
-    Without a graph autograd's error would speak of "element 0 of tensors", and name neither parameter nor optimizer.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, sharded: RaggedDTensor, piece: torch.Tensor, spec: DTensorSpec, fqn: str
-    ) -> RaggedDTensor:
-        ctx.fqn = fqn
-        return RaggedDTensor.wrap(piece, spec, layout_ref=sharded.layout_ref)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> None:  # type: ignore[override]
-        raise UnsupportedOpError(
-            "The gradient of a sharded parameter cannot be differentiated.",
-            expected="derivatives of first order: ranks reduce gradients without a graph, as under FSDP2",
-            got="a backward through a gradient that create_graph=True has made",
-            where=f"gradient of parameter {ctx.fqn}{optimizer_text()}",
-            todo="use an optimizer of first derivatives. A product of the Hessian and a vector is also the difference "
-            "of two gradients: at p + eps * vector and at p, divided by eps",
-        )
 
 
 class ParamGroup:
@@ -631,8 +608,8 @@ class ParamGroup:
                     continue
             assert isinstance(sharded, RaggedDTensor)
             if self._keeps_graph:
-                with torch.enable_grad():
-                    sharded.grad = _FirstOrder.apply(sharded, piece, param.spec, param.slot.fqn)
+                wrap = functools.partial(RaggedDTensor.wrap, piece, param.spec, layout_ref=sharded.layout_ref)
+                sharded.grad = first_order(sharded, wrap, f"parameter {param.slot.fqn}")
             else:
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
         self._keeps_graph = False

@@ -1,8 +1,8 @@
 """Every optimizer class of some packages on a sharded model, beside one process.
 
 Each class trains a small model for three steps: on one process, then on two ranks under `fully_shard` in each of
-`WAYS`, granularities and `OwnerOptimizer`. Both ranks have the same data, so gradients have the bits of one process:
-what differs is the optimizer.
+`WAYS`, granularities and `OwnerOptimizer`; if none of them steps it, under FSDP2. Both ranks have the same data, so
+gradients have the bits of one process: what differs is the optimizer.
 
     python -m tests.stacks.optimizers.packages timm Muon        prints the verdicts of some classes
 """
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import cpu_mesh
@@ -52,6 +53,8 @@ PACKAGES = {
     "transformers": "transformers.optimization",
 }
 WAYS = ("element", "rows:8", "whole", "owner")
+FSDP2 = "FSDP2"
+STEPS_RIGHT = ("bits", "tolerance")
 STEPS = 3
 _WAIT_S = 60.0
 # Differences that rounding explains, relative to the largest change of the parameter: up to this, or twice as much as
@@ -280,7 +283,10 @@ def _verdict(case: Case, way: str, alone: Reference) -> str:
     model = build()
     granularity: Any = {"element": None, "owner": "whole"}.get(way, way)
     try:
-        fully_shard(model, mesh=cpu_mesh(), granularity=granularity)
+        if way == FSDP2:
+            fsdp2(model, mesh=cpu_mesh())
+        else:
+            fully_shard(model, mesh=cpu_mesh(), granularity=granularity)
         _train(case, model, way == "owner", alone.calls)
         values = values_of(model)
     except VescaleError as error:
@@ -313,8 +319,10 @@ def walk(package: str, only: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
             verdicts[case.name] = {"alone": alone}
             continue
         own: dict[str, str] = {}
-        for way in WAYS:
+        for way in (*WAYS, FSDP2):
             if way == "owner" and case.name in _OF_MODELS:
+                continue
+            if way == FSDP2 and any(verdict in STEPS_RIGHT for verdict in own.values()):
                 continue
             own[way] = _verdict(case, way, alone)
             # By the store: a rank that raised alone does not take part in collectives.
