@@ -45,7 +45,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``class`` (its name) and ``config`` (of config.json); for a check also ``tensors``: name -> [shape,
-            torch's name of the dtype]; for the names in memory, ``stored``: name -> shape of the tensors of files.
+            torch's name of the dtype]; for the names in memory, ``stored``: the same of the tensors of files.
 
     Returns:
         For a check, ``{"problems": [...]}``. For names in memory, see `_to_memory`. For a description:
@@ -95,7 +95,11 @@ def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     model = _on_meta(model_class, config)
     tensors = model.state_dict()
     unsaved = [name for name in model._keys_to_ignore_on_save or () if name in tensors]
-    traced = {name: _traced(name, tensor.shape) for name, tensor in tensors.items() if name not in unsaved}
+    traced = {
+        name: _traced(name, tensor.shape, torch.float32)
+        for name, tensor in tensors.items()
+        if name not in unsaved
+    }
     in_files = revert_weight_conversion(model, traced)
     ties, memory_ties = ties_of(model)
     kinds = (torch.nn.Linear, Conv1D)
@@ -147,7 +151,7 @@ def _settings(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _to_memory(
-    model_class: Any, config: Mapping[str, Any], stored: Mapping[str, Sequence[int]]
+    model_class: Any, config: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[int], str]]
 ) -> dict[str, Any]:
     """Load tensors of files into the class, and return what each of its tensors is made from.
 
@@ -156,19 +160,18 @@ def _to_memory(
         ``"computed"``: names in memory that files may lack;
         ``"problems"``: one text for each tensor that the class cannot make from the given tensors.
     """
+    import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging
 
     model = _on_meta(model_class, config)
-    numbers = {  # last parts of names -> dtype: counters (num_batches_tracked), which the class does not cast then
-        name.rpartition(".")[2]: t.dtype
-        for name, t in model.state_dict().items()
-        if not t.is_floating_point()
-    }
+    # Counters and masks keep the dtype of the files, which the class does not cast then.
+    numbers = {t.dtype for t in model.state_dict().values() if not t.is_floating_point()}
     traced = {
-        name: _traced(name, shape, numbers.get(name.rpartition(".")[2])) for name, shape in stored.items()
+        name: _traced(name, shape, own if (own := getattr(torch, dtype)) in numbers else torch.float32)
+        for name, (shape, dtype) in stored.items()
     }
     settings = LoadStateDictConfig(
         device_map={"": "meta"},
@@ -242,12 +245,10 @@ def _traced_class() -> Any:
     return _Traced
 
 
-def _traced(name: str, shape: Sequence[int], dtype: Any = None) -> Any:
+def _traced(name: str, shape: Sequence[int], dtype: Any) -> Any:
     import torch
 
-    tensor = torch.empty(tuple(shape), dtype=dtype or torch.float32, device="meta").as_subclass(
-        _traced_class()
-    )
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(_traced_class())
     tensor.expression = name
     return tensor
 

@@ -67,7 +67,9 @@ def in_memory(state: CarriedState, config: Mapping[str, Any], class_name: str, w
     views = {fqn: state.views[name] for name, fqn in state.model.names.items()}
     if has_names_of_files(config, class_name, views):
         return InMemory(state)
-    answer = memory_of_class(config, class_name, {fqn: view.info.shape for fqn, view in views.items()})
+    # A dtype that torch lacks is a weight's.
+    stored = {fqn: (v.info.shape, v.info.dtype.torch_name or "float32") for fqn, v in views.items()}
+    answer = memory_of_class(config, class_name, stored)
     if "unknown" in answer:
         return InMemory(state, unknown=str(answer["unknown"]))
     made, problems = dict(answer["in_memory"]), list(answer["problems"])

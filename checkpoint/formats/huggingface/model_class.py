@@ -28,6 +28,8 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_cache, class_child
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
+TensorKinds = Mapping[str, tuple[tuple[int, ...], str]]
+"""Name -> (shape, torch's name of the dtype) of every tensor."""
 _MOST_NAMES = 10**6  # maximum number of names of one template: a config.json can contain any number of layers
 _FIELD = re.compile(r"\{(\w+)\}")  # in a name template: replaced by 0 up to the field's value - 1
 _LONGEST_S = 600  # time limit of a child process
@@ -155,8 +157,8 @@ def size(text: str, sizes: Mapping[str, int]) -> int:
 def ask_child(
     config: Mapping[str, Any],
     class_name: str,
-    tensors: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
-    stored: ClassForm | None = None,
+    tensors: TensorKinds | None = None,
+    stored: TensorKinds | None = None,
 ) -> Mapping[str, Any]:
     """Return the answer of `class_child`, a stored one or a child process's; ``{"unknown": reason}`` if it fails.
 
@@ -164,7 +166,7 @@ def ask_child(
         config: the config.json.
         tensors: name -> (shape, torch's name of the dtype), to check whether the class loads these; None for a
             description of the class.
-        stored: name -> shape of the tensors of files, to get the names in memory.
+        stored: the same of the tensors of files, to get the names in memory.
     """
     import subprocess  # takes milliseconds, and most conversions start no child
 
@@ -255,11 +257,11 @@ def files_of_class(config: Mapping[str, Any], class_name: str) -> Mapping[str, A
     return _describe(config, class_name)
 
 
-def memory_of_class(config: Mapping[str, Any], class_name: str, stored: ClassForm) -> Mapping[str, Any]:
+def memory_of_class(config: Mapping[str, Any], class_name: str, stored: TensorKinds) -> Mapping[str, Any]:
     """Return what the tensors of a class are made from (see `class_child`), or ``{"unknown": reason}``.
 
     Args:
-        stored: name -> shape of the tensors of files.
+        stored: name -> (shape, torch's name of the dtype) of the tensors of files.
     """
     if _is_in_process():
         return class_child.answer({"class": class_name, "config": config, "stored": stored})

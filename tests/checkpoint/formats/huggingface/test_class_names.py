@@ -60,14 +60,16 @@ def test_a_missing_expert_is_refused_by_the_name_of_what_lacks_it(tmp_path: Path
 
 
 @pytest.mark.part("formats")
-def test_counters_are_made_from_those_of_the_files(tmp_path: Path) -> None:
-    """Integers (of batch norms) are loaded as they are, under the names of the class."""
-    model = _saved("CanaryForConditionalGeneration", tmp_path / "hf")
+@pytest.mark.parametrize("class_name", ["CanaryForConditionalGeneration", "BarkModel"])
+def test_counters_and_masks_are_made_from_those_of_the_files(tmp_path: Path, class_name: str) -> None:
+    """Integers of batch norms, and masks with the name of weights (``bias``), are loaded as they are."""
+    model = _saved(class_name, tmp_path / "hf")
     convert(open_source(str(tmp_path / "hf")), str(tmp_path / "out"), "dcp")
-    counters = {name: t for name, t in model.state_dict().items() if t.dtype == torch.int64}
-    state = {name: torch.full_like(value, -1) for name, value in counters.items()}
+    wanted = {name: t for name, t in model.state_dict().items() if not t.is_floating_point()}
+    state = {name: torch.ones_like(value) for name, value in wanted.items()}
     load(tmp_path / "out", state, strict=False)
-    assert counters and all(torch.equal(value, counters[name]) for name, value in state.items())
+    assert wanted and all(torch.equal(value, wanted[name]) for name, value in state.items())
+    assert not any(torch.equal(value, torch.ones_like(value)) for value in wanted.values())
 
 
 def test_rules_that_say_nothing_keep_the_names_of_the_files(tmp_path: Path) -> None:

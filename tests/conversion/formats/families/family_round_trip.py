@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,7 +31,9 @@ def saved(class_name: str, folder: Path) -> PreTrainedModel:
         for tensor in _distinct(model):  # many weights begin as zeros or ones, which would hide an exchange
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape).to(tensor.dtype))
+    dtype = model.config.dtype
     model.save_pretrained(folder)
+    model.config.dtype = dtype  # which saving makes a text, that Apertus does not take
     return model
 
 
@@ -86,10 +89,12 @@ def check_shards(class_name: str, config: Any, wanted: dict[str, torch.Tensor], 
     assert (hf.with_name("live") / WEIGHTS).read_bytes() == (hf / WEIGHTS).read_bytes(), "live: back"
 
 
-def mapping_of(model: PreTrainedModel) -> str:
+def mapping_of(model: PreTrainedModel, hf: Path) -> str:
     """What differs between the names and layouts in files and in memory."""
     said = answer({"class": type(model).__name__, "config": model.config.to_dict()})
-    stored = {name: shape for name, shape in said["forms"][1].items() if name not in said["ties"]}
+    stored = {
+        name: (t.shape, str(t.dtype).removeprefix("torch.")) for name, t in load_file(hf / WEIGHTS).items()
+    }
     taken = answer({"class": type(model).__name__, "config": model.config.to_dict(), "stored": stored})
     kinds = {"renamed"} if any(name != made for name, made in said["in_files"].items()) else set()
     for expression in (*said["in_files"].values(), *taken["in_memory"].values()):

@@ -52,7 +52,7 @@ def test_a_family_comes_into_memory_and_back_to_the_same_bytes(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers' own
             model = saved(class_name, hf)
-            mapping = mapping_of(model)
+            mapping = mapping_of(model, hf)
     except Exception as error:
         if not IS_WHOLE:
             raise
