@@ -26,6 +26,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.runtime.schedule import Schedule
 
 # Three layers are enough for a peak in the middle of a backward: one in hand, one ahead, one being reduced.
 CASES = {
@@ -98,6 +99,18 @@ def test_gradients_written_at_once_are_seen() -> None:
     with mock.patch.object(UnshardedGrads, "take", write_at_once):
         live, _ = ratios("blocks", "bf16 wide")
     assert live > 1.15
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least"), [(UnshardedGrads, "write_most", 1.05), (Schedule, "_free_last", 1.3)]
+)
+def test_a_root_frees_what_its_backward_is_done_with(kind: type, name: str, least: float) -> None:
+    """The gradient of a head, once it is in the buffer, and the full parameters, after the backward of the head."""
+    case, policy = CASES["ends in root"], POLICIES["bf16"]
+    usual = measure(case, ours=True, policy=policy)
+    with mock.patch.object(kind, name, lambda _: None):
+        kept = measure(case, ours=True, policy=policy)
+    assert kept.peak >= least * usual.peak
 
 
 @pytest.mark.part("numerics")

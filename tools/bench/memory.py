@@ -124,6 +124,11 @@ def stepped_in_backward(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW without temporaries: those of foreach are as large as all gradients of a rank, whoever shards."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
 def rows_of(name: str, dtypes: str) -> list[Row]:
     """One model under one policy."""
     case, policy = CASES[name], POLICIES[dtypes]
@@ -156,6 +161,10 @@ def rows_of(name: str, dtypes: str) -> list[Row]:
                 live,
             )
         )
+        own, rivals = (
+            measure(case, ours=ours, policy=policy, optimizer=fused).peak for ours in (True, False)
+        )
+        rows.append(Row(title, "live peak, fused AdamW", "GiB", own / GIB, rivals / GIB, "FSDP2", live))
         theirs = measure(case, ours=False, policy=ROUNDED)
         rival = "FSDP2, bf16 sums"
         rows += [

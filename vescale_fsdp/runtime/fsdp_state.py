@@ -373,7 +373,6 @@ class FSDPState:
         if self._outstanding == 0:
             self._reshard_in_backward()  # first, so that the full buffer's memory is free for the reduction
             self.schedule.leave_backward(self)
-            self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
         """Reduce gradients that no post-backward node has reduced; called for every unit when a backward has ended.
@@ -401,7 +400,7 @@ class FSDPState:
         if is_last and (has_late_grads or self._took_part or must_reduce_unused):
             self._outstanding = 0
             self._reshard_in_backward()
-            self._reduce()
+            self.reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
         self._was_reduced = False
@@ -423,7 +422,8 @@ class FSDPState:
         if self.is_root and self.reshard_after_backward and self._unreached_outputs == 0:
             self.comm.reshard([group for group in self.groups if not group.full_is_needed()])
 
-    def _reduce(self) -> None:
+    def reduce(self) -> None:
+        """Start the reduction of the gradients; without synchronization sum them in the buffer."""
         trained = [group for group in self.groups if group.trainable]
         if not trained:  # a frozen unit has nothing to reduce, and need not wait for a slot
             return
@@ -442,6 +442,11 @@ class FSDPState:
         except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise
+
+    def write_most_grads(self) -> None:
+        """Write the gradients that groups have kept into their buffers, where that frees memory."""
+        for group in self.groups:
+            group.write_most_grads()
 
     def forget_iteration(self) -> None:
         """Reset the counters, after an exception has ended a forward or a backward."""

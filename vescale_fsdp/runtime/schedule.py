@@ -283,6 +283,10 @@ class Schedule:
             self._ending = weakref.ref(ending)
             autograd_engine_callback(ending)  # called once, after the whole backward
         self._begun.add(unit)
+        if self._ended[-2:-1] == [
+            unit
+        ]:  # the root's head is done; before this unit's full buffer is allocated
+            self._free_last()
         if unit.unshard_in_backward:
             self.gather(unit)
             self.wait(unit)
@@ -291,20 +295,30 @@ class Schedule:
             self._prefetch_in_backward(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
-        """End a unit's backward, after its full parameters are freed and before its reduction: on one host, prefetch.
+        """End a unit's backward, after its full parameters are freed: reduce, and on the CPU of one host prefetch.
 
-        On the CPU of one host the next unit is gathered here, and not in `enter_backward`: its full buffer would be in
-        memory together with this unit's full buffer and gradients, and the gather would use the cores that compute.
+        Not in `enter_backward`: the next unit's full buffer would be in memory together with this unit's full buffer
+        and gradients, and the gather would use the cores that compute. Nor before the reduction, which has then ended:
+        its receive buffer would be in memory, too.
         """
+        # The backward of an embedding, which computes a gradient as large as the embedding, often follows the first.
+        is_first = bool(self._ended) and self._ended[0] is unit
+        if is_first:
+            self._free_last()
+        unit.reduce()
         if self.comm.streams is None and not self._gathers_ahead(unit):
             self._prefetch_in_backward(unit)
-        # Of the units that forwards have left, this one was the first. Units that are still gathered, such as the root,
-        # have their last work ahead. That is often the backward of an embedding, which computes a gradient as large as
-        # the embedding and does not read the weights: so their memory is freed before it.
-        if self._ended and self._ended[0] is unit:
-            for other in self._ended[1:]:
-                if not other.may_recompute:
-                    other.reshard_if_unneeded()
+        if is_first:
+            self._ended[-1].write_most_grads()
+
+    def _free_last(self) -> None:
+        """Free the full parameters of the unit whose forward ended last, the root, if the backward is done with them.
+
+        It reads those of a head first, and those of an embedding not at all.
+        """
+        last = self._ended[-1]
+        if not last.may_recompute:
+            last.reshard_if_unneeded()
 
     def _gathers_ahead(self, unit: FSDPState) -> bool:
         """Whether on the CPU the backward of a unit begins with the gather of the next."""
