@@ -30,6 +30,7 @@ from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, withou
 from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.torch_modes import NULL_CONTEXT
 from vescale_fsdp.torch_private import apply_to_tensors, local_of, storage_id
 
 
@@ -375,6 +376,28 @@ def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) ->
             _move(model, chosen, torch.device("meta"))
 
     return put_back
+
+
+def load_into(target: Any, state: Any, name: str, **options: Any) -> Any:
+    """Call an object's ``load_state_dict`` with ``options``, and return the object.
+
+    Raises:
+        CheckpointError: if ``load_state_dict`` raises an exception of any class.
+    """
+    # torch allows writes to inference tensors only in inference mode.
+    is_inference = isinstance(target, nn.Module) and any(part.is_inference() for part in target.parameters())
+    try:
+        with torch.inference_mode() if is_inference else NULL_CONTEXT:
+            target.load_state_dict(state, **options)
+    except Exception as error:  # any class: load_state_dict may be the user's code
+        raise CheckpointError(
+            "An object's load_state_dict failed with the stored state.",
+            expected=f"load_state_dict of {type(target).__qualname__} to return",
+            got=f"{type(error).__name__}: {error}",
+            where=name,
+            todo="build the object as it was at the save; leaves that were loaded before it have new values",
+        ) from error
+    return target
 
 
 def home_device(state: Mapping[str, Any]) -> torch.device:

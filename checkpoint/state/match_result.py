@@ -1,0 +1,209 @@
+"""The result of `match`: which leaves of a state and a checkpoint correspond, and the errors if they do not fit."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
+from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.errors import CheckpointError, some
+
+Finish = Callable[[], Any]
+Strict = bool | Literal["missing"]
+# Limits the time to find a renamed prefix: this many missing names are compared, each with as many unexpected names.
+_TRIED_NAMES = 64
+
+
+class TensorRead(NamedTuple):
+    """A read of the manifest's tensor ``number`` into ``tensor``, which has ``name`` in the state."""
+
+    name: str
+    number: int
+    tensor: torch.Tensor
+
+
+@dataclass
+class Match:
+    """The corresponding leaves of a state and a manifest.
+
+    Attributes:
+        reads: tensors of the state to fill, each with the number of the manifest's tensor.
+        fresh: tensors of the checkpoint that an object of the state lacks; the caller allocates and fills them.
+        per_rank: name in the manifest -> per-rank leaf of the state.
+        per_rank_values: name in the manifest -> value to load; set by the caller.
+        missing: leaves of the state that the checkpoint lacks.
+        unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module.
+        left_out: leaves of the checkpoint under keys that the state lacks, such as another object's.
+        problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
+        mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
+        containers: names of the dicts and lists that were visited, in the state or the checkpoint.
+        unused: name patterns that match no leaf of the state or the checkpoint.
+        finish: assigns plain values and loads the state of objects; called once, after all tensors are read.
+    """
+
+    reads: list[TensorRead] = field(default_factory=list)
+    fresh: list[NewTensor] = field(default_factory=list)
+    per_rank: dict[str, PerRank] = field(default_factory=dict)
+    per_rank_values: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str, str]] = field(default_factory=list)
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
+    containers: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
+    finish: Finish = field(default=lambda: None)
+
+    def fits(self, read: TensorRead, dtype: str, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of the state has the stored dtype and shape; if not, add it to ``mismatched``."""
+        stored = f"{dtype} {list(shape)}"
+        own = f"{dtype_name(read.tensor.dtype)} {list(read.tensor.shape)}"
+        if stored != own:
+            self.mismatched[read.name] = (stored, own)
+        return stored == own
+
+    def require_fit(self, where: str, strict: Strict, *, whole: bool = False) -> None:
+        """Check that the checkpoint fits the state.
+
+        Args:
+            where: the checkpoint.
+            strict: False allows leaves that are missing, unexpected or mismatched, and patterns that match no leaf;
+                ``"missing"`` allows only unexpected leaves.
+            whole: whether leaves under keys that the state lacks are unexpected, too.
+
+        Raises:
+            CheckpointError: if the checkpoint does not fit; names the leaves.
+        """
+        if self.problems:  # even if not strict: no value of one kind can replace a value of the other
+            name, stored, own = self.problems[0]
+            raise CheckpointError(
+                f"{len(self.problems)} leaves of the state are of another kind than in the checkpoint.",
+                expected=f"{stored} (as saved)",
+                got=own,
+                where=f"{name} in {where}",
+                todo="build the state as it was at the save",
+            )
+        if not strict and self.mismatched:
+            # A warning, because strict=False is usually meant for different names: another shape may be a mistake.
+            warnings.warn(
+                f"{len(self.mismatched)} tensors keep their values, because they have another shape or dtype in "
+                f"{where}: {some(self.mismatched)}",
+                stacklevel=2,
+            )
+        if not strict:
+            return
+        if self.mismatched:
+            name, (stored, own) = next(iter(self.mismatched.items()))
+            # The shapes, which follow the dtypes in the text, are equal: only the dtypes differ.
+            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
+            raise CheckpointError(
+                f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
+                expected=f"{stored} (as saved)",
+                got=own,
+                where=f"{name} in {where}",
+                todo="pass dtype='state' to cast floats to the state's dtypes"
+                if is_cast
+                else "build the state as it was at the save",
+            )
+        if self.unused:
+            raise CheckpointError(
+                "A name pattern matches no leaf.",
+                expected="patterns for names of leaves: their keys, joined by dots",
+                got=", ".join(map(repr, sorted(self.unused))),
+                where=where,
+                todo="'model.*' matches all leaves of 'model'; strict=False allows patterns that match none",
+            )
+        if self.missing or (strict != "missing" and (self._only_stored if whole else self.unexpected)):
+            raise CheckpointError(
+                "The state and the checkpoint do not have the same leaves.",
+                expected="equal names",
+                got=f"missing in the checkpoint: {some(self.missing, 5)}; "
+                f"unexpected, only in the checkpoint: {some(self._only_stored, 5)}",
+                where=where,
+                todo=self._how_to_fit(),
+            )
+
+    @property
+    def _only_stored(self) -> list[str]:
+        """Names in the checkpoint alone. If leaves are missing, they may be stored under a key that is left out."""
+        return [*self.unexpected, *self.left_out]
+
+    def _how_to_fit(self) -> str:
+        """Return what to do if the state and the checkpoint do not have the same leaves."""
+        if not self.missing:
+            return (
+                "to load a part, pass include= with patterns ('model.*' for a model alone); "
+                "or pass strict=False to load what both have"
+            )
+        if self._only_stored and self.renaming is None:
+            return (
+                "if leaves were renamed, rename them in a copy: vescale-convert to-vescale .. --rules FILE; "
+                "or pass strict=False to load what both have and keep the values of missing leaves"
+            )
+        return (
+            f"{self._how_to_rename()}pass strict=False to load what both have and keep the values of missing leaves, "
+            "or include= with patterns"
+        )
+
+    @property
+    def renaming(self) -> tuple[str, str] | None:
+        """(prefix of missing names, the checkpoint's prefix for them); None if less than half of the missing names fit.
+
+        >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
+        ('model.', 'model.m.')
+        """
+        left, best, most = set(self._only_stored), None, 0
+        # Last part -> names: two names with different prefixes have the same last part.
+        by_end: dict[str, list[str]] = {}
+        for name in self._only_stored:
+            by_end.setdefault(name.rpartition(".")[2], []).append(name)
+        tried: set[tuple[str, str]] = set()
+        for name in self.missing[:_TRIED_NAMES]:  # a part of the names, because the loops take quadratic time
+            for other in by_end.get(name.rpartition(".")[2], ())[:_TRIED_NAMES]:
+                start = _different_starts(name, other)
+                if start in tried:
+                    continue
+                tried.add(start)
+                own, stored = start
+                num = sum(m.startswith(own) and stored + m[len(own) :] in left for m in self.missing)
+                if num > most:
+                    best, most = start, num
+        return best if 2 * most >= len(self.missing) else None
+
+    def _how_to_rename(self) -> str:
+        """Return advice for a message: how to load the checkpoint under its names; empty if `renaming` is None."""
+        if self.renaming is None:
+            return ""
+        own, stored = self.renaming
+        text = f"the checkpoint has {stored!r} where the state has {own!r}: "
+        if stored[:-1] in self.containers and own == "":  # [:-1]: without the dot
+            return f"{text}pass {{{stored[:-1]!r}: state}}, or "
+        if own[:-1] in self.containers and stored == "":
+            return f"{text}pass the value of the key {own[:-1]!r} as the state, or "
+        container = self._container_of(own)
+        if container and self._container_of(stored) == container:
+            old, new = own[len(container) + 1 :], stored[len(container) + 1 :]
+            named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
+            renamed = f"{{{named}: value for name, value in model.state_dict().items()}}"
+            return f"{text}pass {{{container!r}: {renamed}}}, or "
+        return f"{text}rename it, or "
+
+    def _container_of(self, start: str) -> str:
+        """Return the innermost container whose children have this prefix; empty if there is none."""
+        return max((name for name in self.containers if start.startswith(f"{name}.")), key=len, default="")
+
+
+def _different_starts(name: str, other: str) -> tuple[str, str]:
+    """Return what is left of two names when their equal last parts are removed."""
+    parts, others = (re.split(r"(?<=[.])", text) for text in (name, other))  # each part keeps its dot
+    while parts and others and parts[-1] == others[-1]:
+        parts.pop()
+        others.pop()
+    return "".join(parts), "".join(others)

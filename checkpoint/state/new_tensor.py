@@ -1,0 +1,104 @@
+"""Allocate a tensor that the state lacks, such as optimizer state before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_fsdp.errors import CheckpointError
+
+# Kinds of state that are single numbers, even where the parameter is 0-d and its other state has the same shape.
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")
+
+# torch optimizers whose state has the parameter's shape or is a single number: other shapes are an error.
+_SHAPED_AS_PARAMETERS = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+@dataclass(eq=False)
+class NewTensor:
+    """A tensor that the state lacks, to be allocated and filled from the checkpoint.
+
+    Attributes:
+        name: name of the leaf.
+        number: number of the tensor in the manifest.
+        param: for optimizer state, the parameter; else None.
+        kind: for optimizer state, its kind, such as ``exp_avg``.
+        optimizer: for optimizer state, the optimizer.
+        value: the tensor after `make`; None before.
+    """
+
+    name: str
+    number: int
+    param: torch.Tensor | None = None
+    kind: str = ""
+    optimizer: torch.optim.Optimizer | None = None
+    value: torch.Tensor | None = None
+
+    def make(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str
+    ) -> torch.Tensor:
+        """Allocate the tensor: sharded like the parameter if it has the parameter's shape, else unsharded.
+
+        Args:
+            shape, dtype: shape and dtype in the checkpoint.
+            is_sharded: whether the tensor is sharded in the checkpoint.
+            where: the checkpoint.
+
+        Raises:
+            CheckpointError: if the sharding is unknown, or the shape does not fit the parameter.
+        """
+        param = self.param
+        if param is None:
+            if is_sharded:
+                raise CheckpointError(
+                    "An object of the state lacks a sharded tensor of the checkpoint.",
+                    expected="a tensor of that name in its state_dict(), which defines the sharding",
+                    got="no such tensor",
+                    where=f"{self.name} in {where}",
+                    todo="for an optimizer, put the optimizer itself and its module into the state",
+                )
+            self.value = torch.empty(shape, dtype=dtype, device="cpu")
+        elif tuple(param.shape) == shape and (shape or self.kind not in _PER_PARAMETER):
+            self.value = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        # Single numbers, such as step counts, are on the CPU as in torch. Those of LBFGS are created below.
+        elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):
+            self.value = torch.empty((), dtype=dtype, device="cpu")
+        elif isinstance(self.optimizer, _SHAPED_AS_PARAMETERS):
+            raise CheckpointError(
+                "Optimizer state in the checkpoint has another shape than its parameter.",
+                expected=f"{list(param.shape)}, the parameter's",
+                got=list(shape),
+                where=f"{self.name} in {where}",
+                todo="build the model as it was at the save",
+            )
+        elif not isinstance(param, DTensor):
+            self.value = torch.empty(shape, dtype=dtype, device=param.device)
+        elif is_sharded:
+            raise CheckpointError(
+                "The sharding of optimizer state is unknown: the state has another shape than its parameter.",
+                expected="state in the optimizer, which defines the sharding",
+                got=f"{list(shape)} for a parameter of {list(param.shape)}, and no state in the optimizer",
+                where=f"{self.name} in {where}",
+                todo="use an optimizer that creates its state when it is built",
+            )
+        else:
+            # Replicated DTensors, also for numbers: LBFGS computes them from the gradients of all parameters.
+            whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
+            replicated = [Replicate()] * param.device_mesh.ndim
+            # `run_check` would communicate.
+            self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)
+        return self.value
