@@ -212,8 +212,8 @@ def load(
     with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
         # All arguments are checked inside the block, so that all ranks raise.
         check_choices(verify, read)
-        patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
-        casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+        patterns = None if include is None else _as_tuple(include)
+        casts = _as_tuple(dtype)
         alike |= {"dtype": list(casts), "source": None if source is None else asdict(source)}
         storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
         meter = meter_for(progress, coordinator.rank)
@@ -222,30 +222,30 @@ def load(
         through_views = manifest is None or has_options or has_meta_modules(state)
         # Compared when the block ends: the two kinds of load issue different collectives.
         alike["the checkpoint is native, and the state in memory"] = not through_views
-        if through_views and (verify != "while" or read == "once"):
-            raise ArgumentError(
-                "This kind of load does not support these values of verify and read.",
-                expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded without "
-                "dtype=, init= and source= into a state in memory",
-                got=f"verify={verify!r}, read={read!r}",
-                where=str(path),
-                todo="remove the arguments verify and read",
-            )
-    opener = None
-    if through_views:
+        if through_views:
+            _check_choices_of_views(verify, read, path)
 
-        def opener() -> Loadable:
-            # Imported here: views need modules that most native loads do not need.
-            from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
+    def open_views() -> Loadable:
+        # Imported here: views need modules that most native loads do not need.
+        from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
 
-            # `path` may also be an open `Storage`.
-            url = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path.where
-            opened = open_for_load(url, source or SourceOptions())
-            metadata = None if manifest is None else manifest.metadata
-            return ViewedCheckpoint(opened, coordinator, casts, init, strict=strict, metadata=metadata)
+        opened = open_for_load(_url_of(path), source or SourceOptions())
+        metadata = None if manifest is None else manifest.metadata
+        return ViewedCheckpoint(opened, coordinator, casts, init, strict=strict, metadata=metadata)
 
+    opener = open_views if through_views else None
     loader = Loader(storage, coordinator, verify, None, read, meter, manifest, opener)
     return loader.load(state, strict=strict, include=patterns)
+
+
+def _as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return texts as a tuple; a single string is one text."""
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def _url_of(path: str | os.PathLike[str] | Storage) -> str:
+    """Return the path or URL of a checkpoint, which may also be an open `Storage`."""
+    return path.where if isinstance(path, Storage) else os.fspath(path)
 
 
 def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | None:
@@ -310,12 +310,7 @@ class Loader:
         checkpoint, matched = self._open(state, include)
         once = self._reads_once
         reading: Json = "once" if once else "each"
-        alike: dict[str, Json] = {
-            "strict": strict,
-            "include": include,
-            "verify": self.verify,
-            "read": reading,
-        }
+        alike = {"strict": strict, "include": include, "verify": self.verify, "read": reading}
         overwriting = Overwriting()
         with ExitStack() as on_failure, _closed_after(checkpoint.reads()) as reads:
             reads.meter = self.meter
@@ -348,29 +343,11 @@ class Loader:
                 matched.finish()
                 reads.close()  # inside the block, so that all ranks raise if it fails
             on_failure.pop_all()  # a success: modules are not moved back to the meta device
-        left_out = (*checkpoint.left_out, *matched.left_out)
+        report = _report_of(checkpoint, reads, matched)
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
-            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
-            text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
-            _log.info(text, checkpoint.where, reads.num_bytes_read, seconds, rate)
-            if left_out and strict and include is None:
-                others = dict.fromkeys(name.partition(".")[0] for name in left_out)
-                _log.warning(
-                    "%s: not loaded, since the state does not have it: %s", checkpoint.where, some(others)
-                )
-            for doubt in checkpoint.warnings:
-                _log.warning("%s: %s", checkpoint.where, doubt)
-        return LoadReport(
-            tuple(matched.missing),
-            tuple(matched.unexpected),
-            checkpoint.metadata,
-            reads.num_bytes_read,
-            reads.num_bytes_received,
-            matched.mismatched,
-            left_out,
-            checkpoint.warnings,
-        )
+            _log_report(checkpoint.where, report, seconds, is_partial=not strict or include is not None)
+        return report
 
     def _open(self, state: Any, include: tuple[str, ...] | None) -> tuple[Loadable, Match]:
         """Open the checkpoint and match it with the state; a collective.
@@ -486,6 +463,32 @@ def _closed_after(reads: Reads) -> Iterator[Reads]:
     reads.close()
 
 
+def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport:
+    """Return the report of a load that has succeeded."""
+    return LoadReport(
+        tuple(matched.missing),
+        tuple(matched.unexpected),
+        checkpoint.metadata,
+        reads.num_bytes_read,
+        reads.num_bytes_received,
+        matched.mismatched,
+        (*checkpoint.left_out, *matched.left_out),
+        checkpoint.warnings,
+    )
+
+
+def _log_report(where: str, report: LoadReport, seconds: float, *, is_partial: bool) -> None:
+    """Log the speed and the warnings of a load; what was left out only if the caller asked for the whole state."""
+    rate = report.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
+    text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
+    _log.info(text, where, report.num_bytes_read, seconds, rate)
+    if report.left_out and not is_partial:
+        others = dict.fromkeys(name.partition(".")[0] for name in report.left_out)
+        _log.warning("%s: not loaded, since the state does not have it: %s", where, some(others))
+    for doubt in report.warnings:
+        _log.warning("%s: %s", where, doubt)
+
+
 def check_choices(verify: str, read: str) -> None:
     """Check the arguments ``verify`` and ``read``.
 
@@ -498,6 +501,23 @@ def check_choices(verify: str, read: str) -> None:
     if read not in get_args(Read):
         expected = "'once', 'each' or 'auto'"
         raise ArgumentError("read has an unknown value.", expected=expected, got=repr(read))
+
+
+def _check_choices_of_views(verify: str, read: str, path: object) -> None:
+    """Check that a load through views supports the values of ``verify`` and ``read``.
+
+    Raises:
+        ValueError: for a value that only native loads support.
+    """
+    if verify != "while" or read == "once":
+        raise ArgumentError(
+            "This kind of load does not support these values of verify and read.",
+            expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded without "
+            "dtype=, init= and source= into a state in memory",
+            got=f"verify={verify!r}, read={read!r}",
+            where=str(path),
+            todo="remove the arguments verify and read",
+        )
 
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
