@@ -185,7 +185,7 @@ def convert(
 
 
 def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> CopyLimits:
-    """Return the limits for memory and threads; memory for decoding a whole chunk is part of the budget."""
+    """Return the limits for memory and threads; memory for decoded chunks and for encoded blocks is in the budget."""
     limits = options.limits
     if options.merge is not None:
         limits = replace(limits, threads=1)  # each thread of a merge would hold a whole matrix
@@ -193,7 +193,7 @@ def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> 
         names = (name for view in state.views.values() for _, name in view.sources())
         nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
         limits = limits.decoding(name, nbytes)
-    return limits
+    return limits.caching() if options.quantize else limits
 
 
 def _overflows(state: CarriedState) -> list[str]:
@@ -429,7 +429,8 @@ def _newly_quantized(
         return state
     from vescale_fsdp.conversion.quantization.quantize import newly_quantized
 
-    state, settings = newly_quantized(state, options.quantize, assets.settings or _config(assets, source))
+    config, limits = assets.settings or _config(assets, source), _limits_of(options, source, state)
+    state, settings = newly_quantized(state, options.quantize, config, limits.cached_bytes)
     assets.set_quantization(settings)
     return state
 

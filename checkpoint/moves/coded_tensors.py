@@ -8,14 +8,17 @@
     gguf       blocks of bytes        BlocksView(bytes), decoded by the functions of the package gguf
 
 A requested box is processed in tiles of at most 2^18 values, which keeps memory use at a few MiB. Codes are computed
-from complete blocks: if a box begins inside a block, the whole block is read.
+from complete blocks: if a box begins inside a block, the whole block is read. Pieces of a small matrix for many ranks
+are a few rows each, so `BlockCache` keeps the codes of a block until all its pieces have been read.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -419,6 +422,57 @@ class ScaledView(_ComputedView):
         return f"{self.values.identity()} times {by}"
 
 
+@dataclass
+class _KeptBlock:
+    """The codes of a block, and how many of its items have not been read yet."""
+
+    codes: np.ndarray
+    num_left: int
+
+
+class BlockCache:
+    """Codes of blocks that were read in part, for the other parts; shared by all views and threads of a conversion.
+
+    A block is dropped when all its items have been read, since the pieces of a conversion do not overlap.
+
+    Args:
+        max_bytes: limit for the total size of the codes. Blocks beyond it are encoded again for each piece.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._lock = threading.Lock()  # protects `_nbytes` and `_blocks`
+        # By view, and the block's box in the result.
+        self._blocks: dict[tuple[EncodedView, Box], _KeptBlock] = {}
+        # Threads that need the same blocks at the same time wait for the first. Others seldom share a lock.
+        self._encoding = tuple(threading.Lock() for _ in range(64))
+
+    def encoding(self, view: EncodedView, start: Sequence[int]) -> threading.Lock:
+        """Return the lock to hold while blocks of the row that begins at ``start`` are encoded."""
+        return self._encoding[hash((view, *start[:-1])) % len(self._encoding)]
+
+    def get(self, view: EncodedView, block: Box) -> np.ndarray | None:
+        """Return the codes of a block; None if they are not kept."""
+        with self._lock:
+            kept = self._blocks.get((view, block))
+            return None if kept is None else kept.codes
+
+    def took(self, view: EncodedView, block: Box, codes: np.ndarray, numel: int) -> None:
+        """Record that ``numel`` items of a block were read: keep its codes until all were, if there is room."""
+        key = (view, block)
+        with self._lock:
+            kept = self._blocks.get(key)
+            if kept is None:
+                if self._nbytes + codes.nbytes > self._max_bytes:
+                    return
+                self._nbytes += codes.nbytes
+                kept = self._blocks[key] = _KeptBlock(codes.copy(), block.numel)  # not a view of a whole tile
+            kept.num_left -= numel
+            if kept.num_left <= 0:
+                self._nbytes -= self._blocks.pop(key).codes.nbytes
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedView(_ComputedView):
     """The codes or the scales of a quantized tensor, whose last two dims must be divisible by the block size.
@@ -428,12 +482,14 @@ class EncodedView(_ComputedView):
         encoding: the quantization scheme.
         name: name of the result.
         wants_scales: whether this view is the scales or the codes.
+        cache: keeps blocks that are read in part; None to encode them again.
     """
 
     values: TensorView
     encoding: Fp8Encoding | Mxfp4Encoding
     name: str
     wants_scales: bool = False
+    cache: BlockCache | None = None
 
     @property
     def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
@@ -464,12 +520,56 @@ class EncodedView(_ComputedView):
         return _times(_blocks_of(_times(box, self._cell), self._block), self._block)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
+        for rows in self._by_block_rows(box):
+            whole = self._whole_blocks(rows)
+            is_cut = rows.sizes[-2] * self._cell[-2] < whole.sizes[-2]
+            part = out[rows.slices(box.offsets)]
+            for tile in _tiles(whole, self._block):
+                # Blocks are encoded as a whole, and then clipped to the box.
+                wanted = _blocks_of(tile, self._cell).intersect(rows)
+                if wanted is None:
+                    continue
+                if is_cut and self.cache is not None:
+                    self._read_cached(self.cache, tile, wanted, part[wanted.slices(rows.offsets)])
+                else:
+                    self._copy_encoded(tile, wanted, part[wanted.slices(rows.offsets)])
 
-        for tile in _tiles(self._whole_blocks(box), self._block):
-            # Blocks are encoded as a whole, and then clipped to the box.
-            encoded, result_box = self._encoded(_floats(self.values, tile)), _blocks_of(tile, self._cell)
-            if (wanted := result_box.intersect(box)) is not None:
-                out[wanted.slices(box.offsets)] = encoded[wanted.slices(result_box.offsets)].view(out.dtype)
+    def _by_block_rows(self, box: Box) -> Iterator[Box]:
+        """Split a box of the result into the rows of its first block row, those of its last, and those between."""
+        dim = len(box.sizes) - 2
+        each = self._block[-2] // self._cell[-2]  # rows of the result per block
+        start, stop = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+        first, last = min(-(-start // each) * each, stop), stop // each * each
+        for low, high in ((start, first), (first, last), (max(first, last), stop)):
+            if low < high:
+                yield box.with_range(dim, low, high - low)
+
+    def _copy_encoded(self, tile: Box, wanted: Box, out: np.ndarray) -> None:
+        """Encode a tile of values, and copy the wanted box of the result."""
+        encoded = self._encoded(_floats(self.values, tile))
+        out[...] = encoded[wanted.slices(_blocks_of(tile, self._cell).offsets)].view(out.dtype)
+
+    def _read_cached(self, cache: BlockCache, tile: Box, wanted: Box, out: np.ndarray) -> None:
+        """Copy the wanted box of the result from the cache; encode the blocks of the tile that are not there."""
+        with cache.encoding(self, tile.offsets):
+            codes = {block: cache.get(self, _blocks_of(block, self._cell)) for block in self._blocks_in(tile)}
+            missing = [block for block, kept in codes.items() if kept is None]
+            if missing:
+                run = _hull(missing)  # one read, since blocks side by side share the rows of the source
+                encoded, result = self._encoded(_floats(self.values, run)), _blocks_of(run, self._cell)
+                for block in missing:
+                    codes[block] = encoded[_blocks_of(block, self._cell).slices(result.offsets)]
+            for block, kept in codes.items():
+                result = _blocks_of(block, self._cell)
+                if kept is not None and (part := result.intersect(wanted)) is not None:
+                    out[part.slices(wanted.offsets)] = kept[part.slices(result.offsets)].view(out.dtype)
+                    cache.took(self, result, kept, part.numel)
+
+    def _blocks_in(self, tile: Box) -> Iterator[Box]:
+        """Return the blocks of a tile."""
+        numbers = _blocks_of(tile, self._block)
+        for index in product(*(range(o, o + n) for o, n in zip(numbers.offsets, numbers.sizes, strict=True))):
+            yield _times(Box(index, (1,) * len(index)), self._block)
 
     def _encoded(self, values: np.ndarray) -> np.ndarray:
         """Return the codes or the scales of an array of complete blocks; may write into the array."""
@@ -526,6 +626,14 @@ def _blocks_of(box: Box, block: tuple[int, ...]) -> Box:
     """Return the box of block numbers that a box of items overlaps."""
     first = tuple(o // b for o, b in zip(box.offsets, block, strict=True))
     stop = tuple(-(-(o + n) // b) for o, n, b in zip(box.offsets, box.sizes, block, strict=True))
+    return Box(first, tuple(b - a for a, b in zip(first, stop, strict=True)))
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box that contains all boxes."""
+    first = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
+    stops = ([o + n for o, n in zip(box.offsets, box.sizes, strict=True)] for box in boxes)
+    stop = tuple(map(max, zip(*stops, strict=True)))
     return Box(first, tuple(b - a for a, b in zip(first, stop, strict=True)))
 
 

@@ -57,6 +57,7 @@ def no_progress(nbytes: int) -> None:
 _MAX_THREADS = 1024  # more threads would only wait for each other
 _MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: reads with larger buffers are not faster
 _MIN_BUFFER_BYTES = 2**20  # 1 MiB
+_MAX_CACHED_BYTES = 64 * 2**20  # 64 MiB: blocks of 4,096 matrices of 128 x 128
 # The buffer, and up to three scratch buffers of its size for a view that computes items (read, work, result).
 _BUFFERS_PER_THREAD = 4
 
@@ -69,6 +70,7 @@ class CopyLimits:
         memory_budget_bytes: total size of all working buffers.
         threads: number of threads that read and write at the same time.
         decoded_bytes: additional memory per thread, for sources whose chunks must be decoded as a whole.
+        cached_bytes: additional memory that all threads share, for encoded blocks.
 
     Examples:
         >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
@@ -78,10 +80,11 @@ class CopyLimits:
     memory_budget_bytes: int = 512 * 2**20
     threads: int = 4
     decoded_bytes: int = 0
+    cached_bytes: int = 0
 
     def __post_init__(self) -> None:
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
-        if self.memory_budget_bytes < least or self.threads < 1:
+        if self.memory_budget_bytes - self.cached_bytes < least or self.threads < 1:
             raise ConversionError(
                 "The memory budget is too small.",
                 expected=f"at least {least} bytes and one thread",
@@ -93,7 +96,13 @@ class CopyLimits:
     def usable_threads(self) -> int:
         """Number of threads: as requested, or fewer if the budget is too small for their buffers."""
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
-        return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // least)
+        return min(self.threads, _MAX_THREADS, (self.memory_budget_bytes - self.cached_bytes) // least)
+
+    def caching(self) -> CopyLimits:
+        """Return limits with memory for encoded blocks; none if the threads need the whole budget."""
+        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
+        left = self.memory_budget_bytes - least * self.usable_threads
+        return replace(self, cached_bytes=min(_MAX_CACHED_BYTES, self.memory_budget_bytes // 8, left))
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
         """Return limits for a source with compressed chunks.
@@ -119,7 +128,7 @@ class CopyLimits:
     @property
     def buffer_bytes(self) -> int:
         """Size of one thread's buffer, a multiple of every dtype's item size."""
-        share = self.memory_budget_bytes // self.usable_threads - self.decoded_bytes
+        share = (self.memory_budget_bytes - self.cached_bytes) // self.usable_threads - self.decoded_bytes
         return min(_MAX_BUFFER_BYTES, share // _BUFFERS_PER_THREAD) // 16 * 16
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.casting import require_one_rule_each
-from vescale_fsdp.checkpoint.moves.coded_tensors import EncodedView
+from vescale_fsdp.checkpoint.moves.coded_tensors import BlockCache, EncodedView
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.model import as_float
@@ -105,9 +105,14 @@ class QuantizeRules:
 
 
 def newly_quantized(
-    state: CarriedState, texts: Sequence[str], config: Mapping[str, Any]
+    state: CarriedState, texts: Sequence[str], config: Mapping[str, Any], cache_bytes: int
 ) -> tuple[CarriedState, dict[str, Any]]:
     """Quantize the model's weights; returns the new state, and the ``quantization_config`` for config.json.
+
+    Args:
+        texts: the rules, see `QuantizeRules`.
+        config: the model's config.json.
+        cache_bytes: memory for codes of blocks that several pieces of the result share, see `BlockCache`.
 
     Raises:
         ConversionError: if the model is already quantized, a pattern matches no tensor, or no weight can be quantized.
@@ -129,8 +134,9 @@ def newly_quantized(
     if not chosen:
         raise _bad(_WANTED[rules.scheme], f"none among {some(infos)}", "name them: --quantize PATTERN=SCHEME")
     replacements: dict[str, tuple[TensorView, str]] = {}
+    cache = BlockCache(cache_bytes)
     for name in chosen:
-        for view in _codes_and_scales(name, state.views[name], rules.scheme):
+        for view in _codes_and_scales(name, state.views[name], rules.scheme, cache):
             replacements[view.info.name] = (view, name)
     # For `modules_to_not_convert`: loaders would otherwise expect codes for these weights.
     kept = sorted(
@@ -150,7 +156,9 @@ def newly_quantized(
     return state.with_replaced(replacements, chosen.keys()), {**settings, "modules_to_not_convert": kept}
 
 
-def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorView, TensorView]:
+def _codes_and_scales(
+    name: str, view: TensorView, scheme: str, cache: BlockCache
+) -> tuple[TensorView, TensorView]:
     """Return the codes and the scales of a weight, under the names that loaders expect."""
     from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
 
@@ -158,7 +166,7 @@ def _codes_and_scales(name: str, view: TensorView, scheme: str) -> tuple[TensorV
     if scheme != "mxfp4":
         fp8 = Fp8Encoding()
         scales = EncodedView(values, fp8, f"{name}_scale_inv", wants_scales=True)
-        return EncodedView(values, fp8, name), scales
+        return EncodedView(values, fp8, name, cache=cache), scales
     experts, k, n = view.info.shape
     # gpt-oss stores the blocks of the transposed weight: a block of 32 values lies along k.
     values, mxfp4 = MappedView(Permute((0, 2, 1)), (values,)), Mxfp4Encoding()
