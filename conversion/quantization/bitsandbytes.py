@@ -51,7 +51,11 @@ def int8_rows(model: QuantizedModel, name: str) -> Floats | None:
 
 
 def four_bits(model: QuantizedModel, name: str) -> Floats | None:
-    """Dequantize NF4 or FP4: flat bytes of two values each, the upper half first."""
+    """Dequantize NF4 or FP4: flat bytes of two values each, the upper half first.
+
+    Raises:
+        CorruptCheckpointError: if the quantization state next to the codes is missing, or cannot be read.
+    """
     view = model.views[name]
     parts = {part: found for part in _PARTS if (found := model.first_of(f"{name}.{part}")) is not None}
     states = [part for part in _STATES if part in parts]

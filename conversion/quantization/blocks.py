@@ -32,6 +32,7 @@ from vescale_fsdp.conversion.quantization.model import (
     table_of,
 )
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.views.index_maps import Permute
 
 _BLOCK = (128, 128)  # the default of transformers' FineGrainedFP8Config, if config.json names no size
@@ -71,8 +72,13 @@ def zeros_in_grid(codes: TensorView, zeros: TensorView, grid: tuple[int, ...]) -
     return reshaped(zeros, grid)
 
 
-def grouped(values: TensorView, scales: TensorView, size: int) -> TensorView:
-    """Check that there is a scale for each ``size`` values of a row.
+def scaled_in_rows(values: TensorView, scales: TensorView, size: int, dtype: DType) -> TensorView:
+    """Return ``value * scale``, with a scale for each ``size`` values of a row.
+
+    Args:
+        values: float32 [.., cols].
+        scales: float32 [.., cols / size].
+        dtype: dtype of the result.
 
     Raises:
         CorruptCheckpointError: if there are more or fewer scales.
@@ -80,7 +86,7 @@ def grouped(values: TensorView, scales: TensorView, size: int) -> TensorView:
     *lead, cols = values.info.shape
     if cols % size or scales.info.shape != (*lead, cols // size):
         raise mismatch(values, scales, f"scales of shape {(*lead, cols // size)}, one for each {size} values")
-    return scales
+    return ScaledView(values, scales, (*(1,) * len(lead), size), dtype)
 
 
 def times_whole(scales: TensorView, second: TensorView, *, divides: bool = False) -> TensorView:

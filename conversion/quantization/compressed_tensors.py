@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView, IndexedView, ScaledView, UnpackedView
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
-from vescale_fsdp.conversion.quantization.blocks import grouped, times_whole, zeros_in_grid
+from vescale_fsdp.conversion.quantization.blocks import scaled_in_rows, times_whole, zeros_in_grid
 from vescale_fsdp.conversion.quantization.model import (
     BF16,
     Floats,
@@ -78,10 +78,10 @@ def _floats(model: QuantizedModel, base: str, codes: TensorView, scales: TensorV
         values: TensorView = DecodedView(unpacked, code_table("e2m3"), "e2m3")
     else:
         values = decoded(codes, "e2m1")
-    by_group = grouped(values, as_float(scales), size)
+    by_group = as_float(scales)
     if whole is not None:
         by_group = times_whole(by_group, whole, divides=True)
-    view = ScaledView(values, by_group, (*(1,) * (len(values.info.shape) - 1), size), BF16)
+    view = scaled_in_rows(values, by_group, size, BF16)
     return model.floats(base, view, codes, scales, whole)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vescale_fsdp.checkpoint.moves.coded_tensors import ScaledView
-from vescale_fsdp.conversion.quantization.blocks import MX_BLOCK, grouped, times_whole
+from vescale_fsdp.conversion.quantization.blocks import MX_BLOCK, scaled_in_rows, times_whole
 from vescale_fsdp.conversion.quantization.model import Floats, QuantizedModel, as_float, decoded, refusal
 from vescale_fsdp.errors import some
 
@@ -50,6 +49,5 @@ def two_per_byte(model: QuantizedModel, name: str) -> Floats | None:
     rows = as_float(scales)
     if second is not None:
         rows = times_whole(rows, second)
-    block = (*(1,) * (len(values.info.shape) - 1), size)
-    view = ScaledView(values, grouped(values, rows, size), block, model.dtype)
+    view = scaled_in_rows(values, rows, size, model.dtype)
     return model.floats(name, view, codes, scales, second)

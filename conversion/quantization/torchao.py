@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.moves.coded_tensors import ScaledView
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
-from vescale_fsdp.conversion.quantization.blocks import grouped, times_whole
+from vescale_fsdp.conversion.quantization.blocks import scaled_in_rows, times_whole
 from vescale_fsdp.conversion.quantization.model import (
     Floats,
     QuantizedModel,
@@ -137,8 +137,7 @@ def _by_row_group(each: _Described, scales: TensorView) -> TensorView:
     size = int(each.facts["block_size"])
     *lead, cols = values.info.shape
     scales = reshaped(scales, (*lead, cols // size))
-    block = (*(1,) * len(lead), size)
-    return ScaledView(values, grouped(values, scales, size), block, each.dtype("orig_dtype"))
+    return scaled_in_rows(values, scales, size, each.dtype("orig_dtype"))
 
 
 def _mx(each: _Described) -> TensorView:
