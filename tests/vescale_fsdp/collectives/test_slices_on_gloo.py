@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -11,52 +9,34 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from tests.vescale_fsdp.collectives.slices import (
+    GATHERED,
+    MEAN,
+    PAIRS,
+    SUM,
+    allocations,
+    same_bits,
+    started_gathers,
+    to_gather,
+    to_sum,
+)
 from vescale_fsdp.collectives import slice_exchange
-from vescale_fsdp.collectives.operations import all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.operations import reduce_scatter_into
 from vescale_fsdp.collectives.slice_exchange import wait_for
 
-SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 ROOM_BYTES = 3 << 10  # of which three ranks make pieces of 384 elements of fp32
-
-# What travels, and what it is summed in.
-PAIRS = [
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.float32, torch.float64),
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.int64, torch.int64),
-    (torch.complex64, torch.complex64),
-]
-
-
-@contextmanager
-def allocations() -> Iterator[list[int]]:
-    """Bytes of the tensors that are made like another."""
-    made: list[int] = []
-    new_empty = torch.Tensor.new_empty
-
-    def making(like: torch.Tensor, *sizes: int) -> torch.Tensor:
-        room = new_empty(like, *sizes)
-        made.append(room.numel() * room.element_size())
-        return room
-
-    with mock.patch.object(torch.Tensor, "new_empty", making):
-        yield made
 
 
 def sums(numel: int) -> list[int]:
     """Sums and means of every pair of dtypes; the bytes of room for each."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     rooms = []
     for narrow, wide in PAIRS:
-        fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).to(narrow) for r in range(world)]
-        total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+        full, total = to_sum(numel, narrow, wide)
         for op in [SUM] if wide is torch.int64 else [SUM, MEAN]:
-            shard, full = torch.full((numel,), 7, dtype=wide), fulls[rank].clone()
+            shard = torch.full((numel,), 7, dtype=wide)
             with allocations() as made, mock.patch.object(slice_exchange, "_ROOM_BYTES", ROOM_BYTES):
-                wait_for(reduce_scatter_into(shard, full, op, dist.group.WORLD))
-            torch.testing.assert_close(shard, total if op == SUM else total / world)
+                wait_for(reduce_scatter_into(shard, full.clone(), op, dist.group.WORLD))
+            torch.testing.assert_close(shard, total if op == SUM else total / dist.get_world_size())
             rooms.append(sum(made))
             assert sum(made) <= 2 * numel * narrow.itemsize, "no more than what comes"
     return rooms
@@ -84,29 +64,17 @@ def test_sums_have_one_order(narrow: torch.dtype) -> None:
     assert run_ranks(3, order_of_sums, narrow) == [[1.0]] * 3
 
 
-GATHERED = [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64]
-
-
 def gathers(numel: int) -> None:
     """Of shards that lie in the buffer and of others; two under way at once."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     for dtype in GATHERED:
-        values = torch.arange(world * numel) % 61
-        expected = [values.to(dtype), values.flip(0).to(dtype)]
-        fulls = [torch.zeros_like(found) for found in expected]
-        mine = slice(rank * numel, (rank + 1) * numel)
+        expected = to_gather(numel, dtype)
         for within in (True, False):
-            works = []
-            for full, found in zip(fulls, expected, strict=True):
-                shard = full[mine] if within else found[mine].clone()
-                shard.copy_(found[mine])
-                with allocations() as made:
-                    works.append(all_gather_into(full, shard, dist.group.WORLD))
-                assert not made
+            fulls = [torch.zeros_like(values) for values in expected]
+            with allocations() as made:
+                works = started_gathers(fulls, expected, numel, within=within)
+            assert not made
             wait_for(*works)
-            for full, found in zip(fulls, expected, strict=True):
-                assert torch.equal(full.view(torch.uint8), found.view(torch.uint8)), (dtype, within)
-                full.zero_()
+            assert same_bits(fulls, expected), (dtype, within)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000])

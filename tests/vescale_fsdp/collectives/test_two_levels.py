@@ -17,10 +17,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
-from tests.vescale_fsdp.collectives.test_slices_on_gloo import GATHERED, PAIRS, allocations
+from tests.vescale_fsdp.collectives.slices import (
+    GATHERED,
+    MEAN,
+    PAIRS,
+    SUM,
+    allocations,
+    same_bits,
+    started_gathers,
+    to_gather,
+    to_sum,
+)
 from vescale_fsdp import fully_shard
 from vescale_fsdp.collectives import slice_exchange
-from vescale_fsdp.collectives.operations import all_gather_into, reduce_scatter_into
+from vescale_fsdp.collectives.operations import reduce_scatter_into
 from vescale_fsdp.collectives.process_groups import Nodes, set_nodes, two_levels
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.runtime.comm.gradients import ReducedShard
@@ -28,7 +38,6 @@ from vescale_fsdp.runtime.comm_context import CommContext, _Reduction
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import GroupState
 
-SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 PER_NODE = 2
 ROOM_BYTES = 8 << 10  # 8 KiB
 
@@ -50,24 +59,16 @@ def bytes_across() -> Iterator[Counter[str]]:
 
 def gathers(numel: int) -> list[Counter[str]]:
     """Two gathers under way at once, whose ends some ranks await in the other order; bytes sent, by dtype."""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    set_nodes(group, PER_NODE)
+    set_nodes(dist.group.WORLD, PER_NODE)
     counts = []
     for dtype in GATHERED:
-        values = torch.arange(world * numel) % 61
-        expected = [values.to(dtype), values.flip(0).to(dtype)]
-        mine = slice(rank * numel, (rank + 1) * numel)
+        expected = to_gather(numel, dtype)
         for within in (True, False):
-            fulls = [torch.zeros_like(each) for each in expected]
-            works = []
+            fulls = [torch.zeros_like(values) for values in expected]
             with bytes_across() as sent:
-                for full, each in zip(fulls, expected, strict=True):
-                    shard = full[mine] if within else each[mine].clone()
-                    shard.copy_(each[mine])
-                    works.append(all_gather_into(full, shard, group))
-                wait_for(*(works if rank else reversed(works)))
-            for full, each in zip(fulls, expected, strict=True):
-                assert torch.equal(full.view(torch.uint8), each.view(torch.uint8)), (dtype, within)
+                works = started_gathers(fulls, expected, numel, within=within)
+                wait_for(*(works if dist.get_rank() else reversed(works)))
+            assert same_bits(fulls, expected), (dtype, within)
         counts.append(sent)
     return counts
 
@@ -106,21 +107,19 @@ def test_gathered_slices_cross_to_a_node_once(world: int, numel: int, in_rounds:
 
 def sums(numel: int) -> list[tuple[int, Counter[str]]]:
     """Sums and means of every pair of dtypes; bytes of room and bytes sent for each."""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    set_nodes(group, PER_NODE)
+    set_nodes(dist.group.WORLD, PER_NODE)
     found = []
     for narrow, wide in PAIRS:
-        fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).to(narrow) for r in range(world)]
-        total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+        full, total = to_sum(numel, narrow, wide)
         for op in [SUM] if wide is torch.int64 else [SUM, MEAN]:
-            shard, full = torch.full((numel,), 7, dtype=wide), fulls[rank].clone()
+            shard = torch.full((numel,), 7, dtype=wide)
             with (
                 allocations() as made,
                 bytes_across() as sent,
                 mock.patch.object(slice_exchange, "_ROOM_BYTES", ROOM_BYTES),
             ):
-                wait_for(reduce_scatter_into(shard, full, op, group))
-            torch.testing.assert_close(shard, total if op == SUM else total / world)
+                wait_for(reduce_scatter_into(shard, full.clone(), op, dist.group.WORLD))
+            torch.testing.assert_close(shard, total if op == SUM else total / dist.get_world_size())
         found.append((sum(made), sent))
     return found
 
@@ -165,14 +164,12 @@ def test_the_order_of_sums_is_that_of_ranks_within_nodes() -> None:
 
 def native_sums(numel: int) -> None:
     """The reduction of NCCL, on a backend of threads: two nodes of three ranks."""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    set_nodes(group, 3)
-    fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).bfloat16() for r in range(world)]
-    total = torch.stack([full.float() for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+    set_nodes(dist.group.WORLD, 3)
+    full, total = to_sum(numel, torch.bfloat16, torch.float32)
     shard = torch.full((numel,), 7.0)
     for op in (SUM, MEAN):
-        wait_for(reduce_scatter_into(shard, fulls[rank].clone(), op, group))
-        torch.testing.assert_close(shard, total if op == SUM else total / world)
+        wait_for(reduce_scatter_into(shard, full.clone(), op, dist.group.WORLD))
+        torch.testing.assert_close(shard, total if op == SUM else total / dist.get_world_size())
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's group of threads cannot be destroyed")
