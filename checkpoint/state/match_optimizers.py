@@ -89,35 +89,14 @@ class OptimizerMatcher:
         # Nothing is loaded into the optimizer, so its load_state_dict is not called.
         if not any((more, of_no_parameter, *options)) and not any(p.is_changed for p in state.values()):
             return lambda: named.optimizer
-        own_groups = named.raw["param_groups"]
-
-        def whole(value: Callable[[Finish], Any]) -> dict[str, Any]:
-            return {
-                **named.raw,
-                **{key: value(finish) for key, finish in more.items()},
-                "state": {
-                    **named.other_state,
-                    **{key: value(finish) for key, finish in of_no_parameter.items()},
-                    **{
-                        named.numbers[fqn]: {kind: value(finish) for kind, finish in parts.kinds.items()}
-                        for fqn, parts in state.items()
-                        if parts.kinds
-                    },
-                },
-                "param_groups": [
-                    {**own, **{option: value(finish) for option, finish in loaded.items()}}
-                    for own, loaded in zip(own_groups, options, strict=True)
-                ],
-            }
-
+        matched = _MatchedOptimizer(state, options, more, of_no_parameter)
         if isinstance(named.optimizer, ChecksStateDict):
             # Here, not in `finish`, so that errors are raised before anything is overwritten.
-            named.optimizer.check_state_dict(whole(lambda finish: finish()))
+            named.optimizer.check_state_dict(matched.state_dict(named))
 
         def finish() -> Any:
-            loaded = whole(lambda finish: finish())
-            load_into(named.optimizer, loaded, name)
-            for own, group in zip(own_groups, named.optimizer.param_groups, strict=True):
+            load_into(named.optimizer, matched.state_dict(named), name)
+            for own, group in zip(named.raw["param_groups"], named.optimizer.param_groups, strict=True):
                 for option, value in own.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
                         # In place, because a scheduler may have a reference to the option's tensor.
@@ -241,6 +220,45 @@ class _ParameterState(NamedTuple):
 
     kinds: dict[Any, Finish]
     is_changed: bool
+
+
+class _MatchedOptimizer(NamedTuple):
+    """The new parts of an optimizer's state.
+
+    Attributes:
+        state: parameter name -> its state.
+        options: options of each param group.
+        more: entries next to ``state`` and ``param_groups``.
+        other_state: entries of ``state`` that belong to no parameter.
+    """
+
+    state: dict[str, _ParameterState]
+    options: list[dict[str, Finish]]
+    more: dict[Any, Finish]
+    other_state: dict[Any, Finish]
+
+    def state_dict(self, named: NamedOptimizer) -> dict[str, Any]:
+        """Return the whole state dict to load. Tensors that have not been allocated yet are None."""
+        groups = zip(named.raw["param_groups"], self.options, strict=True)
+        return {
+            **named.raw,
+            **_finished(self.more),
+            "state": {
+                **named.other_state,
+                **_finished(self.other_state),
+                **{
+                    named.numbers[fqn]: _finished(each.kinds)
+                    for fqn, each in self.state.items()
+                    if each.kinds
+                },
+            },
+            "param_groups": [{**own, **_finished(loaded)} for own, loaded in groups],
+        }
+
+
+def _finished(finishers: Mapping[Any, Finish]) -> dict[Any, Any]:
+    """Return the loaded value of each key."""
+    return {key: finish() for key, finish in finishers.items()}
 
 
 def _identity(value: Any) -> Any:
