@@ -326,7 +326,7 @@ class CheckpointManager:
                     "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
                 )
             metric = None if metric is None else float(metric)  # a tensor of one item becomes a float
-        except Exception:
+        except Exception:  # any class: a metric's `__float__` is the user's code
             self._schedule.refuse()  # otherwise ranks with a valid step would wait for this rank
             raise
         # A step for memory or export has further collectives, so its call has to wait for all ranks anyway.
@@ -395,7 +395,7 @@ class CheckpointManager:
         also = f"step {step} is saved in memory, from where restore takes it" if is_in_ram else None
         try:
             self._save_to(targets, decision, state, metadata, save_id, also)
-        except Exception as error:
+        except Exception as error:  # any class: `is_of_storage` reads its mark
             # If only the disk failed, the state itself is good and can still be saved to memory.
             if save_to_ram is not None and is_of_storage(error) and save_to_ram():
                 error.add_note(f"step {step} is saved in memory, from where restore takes it")
@@ -522,7 +522,7 @@ class CheckpointManager:
         error: Exception | None = None
         try:
             self._wait_for_disk_together()
-        except Exception as caught:
+        except Exception as caught:  # any class: raised after the final save
             if not decision.is_final:
                 raise
             error = caught

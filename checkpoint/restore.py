@@ -387,7 +387,7 @@ def restore_newest(
             except CorruptCheckpointError as error:
                 if not search.repair(candidate, error):  # else the loop tries the step again
                     search.skip_damaged(step, error)
-            except Exception as error:
+            except Exception as error:  # any class: the note says what was not tried
                 error.add_note(
                     f"{step} was not restored. Older steps were not tried, because this step is not damaged: to "
                     "restore an older one, pass step="
@@ -399,7 +399,7 @@ def restore_newest(
         search.check_none()
     except PartialLoadError:  # already names the overwritten tensors
         raise
-    except Exception as error:
+    except Exception as error:  # any class: an earlier try may have overwritten tensors
         if not overwritten:
             raise
         raise partial_load(error, overwritten) from error

@@ -296,7 +296,7 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         with _coalescing_manager(group):
             yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         # torch keeps its list after an exception, and would add later collectives to it instead of running them.
         _world.pg_coalesce_state.pop(group, None)
         raise

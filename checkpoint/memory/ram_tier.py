@@ -190,7 +190,7 @@ class RamTier:
         self._finish_copies(coordinator)  # otherwise memory would have more than `keep_last + 1` steps
         try:
             self._write(coordinator, step, state, metadata, save_id, check_replicas)
-        except Exception as error:
+        except Exception as error:  # any class: `is_of_storage` reads its mark
             if not is_of_storage(error):
                 raise
             # Such as a full memory, which must not stop the training.
@@ -364,7 +364,7 @@ class RamTier:
             ]
             move_files(coordinator, storage, moves, doing)
             self._copied_step = step
-        except Exception as error:
+        except Exception as error:  # any class: `is_of_storage` reads its mark
             # An error of storage, such as a full memory: older steps are removed as usual. After any other error, ranks
             # may be unreachable for the collective in `_retire`.
             if is_of_storage(error):

@@ -332,8 +332,8 @@ class Copier:
                 self.progress(nbytes)
                 done += nbytes
             self._finish(file, known)
-        except Exception:
-            self.progress(-done)  # `retrying` may write the file again from its start
+        except Exception:  # any class: `retrying` may write the file again from its start
+            self.progress(-done)
             raise
 
 

@@ -35,7 +35,7 @@ def noting(error: BaseException | None) -> Iterator[None]:
     """Context manager for cleanup: an error in the block becomes a note of ``error``, or is raised if that is None."""
     try:
         yield
-    except Exception as second:
+    except Exception as second:  # any class: cleanup must not hide the first error
         if error is None:
             raise
         error.add_note(f"then {type(second).__name__}: {second}")
@@ -46,7 +46,7 @@ def adding_note(note: str | None) -> Iterator[None]:
     """Context manager: add ``note`` to an error that the block raises; no note if None."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C gets the note too
         if note is not None:
             error.add_note(note)
         raise

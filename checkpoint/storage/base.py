@@ -147,7 +147,7 @@ def reading_source() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # any class: `retrying` must not retry it
         raise SourceError(error) from error
 
 

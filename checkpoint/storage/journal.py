@@ -89,7 +89,7 @@ class Journal:
         head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
         try:
             self._append(head | {"made_folders": folders.levels, "asked": dict(self.requested)})
-        except BaseException:
+        except BaseException:  # Ctrl-C too
             self.store.remove(self.name)  # without a complete first line there is nothing to resume
             raise
 

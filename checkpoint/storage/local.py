@@ -195,7 +195,7 @@ class _LocalReader(FileReader):
         elif _slots.acquire(blocking=False):  # else the file is opened for each read
             try:
                 self._file = _open(path)
-            except BaseException:
+            except BaseException:  # Ctrl-C too must release the slot
                 _slots.release()
                 raise
 

@@ -180,7 +180,7 @@ class Output:
             self.store.folders.adopt_parents(self.share)
             finished = self._own.finished
             return find_intact({name: finished[name] for name in self.share if name in finished})
-        except BaseException:
+        except BaseException:  # Ctrl-C too must release the lock
             self._own.release()
             raise
 
@@ -215,8 +215,7 @@ class Output:
                 if is_new and self.store.in_order:
                     self._remove_old(leftovers=False)
                 yield
-            except BaseException as error:
-                # A full disk or Ctrl-C: the finished files are good.
+            except BaseException as error:  # after a full disk or Ctrl-C, the finished files are good
                 self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
                 raise
             finally:
@@ -244,7 +243,7 @@ class Output:
         """Create the journal, and list the target again: another run may have published since the first listing."""
         try:
             self._own.start()
-        except BaseException:
+        except BaseException:  # Ctrl-C too leaves no empty folders
             self.store.folders.remove_empty()  # the journal's folders
             raise
         if len(self._journals) > 1 or self._files.single_file:
@@ -307,7 +306,7 @@ class Output:
             for name, file in staged.items():
                 file.publish()
                 published.append(name)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a result is published as a whole, or not at all
             for file in staged.values():
                 file.abort()
             # Not with several parts: another part may have published the same files.

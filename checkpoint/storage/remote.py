@@ -332,7 +332,7 @@ class RemoteStorage(Storage):
                 return work()
             except (_GaveUp, SourceError):
                 raise  # a nested call has used all its tries, or the data source has failed
-            except Exception as error:
+            except Exception as error:  # file systems of fsspec raise errors of any class
                 if not _may_pass(error):
                     # Callers handle these types themselves, such as FileNotFoundError.
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):

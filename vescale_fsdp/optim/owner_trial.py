@@ -166,7 +166,7 @@ def groups_of(
     ]
     try:
         trial = kind(twins)
-    except Exception as error:
+    except Exception as error:  # any class: constructors are the code of other packages
         taken = _taken_instead(kind, [param for group in twins for param in group["params"]])
         if taken is None:
             raise
@@ -235,7 +235,7 @@ def _stepped(
                 optimizer.step()
         except UnsupportedOpError:
             raise
-        except Exception as error:
+        except Exception as error:  # any class: steps are the code of other packages
             raise _cannot_step(kind, name, [like for _, like in twins], error) from error
     return optimizer
 

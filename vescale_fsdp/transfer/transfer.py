@@ -329,7 +329,7 @@ class Transfer:
             self._version = None  # until all of the target is new
             destination.commit()
             self._version = self._last_version = version
-        except Exception as failure:
+        except Exception as failure:  # any class: the error raised says what the target contains
             if isinstance(failure, UnreachableError):
                 self._leave(failure.rank)
             is_mixed = destination is not None and destination.is_mixed
@@ -451,7 +451,7 @@ class Transfer:
                 is_ready = True
             are_all_ready = True
             own.wait_for_all("committing a state")
-        except BaseException as failure:
+        except BaseException as failure:  # Ctrl-C too: other ranks may wait for this one
             # An error that the collective has reported is raised on all ranks. So is that of a rank that was not ready.
             is_reported = isinstance(failure, CheckpointError) and not isinstance(failure, UnreachableError)
             if not is_ready or is_reported:

@@ -70,7 +70,7 @@ def store_answer(question: Mapping[str, Any], answer: Mapping[str, Any]) -> None
             with open(handle, "wb") as file:
                 file.write(text)
             os.replace(temporary, folder / _name(question))
-        except BaseException:
+        except BaseException:  # Ctrl-C too leaves no temporary file
             Path(temporary).unlink(missing_ok=True)
             raise
         files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
