@@ -217,6 +217,10 @@ def plan_conversion(
 
     Returns:
         A report without an outcome and without a check.
+
+    Raises:
+        ConversionError: if the target or an option is refused, or the format cannot store the state.
+        CorruptCheckpointError: if a tensor that is read for the plan is damaged.
     """
     if kind not in TARGETS:
         raise ConversionError(

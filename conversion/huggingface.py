@@ -102,7 +102,11 @@ class HuggingFace(Form):
         return (dtype_name(self.dtype),)
 
     def arguments(self) -> Json:
-        """Return all options, with checksums of config.json and the rules, whose files may differ between nodes."""
+        """Return all options, with checksums of config.json and the rules, whose files may differ between nodes.
+
+        Raises:
+            ConversionError: if the assets have no config.json, or the rules cannot be read.
+        """
         url = os.fspath(self.assets)
         config = Assets(url).config
         if config is None:

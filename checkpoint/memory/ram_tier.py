@@ -282,7 +282,11 @@ class RamTier:
             warnings.warn(f"{NO_COPIES}: {_text_of(error)}", stacklevel=3)
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
-        """Remove a step from the memory of all nodes; a collective."""
+        """Remove a step from the memory of all nodes; a collective.
+
+        Raises:
+            StorageError: on the rank that could not remove it; the others raise an error that names this rank.
+        """
         self._find_nodes(coordinator)
         with coordinator.together(
             f"removing step {step} from {self._root.where}", "the step may be incomplete"

@@ -452,6 +452,9 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     Args:
         prefix: prefix of the model's names in the source; None to detect it.
         new_prefix: prefix of the model's names in the result; None to keep all names.
+
+    Raises:
+        ConversionError: if ``new_prefix`` is given and there are several models, or two entries would get one name.
     """
     model = find_model(source, prefix)
     if new_prefix is not None:

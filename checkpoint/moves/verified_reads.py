@@ -104,7 +104,11 @@ class _Seen:
         )
 
     def verify(self) -> None:
-        """Compare the CRC of the range, whose bytes have all been read, with the saved CRC."""
+        """Compare the CRC of the range, whose bytes have all been read, with the saved CRC.
+
+        Raises:
+            CorruptCheckpointError: if they differ.
+        """
         checked, saved = self.checked, self.checked.saved()
         crc = checked.kind.join((crc, stop - start) for start, stop, crc in self.pieces)
         if crc != saved:

@@ -503,6 +503,9 @@ def distribute_tensor(
     Returns:
         A leaf tensor that requires gradients if ``tensor`` does.
 
+    Raises:
+        PlacementError: if the placements do not fit the mesh, the shape or each other, or one is Partial.
+
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> mesh = init_device_mesh("cpu", (1,))

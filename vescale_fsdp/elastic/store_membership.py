@@ -491,7 +491,11 @@ class _Backend(RendezvousBackend):
     # -- between epochs ---------------------------------------------------------------------------------
 
     def agreed_after(self, rendezvous: Any, timeout_s: float) -> tuple[int, tuple[str, ...]] | None:
-        """Take part in a rendezvous. Returns number and members of the next epoch; None if it must be repeated."""
+        """Take part in a rendezvous. Returns number and members of the next epoch; None if it must be repeated.
+
+        Raises:
+            LifecycleError: if too few processes join, members of the last epoch are unreachable, or the store is lost.
+        """
         self._waiting_thread, self._agreed = threading.get_ident(), None
         self._began_s = time.monotonic()
         self._link.deadline_s = self._began_s + timeout_s

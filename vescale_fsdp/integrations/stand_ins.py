@@ -162,6 +162,9 @@ def from_local(
     """Call this package's function if a placement is ragged, else torch's.
 
     For ragged placements, torch's function would return a DTensor that torch's operators reject.
+
+    Raises:
+        PlacementError: for a ragged placement without ``shape``, or with ``grad_placements``.
     """
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:

@@ -356,7 +356,11 @@ def _plain(value: Any) -> Any:
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Convert the ``params`` argument of an optimizer to param groups; empty if it has no parameters."""
+    """Convert the ``params`` argument of an optimizer to param groups; empty if it has no parameters.
+
+    Raises:
+        LayoutError: if ``params`` is one tensor instead of an iterable.
+    """
     if isinstance(params, torch.Tensor):
         raise LayoutError(
             "An optimizer takes an iterable of parameters.",

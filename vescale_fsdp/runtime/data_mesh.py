@@ -113,7 +113,11 @@ class DataMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """Create a 1-D mesh over all ranks, on the accelerator if there is one, and the process group if there is none."""
+    """Create a 1-D mesh over all ranks, on the accelerator if there is one, and the process group if there is none.
+
+    Raises:
+        LifecycleError: if there is no process group, and torchrun's environment variables are missing.
+    """
     # current_accelerator returns what torch was built for, also on a machine without such a device.
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"

@@ -185,7 +185,11 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
 
 
 def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
-    """Run normal_, uniform_ or bernoulli_, and return the tensor."""
+    """Run normal_, uniform_ or bernoulli_, and return the tensor.
+
+    Raises:
+        RuntimeError: for a negative standard deviation or an empty range, as torch does.
+    """
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
