@@ -77,16 +77,9 @@ def run_plan(
         ConversionError: if the target cannot be used, or an interrupted run had another plan.
         CorruptCheckpointError: if the source is damaged.
     """
-    result = ResultFiles(
-        {file.name: file.nbytes for file in plan.files},
-        tuple(file.name for file in plan.closing),
-        plan.is_stale,
-        plan.single_file,
-        plan.fingerprint(),
-    )
     output = Output(
         url,
-        result,
+        _result_files(plan),
         source_url=source.url,
         overwrite=overwrite,
         resume=resume,
@@ -123,6 +116,17 @@ def run_plan(
         published = output.publish({file.name: file.pieces for file in plan.closing}, plan.when_written)
     return Outcome(
         tuple(file.name for file in todo), tuple(name for name in output.share if name in kept), published
+    )
+
+
+def _result_files(plan: OutputPlan) -> ResultFiles:
+    """Return what the target needs to know of a plan's files."""
+    return ResultFiles(
+        {file.name: file.nbytes for file in plan.files},
+        tuple(file.name for file in plan.closing),
+        plan.is_stale,
+        plan.single_file,
+        plan.fingerprint(),
     )
 
 
