@@ -446,11 +446,11 @@ class BlockCache:
         # By view, and the block's box in the result.
         self._blocks: dict[tuple[EncodedView, Box], _KeptBlock] = {}
         # Threads that need the same blocks at the same time wait for the first. Others seldom share a lock.
-        self._encoding = tuple(threading.Lock() for _ in range(64))
+        self._row_locks = tuple(threading.Lock() for _ in range(64))
 
-    def encoding(self, view: EncodedView, start: Sequence[int]) -> threading.Lock:
+    def lock_for(self, view: EncodedView, start: Sequence[int]) -> threading.Lock:
         """Return the lock to hold while blocks of the row that begins at ``start`` are encoded."""
-        return self._encoding[hash((view, *start[:-1])) % len(self._encoding)]
+        return self._row_locks[hash((view, *start[:-1])) % len(self._row_locks)]
 
     def get(self, view: EncodedView, block: Box) -> np.ndarray | None:
         """Return the codes of a block; None if they are not kept."""
@@ -458,7 +458,7 @@ class BlockCache:
             kept = self._blocks.get((view, block))
             return None if kept is None else kept.codes
 
-    def took(self, view: EncodedView, block: Box, codes: np.ndarray, numel: int) -> None:
+    def add_read(self, view: EncodedView, block: Box, codes: np.ndarray, numel: int) -> None:
         """Record that ``numel`` items of a block were read: keep its codes until all were, if there is room."""
         key = (view, block)
         with self._lock:
@@ -551,7 +551,7 @@ class EncodedView(_ComputedView):
 
     def _read_cached(self, cache: BlockCache, tile: Box, wanted: Box, out: np.ndarray) -> None:
         """Copy the wanted box of the result from the cache; encode the blocks of the tile that are not there."""
-        with cache.encoding(self, tile.offsets):
+        with cache.lock_for(self, tile.offsets):
             codes = {block: cache.get(self, _blocks_of(block, self._cell)) for block in self._blocks_in(tile)}
             missing = [block for block, kept in codes.items() if kept is None]
             if missing:
@@ -563,7 +563,7 @@ class EncodedView(_ComputedView):
                 result = _blocks_of(block, self._cell)
                 if kept is not None and (part := result.intersect(wanted)) is not None:
                     out[part.slices(wanted.offsets)] = kept[part.slices(result.offsets)].view(out.dtype)
-                    cache.took(self, result, kept, part.numel)
+                    cache.add_read(self, result, kept, part.numel)
 
     def _blocks_in(self, tile: Box) -> Iterator[Box]:
         """Return the blocks of a tile."""

@@ -123,7 +123,7 @@ class _Matcher:
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
             # Of an object's state, only missing tensors are reported; plain entries that were not saved are left out.
             elif not stateful or holds_tensors(value):
-                self._matched.missing += self._leaves.names(
+                self._matched.missing += self._leaves.leaf_names(
                     value, child_name(name, key), self._items_of_value
                 )
             elif (
@@ -138,7 +138,7 @@ class _Matcher:
             elif key not in target:
                 is_left_out = name == "" and not (kind_of_node(item) == "a tensor" and _has_tensor(target))
                 names = self._matched.left_out if is_left_out else self._matched.unexpected
-                names += self._leaves.names(item, inner, items_of_node)
+                names += self._leaves.leaf_names(item, inner, items_of_node)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}
@@ -188,13 +188,13 @@ class _Matcher:
             if finishers is not None:
                 return finishers[0]
             if named is not None:  # the node is not optimizer state
-                return self._leaves.unlike(target, node, name)
+                return self._leaves.record_other_kind(target, node, name)
         inner = self.visit(target.state_dict(), node, name, True)
         return lambda: load_into(target, inner(), name)
 
     def _module(self, module: nn.Module, node: Json, name: str) -> Finish:
         if not isinstance(node, Mapping) or node.get("$") not in (None, "dict"):
-            return self._leaves.unlike(module, node, name)
+            return self._leaves.record_other_kind(module, node, name)
         state = self._live.module_state(module)
         opaque = [key for key, value in state.values.items() if not isinstance(value, torch.Tensor)]
         inner = self._mapping(state.values, node, name, False, opaque)

@@ -61,7 +61,7 @@ class LeafMatcher:
         elif isinstance(target, torch.Tensor) and is_leaf:
             self.matched.reads.append(TensorRead(name, int(node["i"]), target))
         else:
-            return self.unlike(target, node, name)
+            return self.record_other_kind(target, node, name)
         return lambda: target
 
     def per_rank(self, target: Any, node: Json, name: str) -> Finish:
@@ -69,7 +69,7 @@ class LeafMatcher:
         if not self.selects(name):
             return lambda: target
         if not isinstance(target, PerRank) or not isinstance(node, Mapping) or node.get("$") != "per_rank":
-            return self.unlike(target, node, name)
+            return self.record_other_kind(target, node, name)
         stored = str(node["name"])
         self.matched.per_rank[stored] = target
 
@@ -91,23 +91,25 @@ class LeafMatcher:
         if stateful and has_tensors(node):
             return self.fresh(node, name)
         if has_tensors(node) or holds_tensors(target):
-            return self.unlike(target, node, name)
+            return self.record_other_kind(target, node, name)
         # Decoded here, not in the returned function, so that errors are raised before anything is overwritten.
         value = decode(node, lambda leaf: None)
         return lambda: value
 
-    def unlike(self, target: Any, node: Json, name: str) -> Finish:
+    def record_other_kind(self, target: Any, node: Json, name: str) -> Finish:
         """Record that a value and its node are of different kinds; the value is kept."""
         self.matched.problems.append((name, kind_of_node(node), _kind_of(target)))
         return lambda: target
 
-    def names(self, value: Any, name: str, items_of: Callable[[Any], Items | None]) -> list[str]:
+    def leaf_names(self, value: Any, name: str, items_of: Callable[[Any], Items | None]) -> list[str]:
         """Return the names of those leaves of a value, or of a node, that ``include`` selects."""
         items = items_of(value)
         if items is None:
             return [name] if self.selects(name) else []
         self.matched.containers.add(name)
-        return [leaf for key, item in items for leaf in self.names(item, child_name(name, key), items_of)]
+        return [
+            leaf for key, item in items for leaf in self.leaf_names(item, child_name(name, key), items_of)
+        ]
 
     def fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
         """Return a function that creates a new value from a node. Tensors that shared memory when saved share it again.
@@ -133,10 +135,10 @@ class LeafMatcher:
                 named, fqn = owner
                 new = NewTensor(name, number, named.params[fqn], optimizer=named.optimizer)
             self._shared_new[number] = new
-            self.new(new)
+            self.add_new(new)
         return self._shared_new[number].value
 
-    def new(self, tensor: NewTensor) -> None:
+    def add_new(self, tensor: NewTensor) -> None:
         """Register a tensor that is allocated after the match."""
         self.matched.fresh.append(tensor)
 

@@ -58,7 +58,7 @@ class OptimizerMatcher:
             if fqn not in known:
                 part = child_name(child_name(name, "state"), fqn)
                 # `None` makes a parameter without state one leaf, under the parameter's name.
-                self._matched.unexpected += self._leaves.names(
+                self._matched.unexpected += self._leaves.leaf_names(
                     dict(stored.state.get(fqn, {})) or None, part, items_of_node
                 )
         return [self._optimizer(named, stored, where) for where, named in targets]
@@ -139,7 +139,7 @@ class OptimizerMatcher:
                 # Each parameter gets its own tensor, even if the checkpoint shares one between parameters: an optimizer
                 # that steps many parameters in one call would increment a shared step several times.
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
-                self._leaves.new(new)
+                self._leaves.add_new(new)
                 kept[kind] = partial(getattr, new, "value")  # read late: allocated after the match
             elif isinstance(value, Mapping):
                 kept[kind] = self._visit(value, item, inner, True)
@@ -195,7 +195,7 @@ class OptimizerMatcher:
         # The target has no state yet, or numbers parameters that the checkpoint names. This is an error only if the
         # state is selected.
         is_short = stored.state and (not has_room or (is_numbered and not stored.is_numbered))
-        leaves = self._leaves.names(node, name, items_of_node) if is_short and not stateful else []
+        leaves = self._leaves.leaf_names(node, name, items_of_node) if is_short and not stateful else []
         if any(".state." in f".{leaf.removeprefix(name)}." for leaf in leaves):
             raise _no_room(name, "numbers" if is_numbered else "names", has_room)
         # A dict alone does not say which name has which number.

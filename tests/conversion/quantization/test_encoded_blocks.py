@@ -80,13 +80,13 @@ def test_the_cache_is_empty_after_all_items_were_read() -> None:
     cache, view, codes = BlockCache(2 * 16), mock.Mock(EncodedView), np.arange(16, dtype=np.uint8)
     blocks = [Box((row, 0), (4, 4)) for row in (0, 4, 8)]
     for block in blocks:
-        cache.took(view, block, codes.reshape(4, 4), 10)
+        cache.add_read(view, block, codes.reshape(4, 4), 10)
     kept = [cache.get(view, block) for block in blocks]
     assert [None if each is None else each.ravel().tolist() for each in kept] == [codes.tolist()] * 2 + [None]
     for block in blocks[:2]:
-        cache.took(view, block, codes.reshape(4, 4), 6)
+        cache.add_read(view, block, codes.reshape(4, 4), 6)
     assert [cache.get(view, block) for block in blocks] == [None] * 3
-    cache.took(view, blocks[2], codes.reshape(4, 4), 1)  # there is room again
+    cache.add_read(view, blocks[2], codes.reshape(4, 4), 1)  # there is room again
     assert cache.get(view, blocks[2]) is not None
 
 
