@@ -17,6 +17,7 @@ from vescale_fsdp.checkpoint.moves.coded_tensors import BlockCache, EncodedView
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.quantization import quantize
 from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.views.float_codes import Fp8Encoding
 
@@ -52,11 +53,16 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def _quantized(source: Path, max_cached_bytes: int, threads: int) -> tuple[dict[str, bytes], int]:
-    """Files of a native checkpoint for 24 ranks, and the number of blocks that were encoded for them."""
+def _quantized(source: Path, max_cached_bytes: int | None, threads: int) -> tuple[dict[str, bytes], int]:
+    """Files of a native checkpoint for 24 ranks, and the number of blocks encoded for them; None: without a cache."""
     out = source.parent / f"out-{max_cached_bytes}-{threads}"
     options = ConvertOptions(quantize=["fp8-128x128"], ranks=24, threads=threads, no_assets=True)
-    with mock.patch.object(copying, "_MAX_CACHED_BYTES", max_cached_bytes), _encoded() as counts:
+    cache_class = mock.Mock(return_value=None) if max_cached_bytes is None else BlockCache
+    with (
+        mock.patch.object(copying, "_MAX_CACHED_BYTES", max_cached_bytes or 0),
+        mock.patch.object(quantize, "BlockCache", cache_class),
+        _encoded() as counts,
+    ):
         convert(open_source(str(source)), str(out), "native", options)
     files = {file.name: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     return files, sum(counts)
@@ -66,13 +72,14 @@ def _quantized(source: Path, max_cached_bytes: int, threads: int) -> tuple[dict[
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_block_is_encoded_once_for_all_ranks(source: Path, threads: int) -> None:
     """With the bytes of a conversion that encodes it for each piece; without room for all blocks, some are repeated."""
-    expected, num_without = _quantized(source, 0, threads)
+    expected, num_without = _quantized(source, None, threads)
     assert num_without >= 24 * 7  # a piece of each matrix on every rank
     found, num_encoded = _quantized(source, NUM_BLOCKS * BLOCK_BYTES, threads)
     assert (found == expected, num_encoded) == (True, NUM_BLOCKS)
-    some_found, num_some = _quantized(source, 3 * BLOCK_BYTES, threads)
-    assert some_found == expected
-    assert NUM_BLOCKS < num_some < num_without
+    for num_kept in (0, 3):
+        found, num_encoded = _quantized(source, num_kept * BLOCK_BYTES, threads)
+        assert found == expected
+        assert NUM_BLOCKS < num_encoded <= num_without
 
 
 def test_the_cache_is_empty_after_all_items_were_read() -> None:
