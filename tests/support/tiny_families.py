@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -56,6 +57,17 @@ _SIZES = re.compile(
 )  # of lists
 # Names of stages, which the class derives from its number of layers.
 _DERIVED = ("out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
+# Packages that transformers asks for, and why the tests do without them.
+_MISSING = {
+    "timm": "timm's models, and timm needs a torchvision built for the same torch",
+    "natten": "functions that natten no longer has",
+    "detectron2": "detectron2, which is only built from source",
+    "torchaudio": "torchaudio, whose wheels need the same build of torch, for the CPU or for CUDA",
+}
+_UNBUILT = {
+    "Gemma4AssistantForCausalLM": "its config lets no layer store keys and values, which its text model requires",
+    "VoxtralRealtimeTextModel": "it names this class, but does not export it",
+}
 _MOST_BYTES = 50 * 10**6
 _MOST_NUMEL = 3_000_000  # of `tiny_model`
 
@@ -118,7 +130,27 @@ def small_config(model_class: Any, **settings: Any) -> Any:
     """The settings of `build`."""
     config_class = model_class.config_class
     own = _SETTINGS.get(config_class.model_type, {})
-    return config_class.from_dict({**_small(config_class().to_dict()), **own, **settings})
+    return config_class.from_dict({**_with(_small(config_class().to_dict()), own), **settings})
+
+
+def why_not_built(class_name: str, error: Exception) -> str:
+    """A sentence for a class that `build` raised the error for: whether transformers or `_SETTINGS` lacks something."""
+    if isinstance(error, ImportError):
+        missing = (reason for package, reason in _MISSING.items() if re.search(rf"\b{package}\b", str(error)))
+        return f"needs {next(missing, _one_line(error))}"
+    if class_name in _UNBUILT:
+        return f"transformers does not build it: {_UNBUILT[class_name]}"
+    try:
+        model_class = getattr(transformers, class_name)
+        with torch.device("meta"):
+            model_class(model_class.config_class())
+    except Exception as own:  # noqa: BLE001  of whatever kind the model's code raises
+        return f"transformers does not build it: {_one_line(own)}"
+    return f"cannot be built small: {_one_line(error)}"
+
+
+def _one_line(error: Exception) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ..")
 
 
 def tiny_model(class_name: str, **settings: Any) -> PreTrainedModel | None:
@@ -136,14 +168,26 @@ def tiny_model(class_name: str, **settings: Any) -> PreTrainedModel | None:
 
 def _small(settings: dict[str, Any]) -> dict[str, Any]:
     layers = settings.get("num_hidden_layers")
-    small = {key: _cut(key, value, layers) for key, value in settings.items() if key not in _DERIVED}
+    derived = _DERIVED[:1] if "depths" in settings else _DERIVED  # lists of stages are not made shorter
+    small = {key: _cut(key, value, layers) for key, value in settings.items() if key not in derived}
     heads = settings.get("num_heads")
-    if isinstance(heads, list) and "embed_dim" in small:  # of the first of several stages
+    if isinstance(heads, list) and type(small.get("embed_dim")) is int:  # of the first of several stages
         small["embed_dim"] = 8 * heads[0]
-    return {**small, **_SETTINGS.get(settings.get("model_type", ""), {})}
+    return _with(small, _SETTINGS.get(settings.get("model_type", ""), {}))
 
 
-def _cut(key: str, value: Any, layers: Any) -> Any:
+def _with(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Settings with others, whose names may be paths into parts: ``text_config.hidden_size``."""
+    result = dict(settings)
+    for path, value in own.items():
+        key, _, rest = path.partition(".")
+        result[key] = _with(result.get(key) or {}, {rest: value}) if rest else value
+    return result
+
+
+def _cut(key: str | int, value: Any, layers: Any) -> Any:
+    if isinstance(key, int):  # of a table, not the name of a setting
+        return value
     if key == "per_layer_config" and isinstance(value, dict):
         return {layer: each for layer, each in value.items() if int(layer) < 2}
     if isinstance(value, dict):
@@ -178,6 +222,7 @@ _SWIN = {
     "image_size": 32,
     "out_indices": [1, 2, 3, 4],
 }
+_TIMM = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4}}
 _TIMES = {"prediction_length": 4, "context_length": 8}
 _CODEC = {
     "num_filters": 4,
@@ -187,7 +232,19 @@ _CODEC = {
     "vector_quantization_hidden_dimension": 16,
 }
 
-# What a family needs besides, by its model type.
+_CHANNELS = ("reduce_channel", "return_channel")
+_CONVOLUTIONS = ("vertical_long_to_small_conv", "horizontal_small_to_long_conv", "symmetric_conv_long")
+_TEXT_DETECTION = {
+    "neck_out_channels": 32,
+    "intraclass_block_config": {  # kernel, stride, padding
+        **{name: [1, 1, 0] for name in _CHANNELS},
+        **{f"{name}_{ratio}ratio": [3, 1, 1] for name in _CONVOLUTIONS for ratio in ("long", "mid", "short")},
+    },
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+
+# What a family needs besides, by its model type, alone and as a part of another.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "autoformer": _TIMES,
     "informer": _TIMES,
@@ -232,7 +289,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 16},
     "granite_speech5_encoder": {"context_size": 16},
     "lw_detr_vit": {"num_windows": 4, "image_size": 64, "patch_size": 16},
-    "tvp": {"backbone_config": _RESNET, "backbone": None},
+    "edgetam_vision_model": {"backbone_config": _RESNET},
+    "fast_vlm": {"vision_config": _RESNET | {"hidden_size": 16}},
+    "omdet-turbo": {"backbone_config": _SWIN | {"out_indices": [2, 3, 4]}},
+    # Where timm is installed:
+    "gemma3n_vision": _TIMM,
+    "timm_wrapper": _TIMM,
+    "timm_backbone": {"backbone": "resnet10t"},
+    "tvp": {
+        "backbone_config": _RESNET,
+        "backbone": None,
+        "visual_prompt_size": 8,
+        "max_img_size": 32,
+    },
     "moonshine_streaming": {"num_key_value_heads": 2},
     "bridgetower": {"hidden_size": 64},
     "bridgetower_text_model": {"hidden_size": 64},
@@ -246,10 +315,52 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "emu3": {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4, "<|visual token 000001|>": 5}},
-    "dots3_note_vision_encoder": {"adapter_in_dim": 32},
-    "dots3_note_audio_encoder": {"adapter_input_size": 32},
-    "ernie4_5_vl_moe_text": {"moe_num_experts": 4, "moe_intermediate_size": [16, 16]},
-    "esmfold2": {"head_dim": 64},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "ernie4_5_vl_moe_text": {
+        "moe_num_experts": 4,
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+    },
+    "esmfold2": {
+        "atom_encoder.head_dim": 32,
+        "structure_head.diffusion_module.atom_encoder.head_dim": 32,
+        "structure_head.diffusion_module.atom_encoder.output_dim": 32,
+    },
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
+    "gradium_phonon_tts": {"flow_head_config.condition_dim": 32},
+    "pocket_tts": {"flow_head_config.condition_dim": 32},
+    "granite4_vision": {
+        "deepstack_layer_map": [[1, 0]],
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [1],
+        "vision_config.hidden_size": 64,  # of a head of the projector
+    },
+    "mimi_decoder": _CODEC,
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "pp_ocrv5_server_det": _TEXT_DETECTION,
+    "pp_ocrv6_medium_det": _TEXT_DETECTION,
+    "qwen3_omni_moe": {"talker_config.spatial_merge_size": 2, "code2wav_config.decoder_dim": 64},
+    "pocket_tts_audio_tokenizer": {"upsample_groups": 32},
+    "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 32},
+    "gemma4_unified_assistant": {
+        "text_config.num_kv_shared_layers": 1,
+        "text_config.layer_types": ["full_attention", "full_attention"],
+    },
+    "sapiens2": {
+        "num_key_value_heads_per_layer": [4, 4],
+        "head_config": {
+            "upsample_out_channels": [16, 8],
+            "upsample_kernel_sizes": [4, 4],
+            "conv_out_channels": [8],
+            "conv_kernel_sizes": [1],
+        },
+    },
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "vibevoice": {"audio_config.num_filters": 2, "semantic_model_config.num_filters": 2},
+    "xcodec2": {"encoder_hidden_size": 8},
     "gemma3n_text": {
         "layer_types": ["full_attention", "full_attention"],
         "num_kv_shared_layers": 0,
@@ -260,6 +371,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "efficientloftr": {"hidden_size": 256},
     "upernet": {"backbone_config": _SWIN, "hidden_size": 32, "auxiliary_in_channels": 32},
-    "neucodec": {"hidden_size": 32},
+    "neucodec": {"hidden_size": 32, "encoder_hidden_size": 8},
     "llama4_vision_model": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
 }

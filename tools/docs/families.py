@@ -7,6 +7,7 @@ names in files and in memory, and the result.
 from __future__ import annotations
 
 import re
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def result_of(report: pytest.TestReport) -> str:
     # The last line of the error itself, not of the traceback; of a rank's error its class and first line.
     lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return f"open: {(errors or lines or ['failed'])[-1][:200]}"
+    return f"open: {textwrap.shorten((errors or lines or ['failed'])[-1], 200, placeholder=' ..')}"
 
 
 def written(page: str, rows: dict[str, tuple[str, str, str]], transformers: str) -> str:

@@ -22,7 +22,7 @@ from tests.conversion.formats.families.family_round_trip import (
     stored_names,
 )
 from tests.support.distributed import run_ranks, run_threads
-from tests.support.tiny_families import families
+from tests.support.tiny_families import families, why_not_built
 
 # Model type -> class, one of each kind.
 SAMPLE = {
@@ -56,7 +56,7 @@ def test_a_family_comes_into_memory_and_back_to_the_same_bytes(
     except Exception as error:
         if not IS_WHOLE:
             raise
-        pytest.skip(f"cannot be built small: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        pytest.skip(why_not_built(class_name, error))
     record_property("mapping", mapping)
     check_formats(model, hf)
     run = run_ranks if IS_WHOLE else run_threads  # processes of their own would import transformers
