@@ -62,7 +62,8 @@ class VerifyReport:
         """One problem of a checkpoint.
 
         Attributes:
-            where: the file's name; in other formats, which are verified tensor by tensor, the tensor's name.
+            where: the file's name; in other formats, which are verified tensor by tensor, the tensor's name; the
+                path of a file that cannot be opened.
             text: message of the error that a load would raise.
         """
 
@@ -76,6 +77,13 @@ class VerifyReport:
     num_tensors: int = 0
     num_checksums: int = 0
     num_bytes: int = 0
+
+    @classmethod
+    def of_damage(cls, damage: CorruptCheckpointError, where: str) -> VerifyReport:
+        """Return the report about a checkpoint at ``where`` that cannot be opened: a problem per file."""
+        errors = (damage, *damage.others)
+        # args[0]: the message of one error alone
+        return cls(tuple(cls.Problem(str(error.where or where), error.args[0]) for error in errors))
 
     @property
     def ok(self) -> bool:
@@ -127,7 +135,7 @@ def verify(
         try:
             source = open_foreign(path)
         except CorruptCheckpointError as damage:
-            return VerifyReport((VerifyReport.Problem(storage.where, str(damage)),))
+            return VerifyReport.of_damage(damage, storage.where)
         except VescaleError:  # no known format, so the missing manifest is the problem to report
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return _verify_source(source, deep, progress)

@@ -31,9 +31,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _UNSAID = object()  # default of a missing part; not None, which may be the value that was expected or got
 
 
@@ -123,7 +125,59 @@ class CheckpointError(VescaleError, RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes of a checkpoint do not match its metadata."""
+    """The bytes of a checkpoint do not match its metadata.
+
+    Attributes:
+        others: the errors of further files, if several files are damaged or missing; see `DamagedFiles`.
+    """
+
+    others: tuple[CorruptCheckpointError, ...] = ()
+
+    def __str__(self) -> str:
+        # The last part of the message is what to do.
+        more = f"; verify lists {len(self.others)} more problems" if self.others else ""
+        return super().__str__() + more
+
+
+class DamagedFiles:
+    """Collects the errors of several files, so that one error has them all.
+
+    Examples:
+        >>> damaged = DamagedFiles()
+        >>> for file in ("a", "b"):
+        ...     with damaged.noted():
+        ...         raise CorruptCheckpointError("A file is missing.", where=file)
+        >>> try:
+        ...     damaged.raise_any()
+        ... except CorruptCheckpointError as error:
+        ...     error.where, [other.where for other in error.others]
+        ('a', ['b'])
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[CorruptCheckpointError] = []
+
+    def read(self, read: Callable[[str], T], files: Iterable[str]) -> list[T]:
+        """Return what ``read`` returns for each file; without the files whose damage is noted."""
+        contents = []
+        for file in files:
+            with self.noted():
+                contents.append(read(file))
+        return contents
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context manager that keeps a `CorruptCheckpointError` of the block and does not raise it."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            self._errors += (error, *error.others)
+
+    def raise_any(self) -> None:
+        """Raise the first error, with the later ones as its ``others``; do nothing if there was no error."""
+        if self._errors:
+            self._errors[0].others = tuple(self._errors[1:])
+            raise self._errors[0]
 
 
 class PartialLoadError(CheckpointError):

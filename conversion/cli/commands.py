@@ -125,11 +125,9 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
     """
     try:
         source = _open(src, **source_options)
-    except CorruptCheckpointError:
+    except CorruptCheckpointError as damage:
         unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
-        if unopened is None:
-            raise
-        report = unopened
+        report = unopened or checkpoint.VerifyReport.of_damage(damage, src)
     else:
         with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
             report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
@@ -153,9 +151,9 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
 def _verify_files(
     src: str, step: int | None, kind: str | None, quick: bool, quiet: bool
 ) -> VerifyReport | None:
-    """Verify a native checkpoint that cannot be opened because files are missing or cut: its manifest lists them all.
+    """Verify a native checkpoint that cannot be opened, because its manifest lists all files.
 
-    Returns None if it is of another format, or if its manifest is damaged.
+    Returns None if it is of another format.
     """
     from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
     from vescale_fsdp.conversion.formats.detect import locate
@@ -165,7 +163,7 @@ def _verify_files(
         return None
     with ProgressBar(0, quiet=quiet) as progress:
         report = checkpoint.verify(url, deep=not quick, progress=progress.advance)
-    return report if report.num_tensors else None
+    return report
 
 
 @cli.command("diff")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from vescale_fsdp.checkpoint.formats.entries import Entries
@@ -27,6 +27,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed_zero import (
+    RankShards,
     Shapes,
     UniversalFolder,
     ZeroFiles,
@@ -34,7 +35,7 @@ from vescale_fsdp.conversion.formats.deepspeed_zero import (
     runs_of_parameters,
     tensor_of_runs,
 )
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 
 # Keys of a model file that are not copied: this reader uses them, or they describe only the run that saved the file.
 _OWN = {
@@ -56,9 +57,12 @@ def open_deepspeed(store: Storage) -> Source:
         ConversionError: if the checkpoint uses more than data parallelism, or the optimizer's files are missing.
         CorruptCheckpointError: if files are missing, damaged or from different saves.
     """
-    files = ZeroFiles.find(store)
+    files, damaged = ZeroFiles.find(store), DamagedFiles()
     try:
-        return _Reader(store, files, [ModelFile.read(store, file) for file in files.model]).source()
+        models = damaged.read(partial(ModelFile.read, store), files.model)
+        ranks = damaged.read(partial(RankShards.read, store), files.optim)
+        damaged.raise_any()
+        return _Reader(store, files, models, ranks).source()
     except _DAMAGE as error:
         raise CorruptCheckpointError(
             "The files of this checkpoint are not what DeepSpeed writes.",
@@ -135,9 +139,12 @@ class ModelFile:
 class _Reader:
     """Builds the source of one checkpoint."""
 
-    def __init__(self, store: Storage, files: ZeroFiles, models: list[ModelFile]) -> None:
-        self._store, self._files, self._models = store, files, models
+    def __init__(
+        self, store: Storage, files: ZeroFiles, models: list[ModelFile], ranks: list[RankShards]
+    ) -> None:
+        self._store, self._files, self._models, self._ranks = store, files, models, ranks
         self._model = models[0]
+        self._damaged = DamagedFiles()
         self._entries = Entries()
 
     def source(self) -> Source:
@@ -152,9 +159,11 @@ class _Reader:
         trained = self._trained()
         self._add_model(trained)
         if trained is not None:
-            trained.add_optimizer(entries)
+            with self._damaged.noted():
+                trained.add_optimizer(entries)
         elif content.get("optimizer") is not None:  # without ZeRO, the model file contains the optimizer
             model.opened.add_all(entries, ("optimizer",), content["optimizer"])
+        self._damaged.raise_any()
         for path, leaf in model.rest.items():
             # An entry is left out if it has the name of the model or the optimizer, which are added above, or if its
             # value differs between ranks.
@@ -182,7 +191,7 @@ class _Reader:
             self._require_all_known(shapes)
             return UniversalFolder(self._store, files, shapes)
         if shapes is not None and files.optim:
-            return ZeroShards(self._store, files, shapes)
+            return ZeroShards(self._store, files, self._ranks, shapes)
         if shapes is None and not files.optim and not files.parameters:
             return None
         hint = (
@@ -230,7 +239,8 @@ class _Reader:
             stored = model.shared.get(name, name)
             path: Path = ("model", name)
             if stored in masters and trained is not None:
-                entries.add_tensor(path, trained.weight(stored, path))
+                with self._damaged.noted():
+                    entries.add_tensor(path, trained.weight(stored, path))
             elif self._files.is_stage3 and stored in model.frozen:
                 entries.add_tensor(path, self._frozen(stored, path))
             elif (leaf := model.module.get(stored, model.fragments.get(stored))) is not None:

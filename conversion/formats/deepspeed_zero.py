@@ -45,7 +45,7 @@ from vescale_fsdp.checkpoint.formats.torch_save.read import FlatTensor, TorchFil
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 from vescale_fsdp.layout.geometry import boxes_of_range, whole_box
 
 _LATEST = "latest"
@@ -60,6 +60,7 @@ _SPREAD = (  # (pattern of files of pipeline or expert parallelism, what these f
         "experts that are spread over ranks",
     ),
 )
+_MOST_RANKS = 100_000  # ranks whose files are looked for, because a file's name can claim any number
 _TO_UNIVERSAL = "make a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that"
 
 
@@ -128,7 +129,7 @@ class ZeroFiles:
 
         Raises:
             ConversionError: if the checkpoint uses more than data parallelism.
-            CorruptCheckpointError: if files of some ranks are missing.
+            CorruptCheckpointError: if there is no file of the model.
         """
         folder = checkpoint_folder(store)
         files = [file.removeprefix(folder) for file in store.list_files() if file.startswith(folder)]
@@ -164,33 +165,45 @@ class ZeroFiles:
         is_stage3 = any(name.startswith("zero_pp_rank") for name in model.values())
         if not model:
             raise _missing("no file of the model", "the *_model_states.pt files", where)
-        for ranks, kind in ((optim, "optim_states"), (model if is_stage3 else {}, "model_states")):
-            # default: there are no such files, and none is missing.
-            if absent := sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks)):
-                got = f"none of rank {', '.join(map(str, absent[:8]))}"
-                raise _missing(got, f"*_{kind}.pt files of ranks 0 to {max(ranks)}", where)
         return cls(
             where,
             folder,
-            tuple(folder + model[rank] for rank in sorted(model)),
-            tuple(folder + optim[rank] for rank in sorted(optim)),
+            # With the names of missing files, whose opening fails.
+            tuple(folder + file for file in _up_to_last(model, max(optim, default=0) + 1))
+            if is_stage3
+            else (folder + model[0],),
+            tuple(folder + file for file in _up_to_last(optim, max(model) + 1 if is_stage3 else 0)),
             parameters,
             is_stage3,
             is_spread=any(int(match[2]) for match in model_files),
         )
 
-    def require_all(self, ranks: int) -> None:
+    def require_all(self, store: Storage, ranks: int) -> None:
         """Check that there are files of ``ranks`` ranks.
 
         Raises:
             CorruptCheckpointError: if there are more or fewer files.
         """
+        damaged = DamagedFiles()
         for files, kind in (
             (self.optim, "optim_states"),
             (self.model if self.is_stage3 else (), "model_states"),
         ):
-            if files and len(files) != ranks:
+            for file in _up_to_last({0: files[0]} if files else {}, ranks)[len(files) :]:
+                with damaged.noted():
+                    store.required_info(file)
+            if files and len(files) > ranks:
                 raise _missing(f"{len(files)} files *_{kind}.pt", f"files of {ranks} ranks", self.where)
+        damaged.raise_any()
+
+
+def _up_to_last(files: Mapping[int, str], count: int = 0) -> list[str]:
+    """Return the files of ranks 0 to the last one that has a file, or of at least ``count`` ranks, if any has one."""
+    some_file = next(iter(files.values()), "")
+    ranks = range(min(max(*files, count - 1) + 1 if files else 0, _MOST_RANKS))
+    return [
+        files.get(rank) or re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", some_file) for rank in ranks
+    ]
 
 
 def _missing(got: str, expected: str, where: str) -> CorruptCheckpointError:
@@ -388,17 +401,17 @@ class ZeroShards:
     Args:
         store: the folder of the files.
         files: names of the files.
+        ranks: the content of the ranks' files.
         shapes: shapes of the trained parameters.
 
     Raises:
         CorruptCheckpointError: if files are missing or from different saves, or do not contain these parameters.
     """
 
-    def __init__(self, store: Storage, files: ZeroFiles, shapes: Shapes) -> None:
-        self.shapes = shapes
-        self.ranks = [RankShards.read(store, file) for file in files.optim]
+    def __init__(self, store: Storage, files: ZeroFiles, ranks: list[RankShards], shapes: Shapes) -> None:
+        self.shapes, self.ranks = shapes, ranks
         self.first = self.ranks[0]
-        files.require_all(self.first.ranks)
+        files.require_all(store, self.first.ranks)
         for rank in self.ranks:
             self._require_alike(rank)
         self.runs: dict[str, list[FlatRun]]
@@ -610,11 +623,15 @@ class UniversalFolder:
         common = self._common.content if self._common is not None else {}
         states = (common.get("optimizer_state_dict") or {}).get("state") or {}
         groups = common.get("param_groups") or ()
+        damaged = DamagedFiles()
         for number, names in enumerate(self._shapes):
             options: Mapping[str, Any] = next((g for g in groups if number in g["params"]), {})
             step = states.get(number, {}).get("step", options.get("step"))
-            for name in names:
-                self._add_state(entries, name, step)
+            # `weight` has reported parameters without a folder.
+            for name in filter(self._files.parameters.__contains__, names):
+                with damaged.noted():
+                    self._add_state(entries, name, step)
+        damaged.raise_any()
         if self._common is not None:
             add_param_groups(entries, groups, self._shapes, self._common)
 

@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
@@ -55,6 +55,11 @@ _FOREIGN = (
         "save them from torch",
     ),
     (_INSIDE, "a folder around checkpoints", "pass the folder of one checkpoint"),
+    (
+        r"adapter_config\.json",
+        "an adapter's settings without its weights",
+        "copy or download adapter_model.safetensors too",
+    ),
     (
         r"(config|tokenizer_config)\.json",
         "a model's settings without its weights",
@@ -155,9 +160,13 @@ def open_source(
             if form is None:
                 raise _unreadable(url, [], f"kind {detected}")
             store, file = open_parent(url) if form.is_file else (folder, "")
-            source: Source = form.open(store, file, trust_pickle)
+            source, damaged = Source(detected, store, {}), DamagedFiles()
+            with damaged.noted():
+                source = form.open(store, file, trust_pickle)
             if detected in _TRAINED:
-                source = _with_side_files(source, trust_pickle=trust_pickle)
+                with damaged.noted():
+                    source = _with_side_files(source, trust_pickle=trust_pickle)
+            damaged.raise_any()
     except RecursionError as error:  # a pickle can be nested to any depth
         raise CorruptCheckpointError(
             "The checkpoint cannot be read.",
@@ -273,19 +282,24 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
     names = sorted(files)  # so that the same files are always reported
     refuse_pointers(store, names, error)
     if empty := [file for file in names if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
-        raise CorruptCheckpointError(
+        emptied = CorruptCheckpointError(
             "A file of the checkpoint is empty.",
             expected="files with content",
             got=some(empty),
             where=store.where,
             todo="copy or download it again, or take an older checkpoint",
-        ) from error
+        )
+        if isinstance(error, CorruptCheckpointError):
+            said = {f"{store.where}/{file}" for file in empty}
+            emptied.others = tuple(each for each in (error, *error.others) if each.where not in said)
+        raise emptied from error
     problems = []
     for remains, completing, problem, todo in _UNFINISHED:
         files_left = [file for file in names if re.fullmatch(remains, file)]
         if files_left and not (completing and any(re.fullmatch(completing, file) for file in names)):
             problems.append((problem, some(files_left), todo))
-    if missing := _missing_numbers(names):
+    # An index, which a `CorruptCheckpointError` comes from, says more: it has the names of all files.
+    if not isinstance(error, CorruptCheckpointError) and (missing := _missing_numbers(names)):
         problem = "Files are missing: the copy or download is incomplete."
         problems.append((problem, f"no {some(missing)}", "copy or download the folder again"))
     if problems:

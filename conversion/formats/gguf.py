@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.quantization.gguf import block_sizes, description, name_of_type
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import whole_box
 
@@ -113,8 +113,10 @@ def open_gguf(store: Storage, file: str) -> Source:
     described: dict[str, str] = {}
     types: Counter[str] = Counter()
     settings: dict[str, Any] = {}
-    files = _series(file)
-    for each in files:
+    files, damaged = _series(file), DamagedFiles()
+
+    def read(each: str) -> None:
+        nonlocal settings
         try:
             header = _Header(store, each)
             count, own = _settings(header)
@@ -135,6 +137,9 @@ def open_gguf(store: Storage, file: str) -> Source:
                 where=f"{store.where}/{each}",
                 todo="copy or download the file again",
             ) from error
+
+    damaged.read(read, files)
+    damaged.raise_any()
     facts = {
         "architecture": str(settings.get("general.architecture", "unknown")),
         "types": ", ".join(f"{count} {name}" for name, count in types.most_common()),

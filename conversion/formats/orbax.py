@@ -50,6 +50,7 @@ def open_orbax(store: Storage) -> Source:
             _add_item(entries, arrays, store, files, item, (item.rstrip("/"),) if len(items) > 1 else ())
         except DAMAGE as error:
             raise damaged(store, f"{item}{TREE_FILE}", error) from error
+    arrays.damaged.raise_any()
     facts = {
         "arrays": str(len(arrays.tensors) + len(entries.tensors)),
         "items": ", ".join(item.rstrip("/") for item in items) or "one",
@@ -85,7 +86,8 @@ def _add_item(
         elif ocdbt is not None:
             ocdbt.add(entries, node, path)
         else:
-            arrays.add(f"{folder}{node}", name_of(path))
+            with arrays.damaged.noted():
+                arrays.add(f"{folder}{node}", name_of(path))
             entries.paths[name_of(path)] = path
 
 

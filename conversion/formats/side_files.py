@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.foreign_json import parse_json
 
 _STATE = re.compile(
@@ -45,19 +45,21 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
     Raises:
         CorruptCheckpointError: if a file is damaged, or contains an entry that the checkpoint also contains.
     """
-    entries, read_files = Entries(), list[str]()
+    entries, read_files, damaged = Entries(), list[str](), DamagedFiles()
     for file in source.store.list_files():
         container = _container(file)
         if container is not None:
             try:
-                entries.update(_entries_of(source.store, file, container, trust_pickle))
-                read_files.append(file)
+                with damaged.noted():
+                    entries.update(_entries_of(source.store, file, container, trust_pickle))
+                    read_files.append(file)
             except ConversionError as error:
                 entries.omitted.append(file)
                 # The first 3 lines of an error are the problem, what was expected and what was found.
                 entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
         elif file in _OMITTED:
             entries.omitted.append(file)
+    damaged.raise_any()
     if not (entries.tensors or entries.values or entries.omitted):
         return source
     if doubles := {**source.tensors, **source.values}.keys() & {**entries.tensors, **entries.values}.keys():

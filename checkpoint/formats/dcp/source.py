@@ -7,6 +7,7 @@ torch.save archive inside a ``.distcp`` file. FSDP2, DDP, tensor parallelism and
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from vescale_fsdp.checkpoint.moves.source import Source, StoredValue
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.geometry import Box
 
 METADATA_FILE = ".metadata"
@@ -55,9 +56,10 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = Fa
             where=store.where,
             todo="pass one of these folders",
         )
-    sources = [
-        _open_folder(store, folder, trust_pickle=trust_pickle, stand_ins=stand_ins) for folder in folders
-    ]
+    damaged = DamagedFiles()
+    open_folder = partial(_open_folder, store, trust_pickle=trust_pickle, stand_ins=stand_ins)
+    sources = damaged.read(open_folder, folders)
+    damaged.raise_any()
     if len(sources) == 1:
         return sources[0]
     sides = [{**source.tensors, **source.values} for source in sources]
@@ -155,6 +157,7 @@ class _MetadataReader:
         self._store, self._folder, self._trust = store, folder, trust_pickle
         self._entries: dict[str, Any] = metadata.state_dict_metadata
         self.sizes: dict[str, int] = {}  # data file -> size in bytes
+        self._damaged = DamagedFiles()
         # getattr: torch sets ``offset`` only for tensors, not for values.
         self._records = {
             (index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()
@@ -170,6 +173,7 @@ class _MetadataReader:
                 tensors[name] = self._tensor(name, entry)
             else:
                 values[name] = self._value(name)
+        self._damaged.raise_any()
         return tensors, values
 
     def _tensor(self, name: str, entry: Any) -> StoredTensor:
@@ -213,13 +217,15 @@ class _MetadataReader:
             )
         file = self._checked_name(info.relative_path)
         if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:
-            raise CorruptCheckpointError(
-                "A data file of the checkpoint is truncated.",
-                expected=f"at least {info.offset + info.length} bytes (for {name})",
-                got=f"{self.sizes[file]} bytes",
-                where=f"{self._store.where}/{file}",
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            with self._damaged.noted():
+                raise CorruptCheckpointError(
+                    "A data file of the checkpoint is truncated.",
+                    expected=f"at least {info.offset + info.length} bytes (for {name})",
+                    got=f"{self.sizes[file]} bytes",
+                    where=f"{self._store.where}/{file}",
+                    todo="copy the file again from where it was saved, or use an older checkpoint",
+                )
+            self.sizes[file] = sys.maxsize  # one error per file
         return file, info.offset, info.length
 
     def _checked_name(self, file: str) -> str:
@@ -236,5 +242,7 @@ class _MetadataReader:
                     where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
                     todo="do not use this checkpoint: DCP does not write such metadata",
                 )
-            self.sizes[file] = self._store.required_info(file).size_bytes
+            self.sizes[file] = sys.maxsize  # of a missing file, which is noted once
+            with self._damaged.noted():
+                self.sizes[file] = self._store.required_info(file).size_bytes
         return file

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, whole_box
@@ -209,8 +209,10 @@ def open_shards(store: Storage) -> Source:
         )
     chunks: dict[str, dict[Box, StoredChunk]] = {}
     dtypes: dict[str, DType] = {}
-    for file in files:
-        tensors, metadata = read_tensors(store, file)
+    damaged = DamagedFiles()
+    headers = damaged.read(lambda file: (file, *read_tensors(store, file)), _with_gaps(files))
+    damaged.raise_any()
+    for file, tensors, metadata in headers:
         offsets_of = _saved_offsets(store, file, metadata)
         for name, tensor in tensors.items():
             shape = tensor.info.shape
@@ -231,6 +233,13 @@ def open_shards(store: Storage) -> Source:
     warning = "these files do not record the shapes of whole tensors: a missing last rank cannot be detected"
     facts = {"weight files": str(len(files))}
     return Source("shards", store, tensors, facts=facts, warnings=(warning,))
+
+
+def _with_gaps(files: Sequence[str]) -> list[str]:
+    """Return sorted names of ranks' files with the names that are missing between them."""
+    present = {int(file.split("-")[1]): file for file in files}
+    of_rank = "shard-{:05d}-" + files[0].split("-", 2)[2]
+    return [present.get(rank, of_rank.format(rank)) for rank in range(1, max(present) + 1)]
 
 
 def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
@@ -325,7 +334,9 @@ def _tensors_of_files(
         CorruptCheckpointError: if a file lacks a tensor that the index maps to it, or two files have different tensors
             of one name.
     """
-    tables = {file: read(file) for file in files}
+    damaged = DamagedFiles()
+    tables = dict(damaged.read(lambda file: (file, read(file)), files))
+    damaged.raise_any()
     for name, file in (mapped or {}).items():
         if name not in tables[file]:
             others = (f"found in {other}" for other, table in tables.items() if name in table)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.moves.source import BoxReader, Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 
@@ -360,6 +360,7 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
 
 # Names of accelerate's files, and of verl's files, which also contain the world size.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
+_MOST_RANKS = 100_000  # files of ranks that are looked for
 _STATES = ("model", "optimizer")  # only in other states (schedulers), single entries may be left out
 _CONTAINERS = {  # names of accelerate and verl -> name of the state
     "pytorch_model_fsdp": "model",
@@ -372,8 +373,7 @@ _CONTAINERS = {  # names of accelerate and verl -> name of the state
 def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
     """Find the per-rank files; returns the files of each state (``model``, ``optimizer``, ...) in the order of ranks.
 
-    Raises:
-        CorruptCheckpointError: if the file of a rank is missing.
+    The names of missing files are included.
     """
     by_state: dict[str, dict[int, str]] = {}
     worlds: dict[str, int] = {}
@@ -384,15 +384,24 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
             by_state.setdefault(name, {})[int(match[3])] = file
             # accelerate's names have no world size, so at least the ranks up to the largest one are expected.
             worlds[name] = max(worlds.get(name, 0), int(match[2] or 0), int(match[3]) + 1)
-    for name, ranks in by_state.items():
-        if missing := sorted(set(range(worlds[name])) - set(ranks)):
-            raise CorruptCheckpointError(
-                "Files of some ranks are missing.",
-                expected=f"{worlds[name]} files like {min(ranks.values())}",
-                got=f"none for rank {', '.join(map(str, missing[:8]))}",
-                todo="copy the files of all ranks into one folder",
-            )
-    return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(by_state.items())}
+    return {
+        name: [
+            ranks.get(rank) or _other_rank(min(ranks.values()), rank) for rank in _ranks(worlds[name], ranks)
+        ]
+        for name, ranks in sorted(by_state.items())
+    }
+
+
+def _ranks(world_size: int, present: Collection[int]) -> list[int]:
+    """Return the ranks that should have files; of very many, since a name can claim any number, those that do."""
+    return sorted({*present, *range(min(world_size, _MOST_RANKS))})
+
+
+def _other_rank(file: str, rank: int) -> str:
+    """Return the name of another rank's file."""
+    match = _RANK_FILE.fullmatch(file)
+    assert match is not None
+    return f"{file[: match.start(3)]}{rank}{file[match.end(3) :]}"
 
 
 def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
@@ -403,16 +412,17 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             plain tensors that differ between ranks in a state without sharded tensors.
         CorruptCheckpointError: if a file is damaged, or the parts do not tile a tensor (a rank is missing).
     """
-    entries = Entries()
+    entries, damaged = Entries(), DamagedFiles()
     groups = rank_files(store.list_files())
     for container, names in groups.items():
         is_state = container in _STATES
         try:
             # stand_ins: the pickles of schedulers and similar state may contain objects of any class.
-            files = [
-                TorchFile.open(store, name, trust=trust_pickle, stand_ins=not is_state) for name in names
-            ]
-            entries.update(_joined_state(container, files))
+            reading = partial(_file_and_leaves, store, trust=trust_pickle, stand_ins=not is_state)
+            leaves = damaged.read(reading, names)
+            if len(leaves) == len(names):
+                with damaged.noted():
+                    entries.update(_joined_state(container, leaves))
         except ConversionError as error:
             # Without the optimizer, the model can still be read: an optimizer of FSDP1's flat parameters has no
             # parameter names.
@@ -422,12 +432,18 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             # The first line is the error's summary; its other lines are too long for a warning.
             problem = str(error).splitlines()[0]
             entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
+    damaged.raise_any()
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
     return entries.source("ranks", store, facts)
 
 
-def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
-    """Join one state from the files of all ranks.
+def _file_and_leaves(store: Storage, name: str, **options: bool) -> tuple[TorchFile, dict[Path, Any]]:
+    file = TorchFile.open(store, name, **options)
+    return file, file.leaves()
+
+
+def _joined_state(container: str, opened: Sequence[tuple[TorchFile, dict[Path, Any]]]) -> Entries:
+    """Join one state from the files of all ranks, each with its leaves.
 
     Raises:
         ConversionError: if plain tensors of a model or an optimizer differ between ranks, and no tensor is sharded.
@@ -435,7 +451,7 @@ def _joined_state(container: str, files: Sequence[TorchFile]) -> Entries:
     entries = Entries()
     differing: list[tuple[str, str]] = []
     is_sharded = False
-    leaves = [file.leaves() for file in files]
+    files, leaves = zip(*opened, strict=True)
     for inner in dict.fromkeys(path for each in leaves for path in each):
         path = (container, *inner)
         parts = [TensorPart(f, each[inner]) for f, each in zip(files, leaves, strict=True) if inner in each]

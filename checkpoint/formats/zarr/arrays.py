@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
@@ -93,6 +93,7 @@ class Arrays:
         self.paths: dict[str, Path] = {}
         self.readers: dict[str, BoxReader] = {}
         self.decoded: dict[str, int] = {}
+        self.damaged = DamagedFiles()
 
     def add(self, node: str, name: str = "", metadata: dict[str, Any] | None = None) -> None:
         """Add the array whose folder is ``node``.
@@ -185,18 +186,20 @@ class _Array(ABC):
             # Damaged metadata could make the list of chunks below far longer than the list of files.
             if count > _MANY_CHUNKS + _MOST_ABSENT * num_stored:
                 raise ValueError(f"{count} chunks of which {num_stored} are stored")
-        chunks, strides = [], contiguous_strides(chunk)
+        chunks, strides, damaged = [], contiguous_strides(chunk), DamagedFiles()
         for box in chunk_boxes(shape, chunk):
             file, inside, checked = self.file_of(box), clipped(box, shape), None
             if file not in files:
                 chunks.append(StoredChunk(inside, "", 0, 0, strides))
                 continue
-            self.store.check_size(file, chunk_nbytes + (CRC_BYTES if self.has_crc else 0))
+            with damaged.noted():
+                self.store.check_size(file, chunk_nbytes + (CRC_BYTES if self.has_crc else 0))
             if self.has_crc:
                 saved = partial(stored_crc, self.store, file, chunk_nbytes)
                 where = f"tensor {info.name} in {self.store.where}/{file}"
                 checked = CheckedRange(file, 0, chunk_nbytes, CRC32C, saved, where)
             chunks.append(StoredChunk(inside, file, 0, chunk_nbytes, strides, checked=checked))
+        damaged.raise_any()
         return StoredTensor(info, tuple(chunks))
 
     def _num_stored(self, files: Collection[str]) -> int:
@@ -398,9 +401,7 @@ class _Array3(_Array):
                 where=path,
                 todo="pip install zarr",
             ) from error
-        # The zarr library lacks dtypes such as bfloat16: such arrays are opened as integers of the same width.
-        source = path if self._stored_as.is_numpy else _as_integers(path, self._stored_as)
-        self._opened: Any = zarr.open_array(source, mode="r")
+        self._opened: Any = zarr.open_array(_checked_store(path, self._stored_as), mode="r")
 
     def decode_into(self, chunk: Box, part: Box, out: np.ndarray) -> None:
         from zarr.core.buffer.cpu import NDBuffer
@@ -413,20 +414,25 @@ class _Array3(_Array):
             raise damaged(self.store, f"{self.node}/{ZARR_NAME}", error) from error
 
 
-def _as_integers(path: str, dtype: DType) -> Any:
-    """Return a store of the array at a path or URL, whose metadata names unsigned integers instead of ``dtype``.
+def _checked_store(path: str, dtype: DType) -> Any:
+    """Return a store of the array at a path or URL, in which a file without bytes is an error.
 
-    The zarr library can then open an array of a dtype that it lacks; only the items' bits are needed.
+    If the zarr library lacks ``dtype`` (such as bfloat16), the array's metadata names unsigned integers instead, so
+    that the library can open the array; only the items' bits are needed.
     """
     from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
-    class Retyped(WrapperStore[Any]):
+    class Checked(WrapperStore[Any]):
         async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
             data = await self._store.get(key, prototype, byte_range)
-            if key != ZARR_NAME or data is None:
+            if data is None:
+                return None
+            if not len(data):  # the library would read an empty shard as fill values
+                raise ValueError(f"{key} is empty")
+            if key != ZARR_NAME or dtype.is_numpy:
                 return data
             metadata = json.loads(data.to_bytes()) | {"data_type": dtype.zarr_name, "fill_value": 0}
             return prototype.buffer.from_bytes(json.dumps(metadata).encode())
 
     remote = "://" in path
-    return Retyped(FsspecStore.from_url(path, read_only=True) if remote else LocalStore(path, read_only=True))
+    return Checked(FsspecStore.from_url(path, read_only=True) if remote else LocalStore(path, read_only=True))

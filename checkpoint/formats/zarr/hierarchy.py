@@ -35,16 +35,20 @@ def open_zarr(store: Storage) -> Source:
     if ZARR_NAME not in files:  # version 2
         # Sorted, since a conversion's plan depends on the order of the tensors.
         for file in sorted(name for name in files if name.rpartition("/")[2] == ARRAY_FILE):
-            arrays.add(file.removesuffix(ARRAY_FILE).rstrip("/"))
+            with arrays.damaged.noted():
+                arrays.add(file.removesuffix(ARRAY_FILE).rstrip("/"))
+        arrays.damaged.raise_any()
         facts = {"arrays": str(len(arrays.tensors)), "zarr version": "2"}
         return Source(
             "zarr", store, arrays.tensors, facts=facts, readers=arrays.readers, decoded=arrays.decoded
         )
     root = read_metadata(store, ZARR_NAME)
     for file in sorted(name for name in files if name.endswith(ZARR_NAME)):
-        metadata = root if file == ZARR_NAME else read_metadata(store, file)
-        if metadata.get("node_type") == "array":
-            arrays.add(file.removesuffix(ZARR_NAME).rstrip("/"), metadata=metadata)
+        with arrays.damaged.noted():
+            metadata = root if file == ZARR_NAME else read_metadata(store, file)
+            if metadata.get("node_type") == "array":
+                arrays.add(file.removesuffix(ZARR_NAME).rstrip("/"), metadata=metadata)
+    arrays.damaged.raise_any()
     try:
         # `or {}`: fields may be missing or null.
         content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}

@@ -193,7 +193,6 @@ WRONG = [
     "inspect {dcp} --from hf",
     "inspect {hf} --from native",
     "inspect {hf} --svg {out}",
-    "verify {page_native}",
     "diff {dcp} {nowhere}",
     "diff {dcp} {text}",
     "to-hf {page_config} {out}",
