@@ -7,6 +7,9 @@ never answered this process, the address is probably wrong:
         refused, or no such host   ConnectionError
         made                       the request goes on as long as the client wants; a warning is logged
     after 10 s without either      ConnectionError
+
+Google's file system asks for credentials when it is made: without a metadata server, its retries take 15 s, and with
+one that accepts connections and does not answer, more than 40 s. `credentials_answer` bounds that.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SILENCE_S = 3.0  # without an answer, before the connection is tried
 CONNECT_S = 7.0
+CREDENTIALS_S = 8.0
 _SOON_S = 0.5  # a refused connection or an unknown host is known after this time, without a warning before the error
 _PORTS = {"http": 80, "https": 443}
 # Protocol -> the endpoint of a file system and URL. Other protocols' endpoints are unknown.
@@ -34,6 +38,8 @@ _ENDPOINTS: Mapping[str, Callable[[Any, str], str]] = {
     "abfs": lambda filesystem, url: str(filesystem.service_client.url),
     "http": lambda filesystem, url: url,
 }
+_ASKING_WHEN_MADE = ("gs", "gcs")  # protocols whose file systems ask for credentials when they are made
+_with_credentials: set[str] = set()  # stores whose file system was made
 # File system -> hosts or buckets that have answered. fsspec makes one file system for equal options.
 _answered: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -67,6 +73,31 @@ def first_answer(work: Callable[[], T], filesystem: Any, protocol: str, url: str
     if isinstance(answer.exception(), FileNotFoundError | None):  # "not found" is an answer, too
         _answered.setdefault(filesystem, set()).add(urlsplit(url).netloc)
     return answer.result()
+
+
+def credentials_answer(make: Callable[[], object], protocol: str, url: str) -> None:
+    """Make a file system that asks for credentials while it is made, once per host or bucket.
+
+    The result is dropped, because fsspec keeps file systems by thread: the caller makes its own, which does not wait.
+
+    Args:
+        make: makes the file system.
+        protocol: the URL's protocol.
+        url: the URL of the store.
+
+    Raises:
+        NoAnswer: if this takes more than `CREDENTIALS_S`.
+        Exception: the error of ``make``.
+    """
+    store = f"{protocol}://{urlsplit(url).netloc}"
+    if protocol not in _ASKING_WHEN_MADE or store in _with_credentials:
+        return
+    made = _in_thread(make)
+    wait([made], CREDENTIALS_S)
+    if not made.done():
+        raise NoAnswer(f"no credentials within {CREDENTIALS_S:.0f} s, and no answer from a metadata server")
+    made.result()
+    _with_credentials.add(store)
 
 
 def _check_address(answer: Future[Any], filesystem: Any, protocol: str, url: str) -> None:

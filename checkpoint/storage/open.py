@@ -20,6 +20,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) 
     Raises:
         ArgumentError: if ``path`` is not a path.
         StorageError: if fsspec does not know the URL's protocol, or the protocol's package is not installed.
+        ConnectionError: if the store's file system cannot be made without credentials.
     """
     if isinstance(path, Storage):
         return path

@@ -31,7 +31,12 @@ from vescale_fsdp.checkpoint.storage.base import (
     Storage,
     bad_root,
 )
-from vescale_fsdp.checkpoint.storage.first_answer import NoAnswer, first_answer, has_answered
+from vescale_fsdp.checkpoint.storage.first_answer import (
+    NoAnswer,
+    credentials_answer,
+    first_answer,
+    has_answered,
+)
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
@@ -55,6 +60,20 @@ _PASSING = {
     "google.auth.exceptions.TransportError",
     "http.client.HTTPException",
     "urllib3.exceptions.HTTPError",
+}
+_NO_CREDENTIALS = {
+    "azure.core.exceptions.ClientAuthenticationError",
+    "botocore.exceptions.NoCredentialsError",
+    "google.auth.exceptions.DefaultCredentialsError",
+}
+_AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_CONNECTION_STRING"
+# Protocol -> what gives the client credentials.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    **dict.fromkeys(
+        ("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS, or NO_GCE_CHECK=true to read a public bucket"
+    ),
+    **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
 }
 _WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # protocols whose buckets must exist before a save
 _PASSING_CODES = re.compile(  # S3's error codes after which a request may be repeated
@@ -180,11 +199,15 @@ def _may_pass(error: Exception) -> bool:
         return _may_pass(error.__cause__)  # fsspec's HTTP file system raises it for lost connections, too
     if isinstance(error, OSError):
         return not isinstance(error, _FINAL)
-    # Base classes too, since `_PASSING` names them.
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    names = _class_names(error)
     if "botocore.exceptions.ClientError" in names:  # a response of the store that s3fs has not translated
         return _PASSING_CODES.search(str(error)) is not None
     return not names.isdisjoint(_PASSING)
+
+
+def _class_names(error: Exception) -> set[str]:
+    """Return the full names of an error's class and of its base classes."""
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
 
 
 class _GaveUp(ConnectionError):
@@ -303,7 +326,17 @@ class RemoteStorage(Storage):
         self._url = url.rstrip("/")
         self._tries, self._explains = tries, explains
         self._options = {"tries": tries, "explains": explains, **options}
-        self.filesystem, root = fsspec.core.url_to_fs(self._url, **options)
+        protocol = self._url.partition("://")[0].rpartition("::")[2]
+        # Imported here, so that the time of a large package's import does not count as a wait for credentials.
+        fsspec.get_filesystem_class(protocol)
+        make = partial(fsspec.core.url_to_fs, self._url, **options)
+        try:
+            credentials_answer(make, protocol, self._url)
+            self.filesystem, root = make()
+        except (NoAnswer, ValueError) as error:  # adlfs raises a ValueError for an account without a key
+            if protocol not in _CREDENTIALS:
+                raise
+            raise self._unreachable("", error, protocol) from error
         self._root = root.rstrip("/")
 
     @property
@@ -333,6 +366,8 @@ class RemoteStorage(Storage):
             except (_GaveUp, SourceError):
                 raise  # a nested call has used all its tries, or the data source has failed
             except Exception as error:  # file systems of fsspec raise errors of any class
+                if not _NO_CREDENTIALS.isdisjoint(_class_names(error)):
+                    raise self._unreachable("", error, self.location[0]) from error
                 if not _may_pass(error):
                     # Callers handle these types themselves, such as FileNotFoundError.
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
@@ -348,8 +383,13 @@ class RemoteStorage(Storage):
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("the last try returns or raises")
 
-    def _unreachable(self, effort: str, error: Exception) -> _GaveUp:
-        """Return the error for a store that cannot be used; ``effort`` is the start of the text about the cause."""
+    def _unreachable(self, effort: str, error: Exception, without: str = "") -> _GaveUp:
+        """Return the error for a store that cannot be used.
+
+        Args:
+            effort: start of the text about the cause.
+            without: the protocol, if credentials are missing.
+        """
         if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # see `_may_pass`
         return _GaveUp(
@@ -358,7 +398,9 @@ class RemoteStorage(Storage):
                 expected="a reachable store and valid credentials",
                 got=f"{effort}{type(error).__name__}: {error}",
                 where=self._url,
-                todo="check the URL, the endpoint (for S3: AWS_ENDPOINT_URL), credentials and the network",
+                todo=f"set {_CREDENTIALS[without]}; see Storage in docs/launch.md"
+                if without in _CREDENTIALS
+                else "check the URL, the endpoint (for S3: AWS_ENDPOINT_URL), credentials and the network",
             )
         )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import fsspec
 import pytest
 from s3fs import S3FileSystem
 
@@ -174,3 +176,184 @@ def test_the_command_says_what_it_waits_for(options: tuple[str, ...], slow: tupl
     done = run_command(command, env={"AWS_ENDPOINT_URL": endpoint, **keys}, check=False)
     assert done.returncode == 1
     assert (endpoint in done.stderr) == (not options)
+
+
+class _FileSystem:
+    """What `first_answer` needs of Google's file system, whose ``base`` is its endpoint."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base
+
+
+class _LateCredentials:
+    """A file system that does not know its endpoint while it asks for credentials."""
+
+    @property
+    def base(self) -> str:
+        raise AttributeError("planted")
+
+
+def _late(after_s: float = 3 * SILENCE_S) -> Callable[[], str]:
+    """A request that is answered after the address has been checked."""
+
+    def answer() -> str:
+        time.sleep(after_s)
+        return "late"
+
+    return answer
+
+
+def _silent(closing: ExitStack) -> Callable[[], None]:
+    """A request without an answer, until the test ends."""
+    ended = threading.Event()
+    closing.callback(ended.set)
+
+    def wait() -> None:
+        ended.wait(60)
+
+    return wait
+
+
+@pytest.mark.usefixtures("short")
+def test_a_quick_answer_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is remembered for its bucket alone; "not found" is an answer, another error is none."""
+    store = _FileSystem(_refused(ExitStack(), monkeypatch))
+    asked: list[str] = []
+    monkeypatch.setattr(first_answer, "_connect", asked.append)
+
+    def raising(error: Exception) -> Callable[[], None]:
+        def work() -> None:
+            raise error
+
+        return work
+
+    assert first_answer.first_answer(lambda: 3, store, "gs", "gs://one/run") == 3
+    assert first_answer.has_answered(store, "gs://one/other")
+    assert not first_answer.has_answered(store, "gs://two/run")
+    assert not first_answer.has_answered(_FileSystem(store.base), "gs://one/run")
+    for error, is_answer in ((FileNotFoundError("planted"), True), (PermissionError("planted"), False)):
+        bucket = f"gs://{type(error).__name__}/run"
+        with pytest.raises(type(error), match="planted"):
+            first_answer.first_answer(raising(error), store, "gs", bucket)
+        assert first_answer.has_answered(store, bucket) == is_answer
+    assert asked == []
+
+
+@pytest.mark.usefixtures("short")
+def test_a_password_in_an_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither user, password nor query."""
+    place = _refused(ExitStack(), monkeypatch).removeprefix("http://")
+    store = _FileSystem(f"http://user:planted-secret@{place}/a?sig=planted-secret")
+    with ExitStack() as stack, pytest.raises(first_answer.NoAnswer) as caught:
+        first_answer.first_answer(_silent(stack), store, "gs", "gs://bucket/run")
+    assert f"http://{place}:" in str(caught.value) and "planted-secret" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("bypassed", [False, True])
+def test_behind_a_proxy_no_address_is_checked(monkeypatch: pytest.MonkeyPatch, bypassed: bool) -> None:
+    """The proxy connects, so that the name may be unknown here; of hosts that bypass it, the address counts."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "store.invalid" if bypassed else "")
+    store = _FileSystem(_unknown(ExitStack(), monkeypatch))
+    if not bypassed:
+        assert first_answer.first_answer(_late(), store, "gs", "gs://bucket/run") == "late"
+        return
+    with ExitStack() as stack, pytest.raises(first_answer.NoAnswer):
+        first_answer.first_answer(_silent(stack), store, "gs", "gs://bucket/run")
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_an_endpoint_without_a_port_has_its_schemes(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, port: int
+) -> None:
+    """The port that the client uses, too."""
+    asked: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError("planted")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with ExitStack() as stack, pytest.raises(first_answer.NoAnswer):
+        first_answer.first_answer(
+            _silent(stack), _FileSystem(f"{scheme}://store.invalid"), "gs", "gs://bucket/run"
+        )
+    assert asked == [("store.invalid", port)]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_client_that_still_asks_for_credentials_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its endpoint is unknown: the warning names the URL, and no address is checked."""
+    with caplog.at_level(logging.WARNING, first_answer.__name__):
+        answer = first_answer.first_answer(_late(5 * SILENCE_S), _LateCredentials(), "gs", "gs://bucket/run")
+    assert answer == "late"
+    (record,) = caplog.records
+    assert "gs://bucket/run" in record.getMessage()
+
+
+@pytest.mark.usefixtures("short")
+def test_an_answer_during_the_check_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing else could connect: the client may know another way."""
+    with ExitStack() as stack:
+        store = _FileSystem(_dropping(stack, monkeypatch))
+        assert first_answer.first_answer(_late(), store, "gs", "gs://bucket/run") == "late"
+
+
+def test_no_exit_waits_for_a_request() -> None:
+    """A process whose first request is never answered ends when its main thread does."""
+    program = (
+        "import time\n"
+        "from vescale_fsdp.checkpoint.storage import first_answer\n"
+        "first_answer._in_thread(lambda: time.sleep(600))\n"
+    )
+    run_command([sys.executable, "-c", program], timeout_s=60, check=True)
+
+
+def test_missing_credentials_are_an_error_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file system that waits for them while it is made. It names the variables that are missing."""
+    monkeypatch.setattr(first_answer, "CREDENTIALS_S", SILENCE_S)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: None)  # gcsfs may not be installed
+    with ExitStack() as stack:
+        silent = _silent(stack)
+        monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: silent())
+        started_s = time.monotonic()
+        with pytest.raises(ConnectionError) as caught:
+            RemoteStorage("gs://bucket/run")
+        assert time.monotonic() - started_s < SILENCE_S + SPARE_S
+    assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in str(caught.value) and "gs://bucket/run" in str(caught.value)
+
+
+def test_credentials_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per store whose file system asks while it is made; an error of its own is raised, and not remembered."""
+    monkeypatch.setattr(first_answer, "_with_credentials", set())
+    made: list[int] = []
+
+    def fail() -> None:
+        made.append(0)
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        first_answer.credentials_answer(fail, "gs", "gs://bucket/run")
+    for url in ("gs://bucket/run", "gs://bucket/other", "gs://second/run"):
+        first_answer.credentials_answer(lambda: made.append(1), "gs", url)
+    first_answer.credentials_answer(fail, "s3", "s3://bucket/run")  # is not made twice
+    assert made == [0, 1, 1]
+
+
+def test_amazons_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every caller alike, at once."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    S3FileSystem.clear_instance_cache()
+    for explains in (False, True):
+        with pytest.raises(ConnectionError) as caught:
+            RemoteStorage("s3://bucket/run", explains=explains).exists("manifest.json")
+        assert type(caught.value.__cause__).__name__ == "NoCredentialsError"
+        assert "AWS_ACCESS_KEY_ID" in str(caught.value)
+    S3FileSystem.clear_instance_cache()

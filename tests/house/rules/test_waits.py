@@ -64,6 +64,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "connection.exception()": DONE,
         "looked_up.exception()": DONE,
         "looked_up.result()": DONE,
+        "made.result()": DONE,
     },
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
     "checkpoint/storage/remote.py": {
