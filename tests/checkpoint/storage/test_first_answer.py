@@ -197,7 +197,7 @@ def _late(after_s: float = 3 * SILENCE_S) -> Callable[[], str]:
     """A request that is answered after the address has been checked."""
 
     def answer() -> str:
-        time.sleep(after_s)
+        threading.Event().wait(after_s)
         return "late"
 
     return answer
