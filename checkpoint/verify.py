@@ -78,17 +78,18 @@ class VerifyReport:
     num_checksums: int = 0
     num_bytes: int = 0
 
-    @classmethod
-    def of_damage(cls, damage: CorruptCheckpointError, where: str) -> VerifyReport:
-        """Return the report about a checkpoint at ``where`` that cannot be opened: a problem per file."""
-        errors = (damage, *damage.others)
-        # args[0]: the message of one error alone
-        return cls(tuple(cls.Problem(str(error.where or where), error.args[0]) for error in errors))
-
     @property
     def ok(self) -> bool:
         """Whether there are no problems."""
         return not self.problems
+
+
+def damage_report(damage: CorruptCheckpointError, where: str) -> VerifyReport:
+    """Return the report about a checkpoint at ``where`` that cannot be opened: a problem per file."""
+    errors = (damage, *damage.others)
+    # args[0]: the message of one error alone
+    problems = (VerifyReport.Problem(str(error.where or where), error.args[0]) for error in errors)
+    return VerifyReport(tuple(problems))
 
 
 def verify(
@@ -135,7 +136,7 @@ def verify(
         try:
             source = open_foreign(path)
         except CorruptCheckpointError as damage:
-            return VerifyReport.of_damage(damage, storage.where)
+            return damage_report(damage, storage.where)
         except VescaleError:  # no known format, so the missing manifest is the problem to report
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return _verify_source(source, deep, progress)

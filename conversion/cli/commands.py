@@ -15,6 +15,7 @@ import click
 
 from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
+from vescale_fsdp.checkpoint.verify import damage_report
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
     GRANULARITY,
@@ -127,7 +128,7 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         source = _open(src, **source_options)
     except CorruptCheckpointError as damage:
         unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
-        report = unopened or checkpoint.VerifyReport.of_damage(damage, src)
+        report = unopened or damage_report(damage, src)
     else:
         with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
             report = checkpoint.verify(source, deep=not quick, progress=progress.advance)

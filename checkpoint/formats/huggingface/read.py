@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -210,7 +210,9 @@ def open_shards(store: Storage) -> Source:
     chunks: dict[str, dict[Box, StoredChunk]] = {}
     dtypes: dict[str, DType] = {}
     damaged = DamagedFiles()
-    headers = damaged.read(lambda file: (file, *read_tensors(store, file)), _with_gaps(files))
+    headers = damaged.read(lambda file: (file, *read_tensors(store, file)), files)
+    if len(headers) < len(files):  # whether tensors have holes is not known, too
+        damaged.read(store.required_info, _absent_ranks(files))
     damaged.raise_any()
     for file, tensors, metadata in headers:
         offsets_of = _saved_offsets(store, file, metadata)
@@ -229,17 +231,25 @@ def open_shards(store: Storage) -> Source:
         # The header has no global shape, so it is computed from the ends of the boxes.
         ends = [tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True)) for box in chunk_of_box]
         info = TensorInfo(name, tuple(max(column) for column in zip(*ends, strict=True)), dtypes[name])
-        tensors[name] = StoredTensor(info, tuple(chunk for box, chunk in chunk_of_box.items() if box.numel))
+        with damaged.noted():
+            tensors[name] = StoredTensor(
+                info, tuple(chunk for box, chunk in chunk_of_box.items() if box.numel)
+            )
+    if len(tensors) < len(chunks):  # a rank may have no file, but not if a tensor has a hole
+        absent = DamagedFiles()
+        absent.read(store.required_info, _absent_ranks(files))
+        absent.raise_any()
+    damaged.raise_any()
     warning = "these files do not record the shapes of whole tensors: a missing last rank cannot be detected"
     facts = {"weight files": str(len(files))}
     return Source("shards", store, tensors, facts=facts, warnings=(warning,))
 
 
-def _with_gaps(files: Sequence[str]) -> list[str]:
-    """Return sorted names of ranks' files with the names that are missing between them."""
-    present = {int(file.split("-")[1]): file for file in files}
-    of_rank = "shard-{:05d}-" + files[0].split("-", 2)[2]
-    return [present.get(rank, of_rank.format(rank)) for rank in range(1, max(present) + 1)]
+def _absent_ranks(files: Iterable[str]) -> list[str]:
+    """Return names of files that ranks before the last one would have; the first rank is 1, or 0 if it has a file."""
+    by_rank = {int(file.split("-")[1]): file for file in files}
+    absent = sorted(set(range(1, max(by_rank))) - by_rank.keys())
+    return [re.sub(r"^shard-\d+", f"shard-{rank:05d}", by_rank[max(by_rank)]) for rank in absent]
 
 
 def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

@@ -314,6 +314,7 @@ def test_no_exit_waits_for_a_request() -> None:
 def test_missing_credentials_are_an_error_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file system that waits for them while it is made. It names the variables that are missing."""
     monkeypatch.setattr(first_answer, "CREDENTIALS_S", SILENCE_S)
+    monkeypatch.setattr(first_answer, "_with_credentials", set())
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: None)  # gcsfs may not be installed
     with ExitStack() as stack:
         silent = _silent(stack)

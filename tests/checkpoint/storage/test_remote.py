@@ -425,13 +425,13 @@ def test_patience_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("call", _CALLS)
 def test_what_lasts_is_not_tried_again(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refusals, mistakes and Ctrl-C come through at once, as they are."""
+    """Refusals, mistakes and Ctrl-C come through at once, as they are; missing credentials are explained."""
     monkeypatch.setattr(time, "sleep", None)
     for kind, error in _LASTING.items():
         if kind == "missing" and call in ("list", "remove", "exists"):
             continue  # means an empty folder, nothing to remove, and no
         storage = _flaky(1, error)
-        with pytest.raises(type(error())):
+        with pytest.raises(ConnectionError if kind == "credentials" else type(error())):
             _CALLS[call](storage)
         assert len(storage.filesystem.calls) == 1
 

@@ -293,3 +293,18 @@ def test_no_tensor_data_is_read(tmp_path: Path, name: str, monkeypatch: pytest.M
     before = _read_bytes()
     assert verify(path, deep=False).ok
     assert _read_bytes() - before < 1_000_000
+
+
+@pytest.mark.part("formats")
+def test_shards_may_be_several_per_rank_and_none_of_some_ranks(tmp_path: Path) -> None:
+    """Ranks without a piece write no file; those with much write several. All pieces are read."""
+    model = _model()
+    pieces = {
+        "00000-model-00001-of-00002": "w0",
+        "00000-model-00002-of-00002": "w1",
+        "00003-model-00002-of-00002": "w2",
+    }
+    for number, name in pieces.items():
+        save_file({name: model[name]}, tmp_path / f"shard-{number}.safetensors")
+    assert _quick(tmp_path) == ([], 0)
+    assert open_source(str(tmp_path)).tensors.keys() == set(pieces.values())
