@@ -573,6 +573,8 @@ def rendezvous_handler(
     from_backend: Any = Handler.from_backend  # whose stub wants whole seconds
     made = from_backend("elastic", _NoStore(), backend, 1, 1 << 31, name, timeout, keep_alive_s, missed)
     made._state_holder._record = made._op_executor._record = made._record
+    # torch 2.11 makes it for the first round's rank 0 only, and asserts that any later rank 0 has it.
+    made._shared_tcp_store_server = _NoServer()
     return made  # type: ignore[no-any-return]
 
 

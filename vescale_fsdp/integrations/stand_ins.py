@@ -168,8 +168,10 @@ def from_local(
     """
     is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     if not is_ours or device_mesh is None or placements is None:
+        if grad_placements is not None:  # which torch 2.11 lacks
+            kwargs["grad_placements"] = grad_placements
         return _torch_from_local(  # type: ignore[no-any-return]
-            local_tensor, device_mesh, placements, shape=shape, grad_placements=grad_placements, **kwargs
+            local_tensor, device_mesh, placements, shape=shape, **kwargs
         )
     if shape is None or grad_placements is not None:
         raise PlacementError(
