@@ -15,7 +15,6 @@ import click
 
 from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
-from vescale_fsdp.checkpoint.verify import damage_report
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
     GRANULARITY,
@@ -127,6 +126,8 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
     try:
         source = _open(src, **source_options)
     except CorruptCheckpointError as damage:
+        from vescale_fsdp.checkpoint.verify import damage_report  # loads much, and --help needs none of it
+
         unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
         report = unopened or damage_report(damage, src)
     else:
