@@ -181,6 +181,8 @@ class FSDPState:
         if self._watches_owners or not owners.isdisjoint(self.modules) or not has_embedding:
             return
         self._watches_owners, self.may_recompute = True, False
+        for group in self.groups:
+            group.arrived = set()
         for module in owners:
             module.register_forward_pre_hook(self._note_recomputation)
 
@@ -387,6 +389,8 @@ class FSDPState:
             self._unreached_outputs, self.may_recompute = 0, not self._watches_owners
         for group in self.groups:
             group.collect_grads()
+            if group.arrived:
+                group.arrived.clear()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
         # may have such gradients, which therefore wait for the last backward, in which all ranks reduce.
         has_late_grads = any(group.grads for group in self.groups)
@@ -410,17 +414,26 @@ class FSDPState:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
 
-    def reshard_if_unneeded(self) -> None:
+    def reshard_if_unneeded(self, *, is_early: bool = False) -> None:
         """Free full parameters in a backward, before its end, if nothing that is left of the backward reads them.
 
         The caller has checked `may_recompute`.
 
         Whether memory is freed here may differ between ranks. No collective differs: a gradient that arrives at an
         output would gather the unit again, so all outputs must have theirs.
+
+        Args:
+            is_early: whether the backward of other units follows, which may recompute functions that read parameters.
         """
         # Only the root notices forwards without gradients inside its own, as reentrant checkpointing runs them.
         if self.is_root and self.reshard_after_backward and self._unreached_outputs == 0:
-            self.comm.reshard([group for group in self.groups if not group.full_is_needed()])
+            self.comm.reshard(
+                [
+                    group
+                    for group in self.groups
+                    if (not is_early or group.awaits_embeddings_only()) and not group.full_is_needed()
+                ]
+            )
 
     def reduce(self) -> None:
         """Start the reduction of the gradients; without synchronization sum them in the buffer."""
@@ -453,6 +466,9 @@ class FSDPState:
         self._outstanding = self._methods_running = self._unreached_outputs = 0
         self._took_part = self._was_reduced = False
         self.may_recompute = not self._watches_owners
+        for group in self.groups:
+            if group.arrived:
+                group.arrived.clear()
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------

@@ -192,6 +192,8 @@ class ParamGroup:
         # Reduced pieces of parameters that this rank has not used, by name. They are delivered once it is known that
         # another rank has used the parameter.
         self._deferred_grads: dict[str, torch.Tensor] = {}
+        # Names of the parameters whose gradients this backward has computed; only of a root that is freed early.
+        self.arrived: set[str] | None = None
         self._keeps_graph = False  # whether gradients to deliver have a graph (create_graph=True)
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
@@ -363,6 +365,18 @@ class ParamGroup:
                 return True
         return False
 
+    def awaits_embeddings_only(self) -> bool:
+        """Return whether this backward has computed the gradients of all parameters but those of embeddings.
+
+        Other parameters may be read by a function that activation checkpointing runs again, without its module's call:
+        ``checkpoint(lambda x: block(x) * self.gate.weight, x)``. Neither autograd nor Python refers to them until then.
+        """
+        return self.arrived is not None and all(
+            param.slot.fqn in self.arrived
+            or any(isinstance(module, nn.Embedding) for module, _ in param.owners)
+            for param in self.params
+        )
+
     def bring_shard(self) -> list[torch.Tensor]:
         """Copy an offloaded shard to the unit's device, on the current stream, for the next gather.
 
@@ -485,6 +499,8 @@ class ParamGroup:
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Take an unsharded gradient from autograd; called by `GradHook`."""
         self._keeps_graph |= grad.requires_grad
+        if self.arrived is not None:
+            self.arrived.add(param.slot.fqn)
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 

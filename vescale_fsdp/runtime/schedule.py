@@ -283,10 +283,9 @@ class Schedule:
             self._ending = weakref.ref(ending)
             autograd_engine_callback(ending)  # called once, after the whole backward
         self._begun.add(unit)
-        if self._ended[-2:-1] == [
-            unit
-        ]:  # the root's head is done; before this unit's full buffer is allocated
-            self._free_last()
+        # Before this unit's full buffer is allocated. The unit's forward was the last before the root's head.
+        if self._ended[-2:-1] == [unit]:
+            self._free_last(is_early=True)
         if unit.unshard_in_backward:
             self.gather(unit)
             self.wait(unit)
@@ -311,14 +310,14 @@ class Schedule:
         if is_first:
             self._ended[-1].write_most_grads()
 
-    def _free_last(self) -> None:
+    def _free_last(self, *, is_early: bool = False) -> None:
         """Free the full parameters of the unit whose forward ended last, the root, if the backward is done with them.
 
         It reads those of a head first, and those of an embedding not at all.
         """
         last = self._ended[-1]
         if not last.may_recompute:
-            last.reshard_if_unneeded()
+            last.reshard_if_unneeded(is_early=is_early)
 
     def _gathers_ahead(self, unit: FSDPState) -> bool:
         """Whether on the CPU the backward of a unit begins with the gather of the next."""
