@@ -201,6 +201,52 @@ def test_recomputed_forwards_give_the_gradients_of_plain_ones(reentrant: bool) -
     run_ranks(2, checkpointed, reentrant)
 
 
+class Gated(nn.Module):
+    """Blocks in functions that are computed again, and read a weight of the root without a call of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.gate = nn.Linear(8, 8, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(self.gated, block, x, use_reentrant=False)
+        return self.head(x)
+
+    def gated(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(block(x)) + x * self.gate.weight.sum(0)
+
+
+def gated(is_frozen: bool) -> None:
+    model: Any = Gated()
+    reference = Gated()
+    for each in (model, reference):
+        each.gate.requires_grad_(not is_frozen)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=cpu_mesh())
+    tokens = torch.arange(6).view(2, 3)
+    for _ in range(2):
+        for each in (model, reference):
+            each.zero_grad()
+            each(tokens).square().mean().backward()
+        for name, param in model.named_parameters():
+            expected = reference.get_parameter(name).grad
+            if expected is None:
+                assert is_frozen and param.grad is None, name
+            else:
+                assert_is_piece(param.grad, expected, name)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_recomputed_functions_may_read_weights_of_the_root(is_frozen: bool) -> None:
+    """Also after the head's backward, when nothing else refers to the root's full parameters."""
+    run_ranks(2, gated, is_frozen)
+
+
 class SometimesUnused(nn.Module):
     """Uses ``second`` only where asked."""
 
