@@ -178,13 +178,14 @@ class FSDPState:
         # The unit's own modules read parameters in their forward at times that no hook sees. Without an embedding,
         # there is little to gain, and hooks cost graphs: `torch.compile(model)`, unlike `model.compile()`, is not seen.
         has_embedding = any(isinstance(module, nn.Embedding) for module in owners)
-        if self._watches_owners or not owners.isdisjoint(self.modules) or not has_embedding:
+        if not owners.isdisjoint(self.modules) or not has_embedding:
             return
-        self._watches_owners, self.may_recompute = True, False
         for group in self.groups:
             group.arrived = set()
-        for module in owners:
-            module.register_forward_pre_hook(self._note_recomputation)
+        if not self._watches_owners:  # `renew` leaves the hooks
+            for module in owners:
+                module.register_forward_pre_hook(self._note_recomputation)
+        self._watches_owners, self.may_recompute = True, False
 
     def _note_recomputation(self, *unused: Any) -> None:
         if torch.compiler.is_compiling():  # a compiled function saves what its backward reads
@@ -466,9 +467,6 @@ class FSDPState:
         self._outstanding = self._methods_running = self._unreached_outputs = 0
         self._took_part = self._was_reduced = False
         self.may_recompute = not self._watches_owners
-        for group in self.groups:
-            if group.arrived:
-                group.arrived.clear()
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------

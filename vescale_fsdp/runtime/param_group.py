@@ -686,6 +686,8 @@ class ParamGroup:
     def drop_grads(self) -> None:
         """Drop unsharded gradients, deferred pieces, and sums not yet reduced over replicas, after an exception."""
         self.grads.drop()
+        if self.arrived:
+            self.arrived.clear()
         self._unreplicated = self._unreported_used = None
         self._deferred_grads = {}
         for param in self.params:
