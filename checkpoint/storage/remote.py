@@ -333,10 +333,14 @@ class RemoteStorage(Storage):
         try:
             credentials_answer(make, protocol, self._url)
             self.filesystem, root = make()
-        except (NoAnswer, ValueError) as error:  # adlfs raises a ValueError for an account without a key
-            if protocol not in _CREDENTIALS:
-                raise
+        except NoAnswer as error:
             raise self._unreachable("", error, protocol) from error
+        except ValueError as error:
+            if _CREDENTIALS.get(protocol) != _AZURE:
+                raise
+            raise self._unreachable(
+                "", error, protocol
+            ) from error  # adlfs's error for an account without a key
         self._root = root.rstrip("/")
 
     @property
