@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.checkpoint import async_save, load, save
@@ -97,6 +98,40 @@ class Towers(nn.Module):
                     ends[number] = layer(ends[number]).tanh()
         self.streams.join()
         return torch.stack(ends).sum(0)
+
+
+class Language(nn.Module):
+    """An embedding, layers that are units, and a head: the root is freed, and its gradients are written, early.
+
+    Args:
+        streams: where the embedding and every other layer run; None for the caller's stream.
+        recomputes: whether layers are computed again in the backward.
+    """
+
+    def __init__(self, streams: SideStreams | None = None, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.streams, self.recomputes = streams, recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (8 * x).long() % 32
+        y = self._aside(self.embed, tokens)
+        for number, layer in enumerate(self.layers):
+            if self.recomputes:
+                y = y + checkpoint(layer, y, use_reentrant=False).tanh()
+            else:
+                y = y + (self._aside(layer, y) if number % 2 == 0 else layer(y)).tanh()
+        return self.head(y)
+
+    def _aside(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.streams is None:
+            return module(x)
+        self.streams.begin()
+        with self.streams.on(0):
+            y = module(x)
+        self.streams.join()
+        return y
 
 
 class SideExpert(nn.Module):
@@ -194,6 +229,24 @@ def _three_towers(device: torch.device) -> Values:
     model = Towers(device, 3)
     units = [layer for tower in model.towers for layer in tower]
     return _trained(shard(model, units, device, **HALF), device)
+
+
+@_program("embedding and head in the root")
+def _language(device: torch.device) -> Values:
+    model = Language()
+    return _trained(shard(model, list(model.layers), device), device)
+
+
+@_program("embedding and head in the root, two compute streams, bf16", apart=0.05)
+def _language_on_two_streams(device: torch.device) -> Values:
+    model = Language(SideStreams(device, 1))
+    return _trained(shard(model, list(model.layers), device, **HALF), device)
+
+
+@_program("embedding and head in the root, recomputed layers")
+def _recomputed_language(device: torch.device) -> Values:
+    model = Language(recomputes=True)
+    return _trained(shard(model, list(model.layers), device), device)
 
 
 @_program("a side stream in each unit")
