@@ -36,7 +36,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_f
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules, is_meta
-from vescale_fsdp.checkpoint.state.match_result import Match, Strict, TensorRead
+from vescale_fsdp.checkpoint.state.matching.result import Match, Strict, TensorRead
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_storage

@@ -17,8 +17,8 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointErro
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.state.match import match
-from vescale_fsdp.checkpoint.state.match_result import Match, TensorRead
+from vescale_fsdp.checkpoint.state.matching.match import match
+from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
 

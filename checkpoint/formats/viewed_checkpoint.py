@@ -51,8 +51,8 @@ from vescale_fsdp.checkpoint.state.live_objects import (
     is_meta,
     unsaved_meta_buffers,
 )
-from vescale_fsdp.checkpoint.state.match import match
-from vescale_fsdp.checkpoint.state.match_result import Match, TensorRead
+from vescale_fsdp.checkpoint.state.matching.match import match
+from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
 from vescale_fsdp.errors import CheckpointError, some

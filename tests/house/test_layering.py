@@ -33,7 +33,7 @@ LEVELS = (
         "checkpoint.ranks",
         "checkpoint.state",
     ),
-    ("checkpoint.moves",),
+    ("checkpoint.state.matching", "checkpoint.moves"),
     (
         "runtime",
         "checkpoint.formats.entries",

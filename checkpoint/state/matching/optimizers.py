@@ -19,8 +19,8 @@ from vescale_fsdp.checkpoint.state.live_objects import (
     load_into,
     same_names,
 )
-from vescale_fsdp.checkpoint.state.match_leaves import LeafMatcher
-from vescale_fsdp.checkpoint.state.match_result import Finish, TensorRead
+from vescale_fsdp.checkpoint.state.matching.leaves import LeafMatcher
+from vescale_fsdp.checkpoint.state.matching.result import Finish, TensorRead
 from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.optimizer_state import (
     OptimizerGroup,

@@ -13,7 +13,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name, decode
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.state.capture import is_stateful
 from vescale_fsdp.checkpoint.state.live_objects import NamedOptimizer, load_into
-from vescale_fsdp.checkpoint.state.match_result import Finish, Match, TensorRead
+from vescale_fsdp.checkpoint.state.matching.result import Finish, Match, TensorRead
 from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 

@@ -3,10 +3,10 @@
 `match` walks the state and the tree together and returns a `Match`: the tensors to fill in place, the leaves that are
 missing or unexpected, and a `finish` that assigns plain values after all bytes are read.
 
-    match               containers and modules
-    match_leaves        tensors, per-rank values, plain values, and leaves that only the checkpoint has
-    match_optimizers    optimizers, by the names of their parameters
-    match_result        the result, and the errors if the checkpoint does not fit
+    match         containers and modules
+    leaves        tensors, per-rank values, plain values, and leaves that only the checkpoint has
+    optimizers    optimizers, by the names of their parameters
+    result        the result, and the errors if the checkpoint does not fit
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.state.capture import is_stateful, remade
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects, load_into, same_names
-from vescale_fsdp.checkpoint.state.match_leaves import Items, LeafMatcher, holds_tensors, kind_of_node
-from vescale_fsdp.checkpoint.state.match_optimizers import OptimizerMatcher
-from vescale_fsdp.checkpoint.state.match_result import Finish, Match
+from vescale_fsdp.checkpoint.state.matching.leaves import Items, LeafMatcher, holds_tensors, kind_of_node
+from vescale_fsdp.checkpoint.state.matching.optimizers import OptimizerMatcher
+from vescale_fsdp.checkpoint.state.matching.result import Finish, Match
 from vescale_fsdp.checkpoint.state.optimizer_state import items_of_node
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 
