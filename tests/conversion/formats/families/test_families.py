@@ -52,12 +52,11 @@ def test_a_family_comes_into_memory_and_back_to_the_same_bytes(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers' own
             model = saved(class_name, hf)
-            mapping = mapping_of(model, hf)
     except Exception as error:
         if not IS_WHOLE:
             raise
         pytest.skip(why_not_built(class_name, error))
-    record_property("mapping", mapping)
+    record_property("mapping", mapping_of(model, hf))
     check_formats(model, hf)
     run = run_ranks if IS_WHOLE else run_threads  # processes of their own would import transformers
     run(2, check_shards, class_name, model.config, stored_names(model), hf)
