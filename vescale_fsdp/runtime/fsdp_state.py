@@ -102,6 +102,7 @@ class FSDPState:
         self.has_root = self.is_root = False
         self.agreed = False  # whether ranks have compared their layouts and settings of this unit
         self.post_optim_event: Event | None = None
+        self.overlaps = False  # whether, on the CPU, collectives overlap with compute; as of the last forward
         self._outstanding = 0  # number of forward calls that the backward has not passed yet
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit

@@ -185,7 +185,11 @@ class Schedule:
     def enter_forward(self, unit: FSDPState) -> None:
         """Begin a unit's forward: gather the unit, and prefetch the next unit."""
         self.gather(unit)
-        self.wait(unit)
+        unit.overlaps = any(map(self.comm.overlaps, unit.groups))
+        # On the CPU between nodes the next gather starts before this wait, so that the network is never idle.
+        waits_last = unit.overlaps and not self.in_backward
+        if not waits_last:
+            self.wait(unit)
         self._guessed.discard(unit)
         if self.in_backward:  # a recomputed forward; `enter_backward` prefetches
             return
@@ -203,6 +207,8 @@ class Schedule:
             with profiled("FSDP::forward_prefetch for ", following.label):
                 if self.gather(following) and unit.forward_prefetch is None:
                     self._guessed.add(following)
+        if waits_last:
+            self.wait(unit)
         if unit not in self._order:
             self._order.append(unit)
 
@@ -288,10 +294,13 @@ class Schedule:
             self._free_last(is_early=True)
         if unit.unshard_in_backward:
             self.gather(unit)
-            self.wait(unit)
+            if not unit.overlaps:
+                self.wait(unit)
         # If nothing overlaps, `leave_backward` gathers the next unit, unless the user asked for it here.
-        if self.comm.streams is not None or self._gathers_ahead(unit):
+        if self.comm.streams is not None or unit.overlaps or unit.backward_prefetch is not None:
             self._prefetch_in_backward(unit)
+        if unit.overlaps and unit.unshard_in_backward:
+            self.wait(unit)
 
     def leave_backward(self, unit: FSDPState) -> None:
         """End a unit's backward, after its full parameters are freed: reduce, and on the CPU of one host prefetch.
@@ -305,7 +314,7 @@ class Schedule:
         if is_first:
             self._free_last()
         unit.reduce()
-        if self.comm.streams is None and not self._gathers_ahead(unit):
+        if self.comm.streams is None and not unit.overlaps and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
         if is_first:
             self._ended[-1].write_most_grads()
@@ -318,10 +327,6 @@ class Schedule:
         last = self._ended[-1]
         if not last.may_recompute:
             last.reshard_if_unneeded(is_early=is_early)
-
-    def _gathers_ahead(self, unit: FSDPState) -> bool:
-        """Whether on the CPU the backward of a unit begins with the gather of the next."""
-        return unit.backward_prefetch is not None or any(map(self.comm.overlaps, unit.groups))
 
     def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):

@@ -36,7 +36,7 @@ from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.runtime.comm.gradients import ReducedShard
 from vescale_fsdp.runtime.comm_context import CommContext, _Reduction
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.runtime.param_group import GroupState
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 
 PER_NODE = 2
 ROOM_BYTES = 8 << 10  # 8 KiB
@@ -268,6 +268,7 @@ class Step(NamedTuple):
     in_two_levels: bool  # whether reductions of fp32 would be
     overlaps: set[bool]  # whether reductions were in flight while the next unit computed
     full: set[int]  # units in full at that moment
+    waiting: int  # the most units in full, or being gathered, while the host waited for a gather
     grads: list[torch.Tensor]
 
 
@@ -281,19 +282,31 @@ def trained(per_node: list[str], policy: MixedPrecisionPolicy) -> Step:
     units = [state_of(module) for module in model]
     overlaps: set[bool] = set()
     full: set[int] = set()
+    waiting = [0]
+    finish_gather = ParamGroup.finish_gather
+
+    def num_full() -> int:
+        return sum(group.state is not GroupState.SHARDED for unit in units for group in unit.groups)
 
     def watch(grad: torch.Tensor) -> None:  # the unit behind has ended its backward
         overlaps.update(each.reduced.work is not None for each in units[0].comm.in_flight)
-        full.add(sum(group.state is not GroupState.SHARDED for unit in units for group in unit.groups))
+        full.add(num_full())
+
+    def wait_and_count(group: ParamGroup) -> None:
+        waiting.append(num_full())
+        finish_gather(group)
 
     model[0].register_forward_hook(lambda module, args, output: output.register_hook(watch) and None)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=per_node[dist.get_rank()]):
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=per_node[dist.get_rank()]),
+        mock.patch.object(ParamGroup, "finish_gather", wait_and_count),
+    ):
         for _ in range(2):
             model(torch.randn(5, 24, generator=generator)).float().pow(2).mean().backward()
     grads = [p.grad.full_tensor() for p in model.parameters()]
     in_two_levels = two_levels(mesh.get_group(), sent_bytes=4, summed_bytes=4) is not None
-    return Step(in_two_levels, overlaps, full, grads)
+    return Step(in_two_levels, overlaps, full, max(waiting), grads)
 
 
 def test_a_step_has_the_gradients_of_one_level() -> None:
@@ -307,13 +320,13 @@ def test_a_step_has_the_gradients_of_one_level() -> None:
 
 
 @pytest.mark.parametrize("per_node, overlaps", [("1", True), ("2", False), ("", False)])
-def test_reductions_overlap_between_nodes_only(per_node: str, overlaps: bool) -> None:
-    """With the same bits, and no more than two units in full."""
+def test_collectives_overlap_between_nodes_only(per_node: str, overlaps: bool) -> None:
+    """With the same bits, and no more than two units in full; the next gather begins before the wait for the last."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     expected = run_ranks(2, trained, [""] * 2, policy)[0].grads
     for step in run_ranks(2, trained, [per_node] * 2, policy):
         assert step.overlaps == {overlaps} and not step.in_two_levels
-        assert max(step.full) <= 2
+        assert max(step.full) <= 2 and step.waiting == 1 + overlaps
         assert all(map(torch.equal, step.grads, expected))
 
 
