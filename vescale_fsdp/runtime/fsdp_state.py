@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, ItemsView, Sequence, ValuesView
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -60,6 +60,31 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def _eager(function: FunctionT) -> FunctionT:
     """Return a hook that torch.compile does not trace. The hook breaks the graph: compile the blocks inside a unit."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+class _WatchedParameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module by name. Calls ``note`` at each read; a copy is a plain dict."""
+
+    __slots__ = ("_note",)
+
+    def __init__(self, params: dict[str, nn.Parameter | None], note: Callable[[], None]) -> None:
+        super().__init__(params)
+        self._note = note
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self._note()
+        return super().__getitem__(name)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self._note()
+        return super().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        self._note()
+        return super().values()
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (dict(self),)
 
 
 class FSDPState:
@@ -109,7 +134,7 @@ class FSDPState:
         self._unreached_outputs = 0  # outputs of forwards to which no backward has brought a gradient yet
         # Whether a backward may run modules again that read the unit's parameters, as activation checkpointing does.
         self.may_recompute = True
-        self._watches_owners = False  # whether `_note_recomputation` is a hook of the modules inside the unit
+        self._watches_reads = False  # whether modules call `_note_read`
         self._with_grad = False  # whether gradients were enabled when the root's forward began
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
         # Whether the state that load_state_dict is loading contains the unit's own tensors, which an earlier, failed
@@ -174,22 +199,19 @@ class FSDPState:
         _log_sharding(type(self.modules[0]).__name__, list(below))
 
     def _watch_recomputation(self) -> None:
-        """Notice forwards of the unit's inner modules that activation checkpointing will run again in the backward."""
+        """Notice reads of the unit's parameters that activation checkpointing will repeat in the backward."""
         owners = {module for group in self.groups for param in group.params for module, _ in param.owners}
-        # The unit's own modules read parameters in their forward at times that no hook sees. Without an embedding,
-        # there is little to gain, and hooks cost graphs: `torch.compile(model)`, unlike `model.compile()`, is not seen.
-        has_embedding = any(isinstance(module, nn.Embedding) for module in owners)
-        if not owners.isdisjoint(self.modules) or not has_embedding:
+        if not any(isinstance(module, nn.Embedding) for module in owners):  # there is little to gain
             return
         for group in self.groups:
             group.arrived = set()
-        if not self._watches_owners:  # `renew` leaves the hooks
-            for module in owners:
-                module.register_forward_pre_hook(self._note_recomputation)
-        self._watches_owners, self.may_recompute = True, False
+        for module in owners:
+            module._parameters = _WatchedParameters(module._parameters, self._note_read)
+        self._watches_reads, self.may_recompute = True, False
 
-    def _note_recomputation(self, *unused: Any) -> None:
-        if torch.compiler.is_compiling():  # a compiled function saves what its backward reads
+    def _note_read(self) -> None:
+        # A compiled function saves what it reads. Asked first, because torch.compile guards all that it sees here.
+        if torch.compiler.is_compiling() or self.schedule.in_backward:
             return
         without_graph = self._with_grad and not torch.is_grad_enabled()
         self.may_recompute = self.may_recompute or without_graph or saves_by_hooks()
@@ -388,7 +410,8 @@ class FSDPState:
         self._entered.clear()
         self._methods_running = 0
         if is_last:  # outputs that were not used will get no gradient
-            self._unreached_outputs, self.may_recompute = 0, not self._watches_owners
+            self._unreached_outputs, self.may_recompute = 0, not self._watches_reads
+            self._with_grad = False  # what is read until the next forward belongs to no step
         for group in self.groups:
             group.collect_grads()
             if group.arrived:
@@ -467,7 +490,7 @@ class FSDPState:
         """Reset the counters, after an exception has ended a forward or a backward."""
         self._outstanding = self._methods_running = self._unreached_outputs = 0
         self._took_part = self._was_reduced = False
-        self.may_recompute = not self._watches_owners
+        self.may_recompute = not self._watches_reads
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------

@@ -368,8 +368,8 @@ class ParamGroup:
     def awaits_embeddings_only(self) -> bool:
         """Return whether this backward has computed the gradients of all parameters but those of embeddings.
 
-        Other parameters may be read by a function that activation checkpointing runs again, without its module's call:
-        ``checkpoint(lambda x: block(x) * self.gate.weight, x)``. Neither autograd nor Python refers to them until then.
+        Other parameters may be read by the backward of a user's `torch.autograd.Function`, which looks them up at their
+        module. Neither autograd nor Python refers to them until then.
         """
         return self.arrived is not None and all(
             param.slot.fqn in self.arrived

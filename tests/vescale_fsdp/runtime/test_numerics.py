@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,29 +202,50 @@ def test_recomputed_forwards_give_the_gradients_of_plain_ones(reentrant: bool) -
     run_ranks(2, checkpointed, reentrant)
 
 
+def sum_of_rows(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x * weight.sum(0)
+
+
+def nearest(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, weight).softmax(-1) @ weight
+
+
+# Ways in which a function, which is computed again in the backward, reads a weight of the root without a module's call.
+READS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "gate": lambda model, x: sum_of_rows(model.gate.weight, x),
+    "embedding": lambda model, x: nearest(model.embed.weight, x),
+    "own": lambda model, x: sum_of_rows(model.scale, x),
+    "names": lambda model, x: sum_of_rows(dict(model.named_parameters())["embed.weight"], x),
+}
+
+
 class Gated(nn.Module):
     """Blocks in functions that are computed again, and read a weight of the root without a call of its module."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: str, *, is_tied: bool, reentrant: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.gate = nn.Linear(8, 8, bias=False)
+        self.scale = nn.Parameter(torch.randn(4, 8)) if read == "own" else None
+        if is_tied:
+            self.head.weight = self.embed.weight
+        self.read, self.reentrant = READS[read], reentrant
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = checkpoint(self.gated, block, x, use_reentrant=False)
-        return self.head(x)
+            x = block(checkpoint(self.gated, x, use_reentrant=self.reentrant))
+        return self.head(x + self.gate.weight[0])  # whose gradient arrives first
 
-    def gated(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(block(x)) + x * self.gate.weight.sum(0)
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) + self.read(self, x)
 
 
-def gated(is_frozen: bool) -> None:
-    model: Any = Gated()
-    reference = Gated()
+def gated(read: str, is_tied: bool, reentrant: bool, is_frozen: bool) -> None:
+    model: Any = Gated(read, is_tied=is_tied, reentrant=reentrant)
+    reference = Gated(read, is_tied=is_tied, reentrant=reentrant)
     for each in (model, reference):
         each.gate.requires_grad_(not is_frozen)
     for unit in (*model.blocks, model):
@@ -241,10 +263,17 @@ def gated(is_frozen: bool) -> None:
                 assert_is_piece(param.grad, expected, name)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_recomputed_functions_may_read_weights_of_the_root(is_frozen: bool) -> None:
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_recomputed_functions_may_read_weights_of_the_root(read: str, is_tied: bool) -> None:
     """Also after the head's backward, when nothing else refers to the root's full parameters."""
-    run_ranks(2, gated, is_frozen)
+    run_ranks(2, gated, read, is_tied, False, True)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reentrant_functions_may_read_weights_of_the_root(read: str) -> None:
+    """Which their backward differentiates, too."""
+    run_ranks(2, gated, read, False, True, False)
 
 
 class SometimesUnused(nn.Module):
