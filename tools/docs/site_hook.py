@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File
 
 import vescale_fsdp
@@ -130,8 +131,14 @@ def _adapted(file: str) -> str:
     return text
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Prepare names and tables for narrow screens: names are not broken, and cells with sentences are not squeezed."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Prepare names and tables for narrow screens: names are not broken, and cells with sentences are not squeezed.
+
+    Raises:
+        BuildError: if a page of the API describes a module in place of a function of the same name.
+    """
+    if "doc-module" in html and page.file.src_uri != "api/errors.md":
+        raise BuildError(f"{page.file.src_uri} describes a module; see _documented.")
     html = re.sub(r"<table>.*?</table>", lambda table: _readable(table[0]), html, flags=re.DOTALL)
     # Blocks of code stay as they are.
     parts = re.split(r"(<pre.*?</pre>|<table>.*?</table>)", html, flags=re.DOTALL)
