@@ -20,9 +20,9 @@ The class tree (each class also inherits from the builtin exception that a calle
 Warnings with a class of their own, for filters: `PaddingWarning`, `GatherWarning`, `BoundNamesWarning`,
 `UntriedVersionWarning`.
 
-After one sentence, a message has up to four parts: what was expected, what was got instead, where, and what to do about
-it. The error classes take the parts as arguments, store them as attributes, and build the text. For warnings, `explain`
-builds the text.
+After one sentence, a message has up to four parts: the expected value, the actual value, the place, and the remedy. The
+error classes take the parts as arguments, store them as attributes, and build the text. For warnings, `explain` builds
+the text.
 
     raise CheckpointError("There is no such step.", expected="one of [1, 2]", got=3, where="/run")
 """
@@ -56,8 +56,11 @@ class VescaleError(Exception):
 
     Attributes:
         problem: the sentence.
-        expected, got, where, todo: the parts of the message; None for missing parts. Strings, numbers, bools and None
-            are stored unchanged. Other values are stored as their text, so that an error can be pickled.
+        expected: the expected value; None if the part is missing. Strings, numbers, bools and None are stored
+            unchanged, other values as their text, so that an error can be pickled.
+        got: the actual value, stored in the same way.
+        where: the place, such as a parameter, a rank, a file or an offset.
+        todo: the remedy.
 
     Examples:
         >>> try:

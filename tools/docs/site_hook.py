@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File
 
 import vescale_fsdp
@@ -35,7 +36,15 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     """Add a page per command, and one that lists them."""
     rows = [f"| [`{name}`]({name}.md) | {summary} |" for name, (summary, _) in SUMMARIES.items()]
-    overview = ["# Commands", "", "| `vescale-convert ...` | |", "|---|---|", *rows, "", EXIT_CODES]
+    overview = [
+        "# Commands",
+        "",
+        "| `vescale-convert ...` | description |",
+        "|---|---|",
+        *rows,
+        "",
+        EXIT_CODES,
+    ]
     pages = {"index": "\n".join(overview)}
     pages |= {name: _command_page(name) for name in SUMMARIES}
     for name, text in pages.items():
@@ -57,7 +66,7 @@ def _command_page(name: str) -> str:
         [
             *(f"# {name}", "", inspect.cleandoc(command.help or ""), ""),
             *("```sh", usage, "```", "", "Examples:", "", "```sh", *examples, "```", ""),
-            *("| option | |", "|---|---|", *rows, "", EXIT_CODES),
+            *("| option | description |", "|---|---|", *rows, "", EXIT_CODES),
         ]
     )
 
@@ -71,21 +80,28 @@ def _names() -> str:
     pages = {}
     for file in sorted((ROOT / "docs" / "api").glob("*.md")):
         for name in re.findall(r"^(?:::: |### `)(vescale_fsdp\.[\w.]+)", file.read_text(), re.MULTILINE):
-            pages[name] = file.name
+            pages[name] = f"{file.name}#{_documented(name)}"
         for name in re.findall(r"^### `(vescale_fsdp\.[\w.]+)", file.read_text(), re.MULTILINE):
-            pages[name] += "#" + re.sub(r"[^\w-]", "", name).lower()  # as mkdocs makes it of a heading
+            anchor = re.sub(r"[^\w-]", "", name).lower()  # as mkdocs makes it of a heading
+            pages[name] = f"{file.name}#{anchor}"
     rows = []
     packages = (each.name for each in pkgutil.iter_modules(vescale_fsdp.__path__) if each.ispkg)
     for package in ("vescale_fsdp", *(f"vescale_fsdp.{name}" for name in packages)):
         names = getattr(importlib.import_module(package), "__all__", ())
-        full = [(name, f"{package}.{name}") for name in names]
-        links = [
-            f"[`{name}`]({page if '#' in page else f'{page}#{whole}'})"
-            for name, whole in full
-            if (page := pages[whole])
-        ]
-        rows += [f"| `{package}` | {', '.join(links)} |"] if links else []
-    return "\n".join(["| package | names |", "|---|---|", *rows])
+        links = [f"[`{name}`]({pages[f'{package}.{name}']})" for name in names]
+        rows += [f"* `{package}`: {', '.join(links)}"] if links else []
+    return "\n".join(rows)
+
+
+def _documented(name: str) -> str:
+    """The name under which mkdocstrings finds a public name: of a function whose module has this name, too, its own."""
+    path = Path(*name.split(".")).with_suffix(".py")
+    if not (ROOT / path).exists():
+        return name
+    package, _, last = name.rpartition(".")
+    function = inspect.unwrap(getattr(importlib.import_module(package), last))
+    file = Path(inspect.getfile(function)).relative_to(ROOT)
+    return ".".join((*file.with_suffix("").parts, last))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -97,6 +113,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return _adapted("CHANGELOG.md")
         case "api/index.md":
             return markdown.replace("<!-- NAMES -->", _names())
+        case uri if uri.startswith("api/"):
+            return re.sub(
+                r"^::: (vescale_fsdp\.[\w.]+)$",
+                lambda line: line[0] if line[1] == "vescale_fsdp.errors" else f"::: {_documented(line[1])}",
+                markdown,
+                flags=re.MULTILINE,
+            )
     return markdown
 
 
@@ -108,24 +131,50 @@ def _adapted(file: str) -> str:
     return text
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Prepare names and tables for narrow screens: names are not broken, and cells with sentences are not squeezed."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Prepare names and tables for narrow screens: names are not broken, and cells with sentences are not squeezed.
+
+    Raises:
+        BuildError: if a page of the API describes a module in place of a function of the same name.
+    """
+    if "doc-module" in html and page.file.src_uri != "api/errors.md":
+        raise BuildError(f"{page.file.src_uri} describes a module; see _documented.")
     html = re.sub(r"<table>.*?</table>", lambda table: _readable(table[0]), html, flags=re.DOTALL)
     # Blocks of code stay as they are.
     parts = re.split(r"(<pre.*?</pre>|<table>.*?</table>)", html, flags=re.DOTALL)
-    parts[::2] = [_with_whole_names(part, 40) for part in parts[::2]]  # 40: fits a line of a narrow screen
-    return "".join(parts)
+    fits = 34  # characters, in a nested list on a narrow screen
+    parts[::2] = [_with_whole_names(part, fits, fits) for part in parts[::2]]
+    return re.sub(r"(?<=<h[34] ).*?(?=</h[34]>)", _breakable, "".join(parts), flags=re.DOTALL)
 
 
-def _with_whole_names(html: str, most: int) -> str:
-    """Mark words in inline code, which browsers must not break: names of up to ``most`` characters, others up to 40."""
-    word = re.compile(rf"(?<!\S)([\w.]{{1,{most}}}|[^\s<>]{{1,40}})(?!\S)")
+def _breakable(heading: re.Match[str]) -> str:
+    """Let a heading's long names break behind dots and underscores."""
+    return re.sub(r"(?<=>)[\w.]{30,}(?=<)", lambda name: re.sub(r"(?<=[._])", "<wbr>", name[0]), heading[0])
 
-    def whole(code: re.Match[str]) -> str:
-        return word.sub(r'<span class="name">\g<0></span>', code[0])
+
+def _with_whole_names(html: str, most_of_names: int, most: int) -> str:
+    """Mark words in inline code, which browsers must not break: names, and words of up to so many characters.
+
+    Longer words may break behind punctuation, and long names in them behind dots and underscores.
+    """
+
+    def marked(word: re.Match[str]) -> str:
+        limit = most_of_names if re.fullmatch(r"[\w.]+", word[0]) else most
+        pieces = [word[0]]
+        for behind in (r"(?<=[(\[{,=/|])", r"(?<=\.)", "(?<=_)"):
+            pieces = [part for piece in pieces for part in _split(piece, behind, limit)]
+        return "<wbr>".join(f'<span class="name">{piece}</span>' for piece in pieces if piece)
 
     # Tags other than <wbr> are references that are not resolved yet.
-    return re.sub(r"(?<=<code>)([^<]|<wbr>)*(?=</code>)", whole, html)
+    return re.sub(
+        r"(?<=<code>)([^<]|<wbr>)*(?=</code>)",
+        lambda code: re.sub(r"(?<!\S)[^\s<>]+(?!\S)", marked, code[0]),
+        html,
+    )
+
+
+def _split(piece: str, behind: str, limit: int) -> list[str]:
+    return [piece] if len(piece) <= limit else re.split(behind, piece)
 
 
 def _readable(table: str) -> str:
@@ -135,4 +184,4 @@ def _readable(table: str) -> str:
         width_rem = min(20, len(re.sub(r"<code.*?</code>|<[^>]+>", "", cell[1])) // 6)
         return f'<td style="--prose: {width_rem}rem">{cell[1]}</td>' if width_rem > 8 else cell[0]
 
-    return _with_whole_names(re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL), 60)
+    return _with_whole_names(re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL), 60, 40)

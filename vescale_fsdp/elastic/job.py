@@ -128,7 +128,8 @@ class ElasticJob:
             raised.
 
     Attributes:
-        rank, num_ranks: the rank of this process and the number of ranks, in the current epoch.
+        rank: the rank of this process in the current epoch.
+        num_ranks: the number of ranks in the current epoch.
         mesh: the mesh of the current epoch; None between epochs.
         training: the newest result of ``build``; None before the first epoch.
         epochs: the start of each epoch of this process, oldest first.

@@ -43,15 +43,19 @@ OWNER_OPTIMIZER = (
 class RaggedShard(Placement):
     """Shard a tensor by whole units over one mesh axis.
 
+    The tensor is divided into ``sum(local_units)`` units of equal size, and rank r owns ``local_units[r]`` of them, in
+    rank order. A unit contains all dims behind ``dims`` whole: for ``dims=(0,)`` it consists of rows, for ``dims=()``
+    it is the whole tensor. The placement is described in arXiv 2602.22437.
+
     Args:
-        dims: the leading tensor dims that are flattened and cut: () or (0, .., i-1).
+        dims: the leading tensor dims that are flattened and sharded: () or (0, .., i-1).
         local_units: one non-negative int per rank of the mesh axis, at least one of them positive.
 
     Raises:
         PlacementError: if the dims are not a prefix or the units are not valid.
 
     Examples:
-        >>> two_to_one = RaggedShard((0,), (2, 1))  # rank 0 holds two thirds of the rows
+        >>> two_to_one = RaggedShard((0,), (2, 1))  # rank 0 has two thirds of the rows
         >>> two_to_one.piece_numels((6, 4)), two_to_one.piece((6, 4), rank=1)
         ((16, 8), FlatRange(start=16, stop=24))
     """
@@ -175,11 +179,12 @@ class RaggedShard(Placement):
 
         The placement has the largest units, and the fewest dims, that allow these pieces.
 
-        >>> RaggedShard.from_piece_numels((6, 4), [8, 16])
-        RaggedShard(dims=(0,), local_units=(1, 2))
-
         Raises:
             PlacementError: if the sizes of the pieces do not add up to the size of the tensor.
+
+        Examples:
+            >>> RaggedShard.from_piece_numels((6, 4), [8, 16])
+            RaggedShard(dims=(0,), local_units=(1, 2))
         """
         numel, numels = numel_of(shape), RunLengths.of(piece_numels)
         if numels.total != numel:

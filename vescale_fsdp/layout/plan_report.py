@@ -233,12 +233,6 @@ def plan_report(
 ) -> PlanReport:
     """Plan a model for several numbers of shards, as `fully_shard` would, without ranks or weights.
 
-    Examples:
-        >>> from vescale_fsdp import Rows
-        >>> report = plan_report({"w": (100, 32), "b": (32,)}, [2, 8], Rows(10))
-        >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
-        [(2, '3%'), (8, '58%')]
-
     Args:
         model_or_shapes: a module (the meta device is enough), a mapping from name to shape or to ``(shape, dtype
             name)``, or a Hugging Face folder, of which only headers are read.
@@ -251,6 +245,12 @@ def plan_report(
 
     Raises:
         LayoutError: for shapes, names, patterns or numbers of shards that are not valid.
+
+    Examples:
+        >>> from vescale_fsdp import Rows
+        >>> report = plan_report({"w": (100, 32), "b": (32,)}, [2, 8], Rows(10))
+        >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
+        [(2, '3%'), (8, '58%')]
     """
     if not shards:
         raise LayoutError(

@@ -100,11 +100,6 @@ def plan_group(
 
     The same input gives the same layout on every machine, because only integers are compared.
 
-    Examples:
-        >>> layout = plan_group([TensorSpec("w", (6, 32), "float32", 32), TensorSpec("b", (6,), "float32", 1)], 2)
-        >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
-        (128, (128, 64))
-
     Args:
         tensors: in definition order, all of one dtype. Empty tensors occupy no part of the buffer.
         num_shards: ranks that shard the group, at least 1.
@@ -118,6 +113,11 @@ def plan_group(
 
     Raises:
         LayoutError: for no shards, negative sizes, blocks below one element, repeated names or different dtypes.
+
+    Examples:
+        >>> layout = plan_group([TensorSpec("w", (6, 32), "float32", 32), TensorSpec("b", (6,), "float32", 1)], 2)
+        >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
+        (128, (128, 64))
     """
     align_numel = _check_input(tensors, num_shards, align_numel, scatter)
     # A block is no larger than its tensor. For an empty tensor it is 1, because the code below divides by it.

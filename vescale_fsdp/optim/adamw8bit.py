@@ -183,7 +183,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether each moment uses th
 
 @set_module("vescale_fsdp.optim")
 class AdamW8bit(BatchedOptimizer):
-    """AdamW with block-wise 8-bit state.
+    """AdamW with block-wise 8-bit state (arXiv 2110.02861).
 
     Args:
         params: parameters or param groups. A group with ``state_bits=32`` has fp32 state, which embeddings need in some

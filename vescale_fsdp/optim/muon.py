@@ -77,6 +77,9 @@ _ADJUST_LR = (None, "original", "match_rms_adamw")
 class Muon(StructuredOptimizer):
     """One optimizer that steps matrices and stacks of matrices with Muon, and other parameters with AdamW.
 
+    Muon is by K. Jordan et al. (2024), https://kellerjordan.github.io/posts/muon; the arithmetic is that of
+    `torch.optim.Muon`.
+
     Args:
         params: 2-D and 3-D parameters (3-D: a stack, one matrix per expert), or param groups of them. A group with
             ``row_splits=(q_rows, k_rows, v_rows)`` treats a fused matrix as several matrices.

@@ -33,6 +33,8 @@ _RELATIVE_EPS = 1e-6  # ten times the rounding error of fp32 factors
 class Shampoo(BatchedOptimizer):
     """Blocked Shampoo for vectors, matrices and stacks of matrices, and AdamW for ``adamw_params``.
 
+    Shampoo is described in arXiv 1802.09568, its blocks, grafting and choice of roots in arXiv 2309.06497.
+
     Args:
         params: parameters or param groups.
         lr: learning rate; with grafting, choose it as for AdamW.

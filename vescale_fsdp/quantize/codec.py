@@ -300,7 +300,11 @@ class _E4m3Codec(BlockCodec):
 @set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Fp8Blocks(_E4m3Codec):
-    """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations.
+    """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations (arXiv 2412.19437).
+
+    Args:
+        rows: rows of a block.
+        cols: columns of a block.
 
     Examples:
         >>> codec = Fp8Blocks(128, 128)
@@ -315,7 +319,9 @@ class Fp8Blocks(_E4m3Codec):
 @set_module("vescale_fsdp.quantize")
 @dataclass(frozen=True)
 class Mxfp8(_E4m3Codec):
-    """e4m3 codes, and a power-of-two scale for every 32 elements of a row, rounded down (OCP Microscaling, MXFP8).
+    """e4m3 codes, and a power-of-two scale for every 32 elements of a row, rounded down (MXFP8).
+
+    The format is that of the OCP Microscaling Formats (MX) specification, version 1.0.
 
     Examples:
         >>> Mxfp8().grid((4, 64)).scales_shape

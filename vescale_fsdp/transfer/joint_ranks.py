@@ -77,7 +77,7 @@ def joint_ranks(
 
     Args:
         rendezvous: ``tcp://host:port``, with the host that runs rank 0 of the joint ranks; ``file:///path``, with a
-            file on shared storage that does not exist yet; or a torch store. To meet again after a loss, pass the same.
+            file on shared storage that does not exist yet; or a torch store. After a loss, pass the same one again.
         first_rank: number of the job's rank 0 among the ranks of all jobs. The job's rank i is ``first_rank + i``.
         num_ranks: number of ranks in all jobs.
         timeout_s: how long ranks wait for each other, while they connect and in each later collective.

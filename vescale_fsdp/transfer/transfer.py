@@ -200,7 +200,7 @@ class Transfer:
         Raises:
             TransferError: on all ranks, if any rank failed, was lost, or passed a different state or version. Its
                 attributes are what became of the target, and the lost ranks. After a loss, all connections of
-                ``ranks`` are closed: meet again, and make a new Transfer with this one's `version`.
+                ``ranks`` are closed: call `joint_ranks` again, and make a new Transfer with this one's `version`.
             LifecycleError: if the transfer is already running.
             ValueError: if ``version`` is negative.
         """

@@ -73,7 +73,7 @@ def _assert_losses(found: dict[int, float], expected: dict[int, float]) -> None:
 def _plain_losses(
     first: int, last: int, *, saved: Path | None = None, adam_step: int = 0
 ) -> dict[int, float]:
-    """Rank 0's losses at every 20th step of the tutorial's training in one process, not sharded, never interrupted.
+    """Mean losses at every 20th step of the tutorial's training in one process, not sharded, never interrupted.
 
     Args:
         first, last: the steps before the first one, and the last one.
@@ -99,7 +99,7 @@ def _plain_losses(
     for param in model.parameters() if adam_step else ():
         zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[param] = {"step": torch.tensor(float(adam_step)), **zeros}
-    losses = {}
+    losses: dict[int, float] = {}
     for step in range(first + 1, last + 1):
         draw = torch.Generator().manual_seed(step)
         starts = torch.randint(len(text) - 64, (12,), generator=draw).tolist()
@@ -109,8 +109,8 @@ def _plain_losses(
             rows = batch[rank::ranks]
             loss = model(input_ids=rows, labels=rows).loss
             (loss / ranks).backward()
-            if rank == 0 and step % 20 == 0:
-                losses[step] = loss.item()
+            if step % 20 == 0:
+                losses[step] = losses.get(step, 0.0) + loss.item() / ranks
         optimizer.step()
         optimizer.zero_grad()
     return losses
