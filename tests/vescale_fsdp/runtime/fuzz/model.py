@@ -68,6 +68,7 @@ class Model(nn.Module):
         super().__init__()
         self.program = program
         self.embed = nn.Linear(WIDTH, WIDTH)
+        self.positions = nn.Embedding(ROWS, WIDTH) if program.positions else None
         self.blocks = nn.ModuleList(BlockModule(block, tp=program.tp) for block in program.blocks)
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         if program.tied:
@@ -75,6 +76,8 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, ways: Ways) -> torch.Tensor:
         x = self.embed(x.to(self.embed.weight.dtype))
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(len(x)))
         for block, module, runs, spare in zip(
             self.program.blocks, self.blocks, ways.runs, ways.spares, strict=True
         ):
@@ -86,9 +89,16 @@ class Model(nn.Module):
                     y = module(x, spare)
                 y = y["y"] if isinstance(y, dict) else y
                 x = x if block.drops else y
+            if self.program.reads:
+                x = checkpoint(self.read, x, use_reentrant=False, preserve_rng_state=False)
         if ways.breaks:
             raise Broken
         return self.head(x)  # type: ignore[no-any-return]
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """Read a weight of the root without a call of its module."""
+        weight = getattr(self, self.program.reads).weight
+        return x * (1 + weight.sum(0).tanh() / 2)  # type: ignore[no-any-return]
 
 
 def build(program: Program) -> Model:

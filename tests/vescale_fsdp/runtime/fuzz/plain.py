@@ -184,6 +184,7 @@ class _Plain:
         if param.grad is not None:
             total, size = total + param.grad, size + float(param.grad.abs().max())
         uses = (len(terms) + 1) * 2 * max(block.times for block in self.program.blocks)
+        uses *= 1 + len(self.program.blocks) * bool(self.program.reads)
         dtypes = [self.stored, self.computes or self.stored, self.reduces or self.stored]
         smallest = max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in dtypes)
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -194,7 +195,7 @@ class _Plain:
     @property
     def _depth(self) -> int:
         """How many matrices an input passes, at most."""
-        return 3 + 3 * sum(block.times for block in self.program.blocks)
+        return 3 + 3 * sum(block.times for block in self.program.blocks) + len(self.program.blocks)
 
     def _gets_zeros(self, name: str) -> bool:
         """Whether zeros are asked for where nobody used a parameter of a unit that somebody has run."""

@@ -99,6 +99,8 @@ class Program(_Printed):
         mesh: (shard,), (replicate, shard), and with ``tp`` the ranks of tensor parallelism last.
         blocks, steps: see there.
         tied: whether the head's matrix is the embedding's.
+        positions: whether rows have learned positions.
+        reads: "embed", "head", "positions": whose weight a recomputed function behind each block reads; "" none.
         stored, params, reduces, outputs: dtypes; "" leaves a policy's field out.
         reshard: reshard_after_forward.
         granularity: text as `fully_shard` takes it; "8bit" AdamW8bit's.
@@ -112,6 +114,8 @@ class Program(_Printed):
     blocks: tuple[Block, ...] = (Block(),)
     steps: tuple[Step, ...] = (Step(), Step())
     tied: bool = False
+    positions: bool = False
+    reads: str = ""
     frozen_ends: bool = False
     stored: str = "float32"
     params: str = ""
@@ -225,6 +229,10 @@ def draw(seed: int) -> Program:
         optimizer=optimizer,
         switches=tuple(name for name, often in _SWITCHES.items() if dice.random() < often),
     )
+    other = random.Random(f"root {seed}")  # of its own, so that the rest of the programs stays as it was
+    program = replace(program, positions=other.random() < 0.6, reads=other.choice(["", "", "embed", "head"]))
+    if program.positions and other.random() < 0.3:
+        program = replace(program, reads="positions")
     if "zeros_unused" in program.switches:  # what is gathered ahead for nothing counts as used there
         program = replace(program, switches=tuple(name for name in program.switches if name != "prefetch"))
     if not tp and program.reshard in (None, True, False) and dice.random() < 0.25:
