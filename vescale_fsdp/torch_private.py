@@ -58,7 +58,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 # torch 2.11-2.13: classes with which trainers give one parameter its own mesh; torch exports them nowhere else.
-from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, _redistribute, debug
 
@@ -136,6 +136,10 @@ DataParallelMeshDims: Any = newer_class(
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
+# torch 2.11-2.15: whether FSDP2's state of a unit has one parameter group, which torch's pipelines read, instead of a list
+# of groups. In versions with a list, the name of the one group is a property for older callers.
+STATES_HAVE_ONE_GROUP = "_fsdp_param_group" not in vars(_fsdp_state.FSDPState)
+
 # torch 2.11-2.15: foreach operators (one call for many tensors) have private names only.
 foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
@@ -210,6 +214,7 @@ def dispatch_to_subclass(cls: _Dispatching) -> None:
     """
     if torch.__version__ >= "2.12":  # a TorchVersion, which compares numbers, not text
         return
+    _dispatching.append(cls)
     libraries: dict[str, torch.library.Library] = {}
     for name in operator_names():
         namespace = name.partition("::")[0]
@@ -221,10 +226,17 @@ def dispatch_to_subclass(cls: _Dispatching) -> None:
 
 
 _dispatch_rules: list[torch.library.Library] = []  # kept alive: torch removes the rules of a deleted library
+_dispatching: list[_Dispatching] = []  # the classes that have rules
 
 
 def _call_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return cls.__torch_dispatch__(func, types, args, kwargs)
+    # After a rule that returns NotImplemented, torch 2.11 continues in DTensor's C++ path and not with the next class.
+    # So the next classes are called here, in torch's order.
+    for each in (cls, *(other for other in types if other is not cls and other in _dispatching)):
+        result = each.__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            break
+    return result
 
 
 # Modules of torch's data parallelisms -> the names that users know.

@@ -50,6 +50,9 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from tests.support.faults.nan_memory import nan_memory_if_asked
 from tests.support.faults.rounding_noise import noise_if_asked
 
+if torch.__version__ < "2.12":  # torch 2.11's group of threads lacks the list, which `destroy_process_group` empties
+    multi_threaded_pg.ThreadLocalWorld.comms = []  # type: ignore[attr-defined]
+
 _PRELOAD = (
     "pytest",
     "torch.distributed.tensor",
@@ -208,7 +211,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
     """The same with threads of this process as ranks: torch's threaded process group, collectives as NCCL spells them.
 
     It starts in hundredths of a second. ``fn`` need not be picklable, and may not count on what a process has one of
-    (seeds, warnings' filters). From torch 2.12, whose groups can be destroyed.
+    (seeds, warnings' filters).
 
     Raises:
         RankError: as `run_ranks`.

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.lab
 
 MESSAGE_BYTES = 1 << 20  # 1 MiB
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 32 with time stamps
-# Without the folder of /tmp that holds the checkout, if one does: nodes share the checkout.
-PRINT_NODE = """import os, socket
-own = [name for name in os.listdir('/tmp') if not f'{os.getcwd()}/'.startswith(f'/tmp/{name}/')]
+# Without folders of /tmp that hold the checkout or this Python, if some do: nodes share both.
+PRINT_NODE = """import os, socket, sys
+shared = (f'{os.getcwd()}/', f'{sys.prefix}/')
+own = [name for name in os.listdir('/tmp') if not any(each.startswith(f'/tmp/{name}/') for each in shared)]
 print(socket.gethostname(), *os.listdir('/dev/shm'), *own)"""
 
 

@@ -128,7 +128,12 @@ def install(
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
     imported = {package for package in TRIED if package in sys.modules}
-    by_stack = _stand_ins_of({package for package in imported if check_version(package)})
+    level = _callers_level() + 1  # as seen from `check_version`
+    tested = set()
+    for package in imported:  # not a comprehension, which is a frame of its own before Python 3.12
+        if check_version(package, level):
+            tested.add(package)
+    by_stack = _stand_ins_of(tested)
     padding = padding_policy if padding_policy is not None else PaddingPolicy()
     settings = Settings(rule, padding, imported)
     stand_ins = (*STAND_INS, *(stand_in for each in by_stack.values() for stand_in in each))

@@ -31,8 +31,13 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 TRIED_MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType({"sglang": ("0.5.23",), "vllm": ("0.33.0",)})
 
 
-def check_version(package: str) -> bool:
-    """Return whether the installed version of a stack was tested. If not, issue an `UntriedVersionWarning`."""
+def check_version(package: str, stacklevel: int = 3) -> bool:
+    """Return whether the installed version of a stack was tested. If not, issue an `UntriedVersionWarning`.
+
+    Args:
+        package: name of the stack.
+        stacklevel: of the warning, as seen from this function; by default, the code that called the caller.
+    """
     try:
         installed = version(package)
     except PackageNotFoundError:  # the package was imported from a source tree, without metadata
@@ -48,6 +53,6 @@ def check_version(package: str) -> bool:
             todo="compare a few losses with stock FSDP2, or install a version that docs/compatibility.md lists",
         ),
         UntriedVersionWarning,
-        stacklevel=3,  # the user's code, which called the function of this package that calls `check_version`
+        stacklevel=stacklevel,
     )
     return False

@@ -45,7 +45,13 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
 from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
-from vescale_fsdp.torch_private import is_compiled, is_view, note_sharded, saves_by_hooks
+from vescale_fsdp.torch_private import (
+    STATES_HAVE_ONE_GROUP,
+    is_compiled,
+    is_view,
+    note_sharded,
+    saves_by_hooks,
+)
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -526,6 +532,15 @@ class _AbsentError(UnsupportedOpError, AttributeError):
     """An attribute of FSDP2's state that `Fsdp2State` does not have. An AttributeError: ``hasattr`` returns False."""
 
 
+def _absent(name: str) -> _AbsentError:
+    return _AbsentError(
+        "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
+        expected="public methods of FSDPModule",
+        got=f"{name} of a module's state",
+        todo="track memory with torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+    )
+
+
 class Fsdp2State:
     """Stands in for FSDP2's private state of one unit: the attributes that torch (2.11-2.15) and trainers read.
 
@@ -536,7 +551,8 @@ class Fsdp2State:
         fully_shard.state(module)                               torch.distributed.pipelining at the end of a step: all
                                                                 units' ``post_backward``, then
                                                                 ``_root_post_backward_final_callback`` (torch 2.15 calls
-                                                                finalize_backward, and compares ``_comm_ctx``)
+                                                                finalize_backward, and compares ``_comm_ctx``; torch 2.11 finds
+                                                ``post_backward`` through ``_fsdp_param_group``)
         ._lazy_init()                                           trainers that unshard or train a head before the first
                                                                 forward
     """
@@ -570,14 +586,16 @@ class Fsdp2State:
         return self._unit.comm
 
     @property
-    def _fsdp_param_group(self) -> NoReturn:
-        """Raise an error that names the alternative. It is an AttributeError, so that ``hasattr`` returns False."""
-        raise _AbsentError(
-            "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
-            expected="public methods of FSDPModule",
-            got="_fsdp_param_group of a module's state",
-            todo="track memory with torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
-        )
+    def _fsdp_param_group(self) -> Fsdp2State:
+        """This object where torch's pipelines read it (torch 2.11); otherwise an error, so that ``hasattr`` is False."""
+        if STATES_HAVE_ONE_GROUP:
+            return self
+        raise _absent("_fsdp_param_group")
+
+    @property
+    def _pre_forward_hook_handle(self) -> NoReturn:
+        """Raise: in torch 2.11, `FSDPMemTracker` reads this attribute after the parameter group."""
+        raise _absent("_pre_forward_hook_handle")
 
     def _root_post_backward_final_callback(self) -> None:
         if self._unit.has_root:  # otherwise no forward has run

@@ -65,5 +65,6 @@ PUBLIC = public_names()
 
 
 def is_ours(value: Any) -> bool:
-    """Whether an object's docstring is ours to write: not torch's, and no table."""
-    return getattr(value, "__module__", "").startswith("vescale_fsdp")
+    """Whether an object's docstring is ours to write: not torch's, no stand-in for a newer torch's, and no table."""
+    module = getattr(value, "__module__", "")
+    return module.startswith("vescale_fsdp") and module != "vescale_fsdp.torch_private"

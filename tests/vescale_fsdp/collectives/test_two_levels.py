@@ -172,7 +172,6 @@ def native_sums(numel: int) -> None:
         torch.testing.assert_close(shard, total if op == SUM else total / dist.get_world_size())
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's group of threads cannot be destroyed")
 @pytest.mark.parametrize("numel", [0, 64, 1000])
 def test_a_native_backend_sums_within_nodes_first(numel: int) -> None:
     """In one piece and in many."""

@@ -100,7 +100,11 @@ def test_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         install().uninstall()
-    assert [w.category for w in caught if "trl 99.0" in str(w.message)] == [UntriedVersionWarning]
+        with as_fsdp2():
+            pass
+    of_trl = [warning for warning in caught if "trl 99.0" in str(warning.message)]
+    assert [warning.category for warning in of_trl] == [UntriedVersionWarning] * 2
+    assert {warning.filename for warning in of_trl} == {__file__}
     monkeypatch.delitem(sys.modules, "trl")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

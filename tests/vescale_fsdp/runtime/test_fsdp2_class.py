@@ -21,6 +21,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
 from vescale_fsdp.runtime import fsdp_module
 from vescale_fsdp.runtime.param_group import GroupState
+from vescale_fsdp.torch_private import STATES_HAVE_ONE_GROUP
 
 
 def sharded() -> models.Stack:
@@ -79,8 +80,9 @@ def test_torch_takes_our_modules_for_fsdp2s() -> None:
 def tracked() -> None:
     model = sharded()
     state: Any = model._get_fsdp_state()
-    assert not hasattr(state, "_fsdp_param_group")
-    assert getattr(state, "_fsdp_param_group", None) is None
+    if not STATES_HAVE_ONE_GROUP:  # torch 2.11's pipelines read it, and its tracker the handles of the hooks
+        assert not hasattr(state, "_fsdp_param_group")
+        assert getattr(state, "_fsdp_param_group", None) is None
     with pytest.raises(AttributeError, match=r"mem_tracker\.MemTracker"), FSDPMemTracker(model):
         pass
     model(models.batch(0, dist.get_rank())).sum().backward()

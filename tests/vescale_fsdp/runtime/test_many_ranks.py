@@ -51,9 +51,6 @@ def gather_and_reduce(layout: GroupLayout, values: dict[str, torch.Tensor]) -> N
     torch.testing.assert_close(reduced, shard * (WORLD * (WORLD + 1) / 2))
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11's threaded process group cannot be destroyed"
-)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_collectives_of_a_group_on_128_ranks() -> None:
     """Every rank gathers all tensors whole, and reductions leave each rank its own piece's sum."""

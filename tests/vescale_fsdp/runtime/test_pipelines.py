@@ -31,6 +31,10 @@ SCHEDULES: dict[str, tuple[tuple[int, ...], ...]] = {
     "InterleavedZeroBubble": ((0, 2), (1, 3)),
     "ZBVZeroBubble": ((0, 3), (1, 2)),
 }
+if torch.__version__ < "2.12":
+    # torch 2.11 opens connections by a message from each stage to the next. Here two neighbors are on one rank, and gloo
+    # has no messages from a rank to itself.
+    del SCHEDULES["ZBVZeroBubble"]
 
 
 def block(seed: int) -> nn.Module:

@@ -17,9 +17,9 @@ from tests.support.faults.nan_memory import NAN_MEMORY
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime import param_group
 
-# Of FSDP2's calls, of Python's functions and of C's, per unit of four parameters: ours are 0.54, and a context per
-# gradient makes them 0.57.
-MOST = 0.56
+# Of FSDP2's calls, of Python's functions and of C's, per unit of four parameters. Ours are about as many with every torch
+# (722, 724 and 696 with 2.11, 2.13 and 2.15), FSDP2's grow (1051, 1294 and 1491). A context per gradient adds 45 to ours.
+MOST = 0.48 if torch.__version__ >= "2.15" else 0.56 if torch.__version__ >= "2.12" else 0.70
 
 
 def chain(function: Any, num_units: int) -> nn.Module:
@@ -60,6 +60,6 @@ def calls_of_a_unit() -> tuple[float, float, float]:
 
 @pytest.mark.skipif(NAN_MEMORY in os.environ, reason="filling memory calls functions, too")
 def test_host_calls_of_a_unit() -> None:
-    """Little more than half of what FSDP2 calls; and the bound is near enough to see a context per gradient."""
+    """A share of what FSDP2 calls; and the bound is near enough to see a context per gradient."""
     for ours, theirs, control in run_ranks(1, calls_of_a_unit):
         assert 0 < ours <= MOST * theirs < control

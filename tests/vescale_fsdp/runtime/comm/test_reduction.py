@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,9 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm import order_watch
 from vescale_fsdp.runtime.comm.gradients import UsedFlags
+
+# torch 2.11's FSDP2 does not reduce zeros for unused parameters: there the plain model alone is compared with.
+STOCK_HAS_ZEROS = "set_reduce_scatter_unused_params" in vars(FSDPModule)
 
 
 class Experts(nn.Module):
@@ -58,8 +61,18 @@ def build(shard: Callable[..., Any], mesh: Any = None) -> Any:
     return shard(model, mesh=mesh or cpu_mesh())
 
 
-def rows(step: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+def rows(step: int, rank: int | None = None) -> torch.Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def add_mean_grads(model: nn.Module, step: int, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Add to a plain model's gradients what all ranks' rows of a step give."""
+    for rank in range(dist.get_world_size()):
+        (loss(rows(step, rank)) / dist.get_world_size()).backward()
+
+
+USES_OF_STEPS = ("abce", "ab", "c", "ab")
 
 
 def trained(shard: Callable[..., Any], zeros: bool) -> list[torch.Tensor]:
@@ -72,7 +85,7 @@ def trained(shard: Callable[..., Any], zeros: bool) -> list[torch.Tensor]:
         param.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     kept = []
-    for step, names in enumerate(("abce", "ab", "c", "ab")):
+    for step, names in enumerate(USES_OF_STEPS):
         fired.clear()
         model(rows(step), names).pow(2).sum().backward()
         used = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -85,11 +98,29 @@ def trained(shard: Callable[..., Any], zeros: bool) -> list[torch.Tensor]:
     return kept
 
 
+def trained_plain(zeros: bool) -> list[torch.Tensor]:
+    """The same of the plain model."""
+    model = Unit()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    kept = []
+    for step, names in enumerate(USES_OF_STEPS):
+        add_mean_grads(model, step, lambda x, names=names: model(x, names).pow(2).sum())
+        for param in model.parameters() if zeros else ():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        kept += [param.detach().clone() for param in model.parameters()]
+    return kept
+
+
 def same_as_stock() -> None:
     for zeros in (False, True):
-        ours, theirs = trained(fully_shard, zeros), trained(stock_fully_shard, zeros)
+        ours = trained(fully_shard, zeros)
         assert len(ours) == 4 * 12
-        for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(ours, trained_plain(zeros))
+        if zeros and not STOCK_HAS_ZEROS:
+            continue
+        for left, right in zip(ours, trained(stock_fully_shard, zeros), strict=True):
             assert torch.equal(left, right)
 
 
@@ -157,6 +188,9 @@ class Idle(nn.Module):
         return self.units[1](x) if both else x
 
 
+BOTH_IN_STEPS = (False, True, False, False, True)
+
+
 def idle_units(shard: Callable[..., Any], synced: bool) -> list[list[Any]]:
     """Gradients of a second unit in turns: it runs, rests with what it has, rests with none, and runs again."""
     model: Any = Idle()
@@ -164,7 +198,7 @@ def idle_units(shard: Callable[..., Any], synced: bool) -> list[list[Any]]:
         shard(module, mesh=cpu_mesh())
     model.set_reduce_scatter_unused_params(True)
     kept = []
-    for step, both in enumerate((False, True, False, False, True)):
+    for step, both in enumerate(BOTH_IN_STEPS):
         model.set_requires_gradient_sync(synced or step % 2 == 1)
         model(rows(step), both=both).sum().backward()
         grads = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
@@ -174,10 +208,30 @@ def idle_units(shard: Callable[..., Any], synced: bool) -> list[list[Any]]:
     return kept
 
 
+def idle_plain(synced: bool) -> list[list[Any]]:
+    """The same of the plain model, whose gradients count once they are reduced."""
+    model, kept = Idle(), []
+    reduced: list[Any] = [None] * 6
+    for step, both in enumerate(BOTH_IN_STEPS):
+        add_mean_grads(model, step, lambda x, both=both: model(x, both=both).sum())
+        if synced or step % 2 == 1:
+            num_ran = 4 if any(BOTH_IN_STEPS[: step + 1]) else 2
+            for number, param in enumerate([*model.parameters()][:num_ran]):
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                reduced[number] = grad if reduced[number] is None else reduced[number] + grad
+                param.grad = None
+        kept.append([*reduced])
+        if step != 1:
+            reduced = [None] * 6
+    return kept
+
+
 def idle_units_as_stock() -> None:
     for synced in (True, False):
-        ours, theirs = idle_units(fully_shard, synced), idle_units(stock_fully_shard, synced)
+        ours = idle_units(fully_shard, synced)
         assert ours[3][2] is not None and not ours[3][2].any() and ours[0][2] is None and ours[3][4] is None
+        torch.testing.assert_close(ours, idle_plain(synced))
+        theirs = idle_units(stock_fully_shard, synced) if STOCK_HAS_ZEROS else ours
         for mine, stocks in zip(ours, theirs, strict=True):
             assert [each is None for each in mine] == [each is None for each in stocks]
             for left, right in zip(mine, stocks, strict=True):

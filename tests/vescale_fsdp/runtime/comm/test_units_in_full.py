@@ -371,9 +371,6 @@ def tied_root(way: str) -> list[bool]:
     return model.seen
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11's threaded process group cannot be destroyed"
-)
 @pytest.mark.parametrize("way", ["plain", "norm", "held", "checkpoint", "second output", "not resharded"])
 def test_an_embedding_needs_no_weights_in_its_backward(way: str) -> None:
     """The root's memory is free before the embedding's gradient is computed, unless something may still read it."""

@@ -28,12 +28,7 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 START, SEEDS = int(os.environ.get("START", "0")), int(os.environ.get("SEEDS", "60"))
 CORE = 26  # so many of them run in every `make test`
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11's threaded process group cannot be destroyed"
-    ),
-    pytest.mark.filterwarnings("ignore"),  # torch's own, of programs that are odd on purpose
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of programs that are odd on purpose
 
 
 @contextmanager
