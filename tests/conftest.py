@@ -28,9 +28,9 @@ os.environ["VESCALE_FSDP_CACHE"] = ""
 # Tests compute small tensors, several processes at a time: OpenMP's threads would wait for each other's cores.
 torch.set_num_threads(1)
 
-# Where a build for CUDA finds no device, entering FakeTensorMode stores a pointer to an object of the calling thread in a
-# table of the process, and first reads what the last thread stored: once that thread has ended, the process crashes
-# (torch 2.11; not 2.15). DTensor's operators enter the mode, and ranks may be threads: so the main thread alone does it.
+# If a build for CUDA finds no device, FakeTensorMode stores a pointer to an object of the calling thread in a table of
+# the process, and first reads the pointer of the thread before: the process crashes once that thread has ended (torch
+# 2.11; not 2.15). DTensor's operators enter the mode, and ranks may be threads. So only the main thread does it.
 if torch.version.cuda and torch.__version__ < "2.15" and not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()
     torch._C._ensureCUDADeviceGuardSet = lambda: None

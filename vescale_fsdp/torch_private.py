@@ -136,8 +136,8 @@ DataParallelMeshDims: Any = newer_class(
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
-# torch 2.11-2.15: whether FSDP2's state of a unit has one parameter group, which torch's pipelines read, instead of a list
-# of groups. In versions with a list, the name of the one group is a property for older callers.
+# torch 2.11-2.15: whether FSDP2's state of a unit has one parameter group, which torch's pipelines read, instead of a
+# list of groups. In versions with a list, the name of the one group is a property for older callers.
 STATES_HAVE_ONE_GROUP = "_fsdp_param_group" not in vars(_fsdp_state.FSDPState)
 
 # torch 2.11-2.15: foreach operators (one call for many tensors) have private names only.

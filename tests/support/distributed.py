@@ -50,7 +50,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from tests.support.faults.nan_memory import nan_memory_if_asked
 from tests.support.faults.rounding_noise import noise_if_asked
 
-if torch.__version__ < "2.12":  # torch 2.11's group of threads lacks the list, which `destroy_process_group` empties
+if torch.__version__ < "2.12":  # the group of threads lacks this list, which `destroy_process_group` empties
     multi_threaded_pg.ThreadLocalWorld.comms = []  # type: ignore[attr-defined]
 
 _PRELOAD = (

@@ -551,8 +551,8 @@ class Fsdp2State:
         fully_shard.state(module)                               torch.distributed.pipelining at the end of a step: all
                                                                 units' ``post_backward``, then
                                                                 ``_root_post_backward_final_callback`` (torch 2.15 calls
-                                                                finalize_backward, and compares ``_comm_ctx``; torch 2.11 finds
-                                                ``post_backward`` through ``_fsdp_param_group``)
+                                                                finalize_backward, and compares ``_comm_ctx``; torch
+                                                                2.11 reads ``_fsdp_param_group``)
         ._lazy_init()                                           trainers that unshard or train a head before the first
                                                                 forward
     """
@@ -587,7 +587,7 @@ class Fsdp2State:
 
     @property
     def _fsdp_param_group(self) -> Fsdp2State:
-        """This object where torch's pipelines read it (torch 2.11); otherwise an error, so that ``hasattr`` is False."""
+        """This object if torch's pipelines read it (torch 2.11); otherwise an error, so that ``hasattr`` is False."""
         if STATES_HAVE_ONE_GROUP:
             return self
         raise _absent("_fsdp_param_group")

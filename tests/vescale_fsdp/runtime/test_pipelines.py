@@ -32,8 +32,8 @@ SCHEDULES: dict[str, tuple[tuple[int, ...], ...]] = {
     "ZBVZeroBubble": ((0, 3), (1, 2)),
 }
 if torch.__version__ < "2.12":
-    # torch 2.11 opens connections by a message from each stage to the next. Here two neighbors are on one rank, and gloo
-    # has no messages from a rank to itself.
+    # torch 2.11 opens connections by a message from each stage to the next. In this schedule two neighbors are on one
+    # rank, and gloo has no messages from a rank to itself.
     del SCHEDULES["ZBVZeroBubble"]
 
 

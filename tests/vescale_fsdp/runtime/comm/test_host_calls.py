@@ -17,8 +17,8 @@ from tests.support.faults.nan_memory import NAN_MEMORY
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime import param_group
 
-# Of FSDP2's calls, of Python's functions and of C's, per unit of four parameters. Ours are about as many with every torch
-# (722, 724 and 696 with 2.11, 2.13 and 2.15), FSDP2's grow (1051, 1294 and 1491). A context per gradient adds 45 to ours.
+# Of FSDP2's calls, of Python's functions and of C's, per unit of four parameters. With torch 2.11, 2.13 and 2.15 ours
+# are 722, 724 and 696, and FSDP2's are 1051, 1294 and 1491. A context per gradient adds 45 to ours.
 MOST = 0.48 if torch.__version__ >= "2.15" else 0.56 if torch.__version__ >= "2.12" else 0.70
 
 
