@@ -210,7 +210,7 @@ class Bench:
                     gathered = self.state[name].full_tensor()
                     full = gathered
                 if self.rank != 1:
-                    dist.broadcast(full, 0, group=self.relay)
+                    dist.broadcast(full, 0, group=self.relay)  # type: ignore[arg-type]  # torch 2.15: or a number
                 if self.into is not None:
                     own = full
                     if isinstance(placement, Shard):

@@ -49,7 +49,7 @@ def new_group(
         name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
         numbers = {rank: number for number, rank in enumerate(members)}
         return gloo_group(numbers[dist.get_rank()], numbers, name, timeout)
-    return dist.new_group(
+    return dist.new_group(  # type: ignore[return-value]  # torch 2.15: or a number, on ranks outside of the group
         members,
         timeout=timeout,
         backend=backend,

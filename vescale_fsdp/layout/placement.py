@@ -162,6 +162,16 @@ class RaggedShard(Placement):
 
     _reduce_shard_value = _replicate_to_shard
 
+    # What operators on a stock DTensor with this placement call to gather it (torch 2.11-2.15).
+    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedOpError(
+            "torch's DTensor cannot gather ragged pieces.",
+            expected="a RaggedDTensor",
+            got=str(self),
+            where="an operator on torch's DTensor",
+            todo=_INSTEAD,
+        )
+
     def __format__(self, spec: str) -> str:
         # torch's distribute_tensor formats an unknown placement into its error message and calls no other method of
         # the placement. So only this method can tell the user which function to call instead.

@@ -237,7 +237,9 @@ def mesh_of_info(info: Any) -> DataMesh:
             todo="return FSDPMeshInfo(mesh, shard_mesh_dim=0) or HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
         )
     full_mesh = spmd_mesh_of(info)
-    return DataMesh(info.mesh, None if full_mesh is None else _spmd_axes(full_mesh, info.dp_mesh_dims))
+    if full_mesh is None:
+        return DataMesh(info.mesh, None)
+    return DataMesh(info.mesh, _spmd_axes(full_mesh, info.dp_mesh_dims))  # type: ignore[attr-defined]  # torch 2.11
 
 
 @dataclass(frozen=True)

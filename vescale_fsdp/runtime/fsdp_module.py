@@ -188,7 +188,10 @@ class FSDPModule(_Base):
             self._check_root("set_manual_backward_finalization")
         state.schedule.set_finalizes_by_hand(enabled)
 
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+    # In torch 2.15 the method has overloads.
+    def finalize_backward(  # type: ignore[override]
+        self, *, async_op: bool = False
+    ) -> GradientReductionHandle | None:
         """Reduce all gradients that backwards have left unreduced. After this, sharded gradients may be read.
 
         Call it on the root; before the first forward it is a no-op. If several backwards precede one call, switch

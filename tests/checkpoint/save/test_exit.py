@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def exits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
     return folder, json.loads((folder / "codes.json").read_text())
 
 
+def _stderr(folder: Path, case: str) -> str:
+    """What a process wrote on stderr, without the leaks that triton's bindings report at exit (with torch 2.15)."""
+    text = (folder / f"{case}.err").read_text()
+    return re.sub(r"nanobind: leaked .*?refleaks\.html\n?", "", text, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize(
     ("case", "saved"),
     [
@@ -38,7 +45,7 @@ def exits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
 def test_a_save_under_way_is_finished(case: str, saved: str, exits: tuple[Path, dict[str, int]]) -> None:
     """Alone, by a manager, after `destroy_process_group`, in a forked child."""
     folder, codes = exits
-    assert codes[case] == 0 and not (folder / f"{case}.err").read_text()
+    assert codes[case] == 0 and not _stderr(folder, case)
     assert torch.equal(torch.arange(2_000_000.0), read_state(folder / saved)["w"].read())
     assert (folder / f"{case}.atexit").exists() or case == "child"
 
@@ -56,7 +63,7 @@ def test_a_lost_save_is_no_success(case: str, exits: tuple[Path, dict[str, int]]
 def test_an_error_that_was_asked_for_is_not_reported_again(exits: tuple[Path, dict[str, int]]) -> None:
     """Whoever asks for the error decides what becomes of the process."""
     folder, codes = exits
-    assert codes["heard"] == 0 and not (folder / "heard.err").read_text()
+    assert codes["heard"] == 0 and not _stderr(folder, "heard")
 
 
 def _state() -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.torch_private import REDUCES_AS_STORED
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -87,7 +88,8 @@ KINDS = {
     # All its lines are short, so each matrix is encoded and decoded alone; other values are copied at once.
     "codes": Kind(
         {"mp_policy": CODES, "granularity": Rows(1)},
-        {**unit(19, _to_copy=31, clone=8), "_foreach_copy_": 1 + 2 * 2},
+        # A policy without `reduce_dtype` reduces in bf16 and casts the sums, but not as of torch 2.15.
+        {**unit(19, _to_copy=31 - REDUCES_AS_STORED, clone=8), "_foreach_copy_": 1 + 2 * 2},
     ),
     "offload": Kind({"mp_policy": HALF}, unit(6), offload=True),
     "accumulation": Kind({"mp_policy": HALF}, unit(6, gathers=4), microbatches=2),
