@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck, check_planned, check_written
+from vescale_fsdp.checkpoint.formats.huggingface.class_check import (
+    ClassCheck,
+    check_planned,
+    check_written,
+    missing_tensors,
+)
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     NAMES_OF_FILES,
     Assets,
@@ -147,6 +152,7 @@ def convert(
     """
     options, target = options or ConvertOptions(), os.fspath(target)
     with gc_paused():  # scanning the objects of a large plan takes seconds
+        _check_is_whole(source, kind, options)
         report = plan_conversion(source, target, kind, options)
         checks: list[ClassCheck] = []  # only the latest check; a list, so that `require` can replace it
 
@@ -480,6 +486,23 @@ def _check_is_model(source: Source) -> None:
             where=source.url,
             todo="merge it: vescale-convert merge-adapter BASE ADAPTER OUT; or copy it: to-hf ADAPTER OUT --adapter "
             "--assets ADAPTER",
+        )
+
+
+def _check_is_whole(source: Source, kind: str, options: ConvertOptions) -> None:
+    """Raise if a Hugging Face folder lacks tensors that its class needs. For ``hf``, the result is checked instead."""
+    is_chosen = options.include or options.exclude or options.rules
+    if kind in ("hf", "adapter") or source.kind not in NAMES_OF_FILES or is_chosen:
+        return
+    infos = {name: tensor.info for name, tensor in source.tensors.items()}
+    class_name, missing = missing_tensors(infos, own_config(source.store))
+    if missing:
+        raise ConversionError(
+            "The folder does not have all tensors of its model.",
+            expected=f"the tensors of {class_name}, which config.json names",
+            got=some(missing, 6),
+            where=source.url,
+            todo="copy the folder again from where it was made; or pass --include '*' to write what is there",
         )
 
 

@@ -281,10 +281,13 @@ class _Merge:
             raise ConversionError(
                 "It is not known whether a square weight is [out, in] (Linear) or [in, out] (Conv1D).",
                 expected="a config.json that names a class of transformers, and transformers installed",
-                got=f"{module} of shape {shape}, class {class_name}",
+                got=f"{module} of shape {shape}, "
+                + (f"class {class_name}" if class_name else "no class in a config.json"),
                 where=self.where,
-                todo="pass the base's config.json with --assets; or, if the class is the repository's own code, merge "
-                "with peft itself: PeftModel.from_pretrained(base, adapter).merge_and_unload()",
+                todo="pass the base's config.json with --assets, and add "
+                '"architectures": ["LlamaForCausalLM"] or the like if it names no class; or, if the class is the '
+                "repository's own code, merge with peft itself: "
+                "PeftModel.from_pretrained(base, adapter).merge_and_unload()",
             )
         return known
 

@@ -68,6 +68,8 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     """Return the error for a path without a manifest. It names steps or files of other formats at the path."""
     got, todo = "no manifest.json", "give the path of a complete checkpoint"
     names = storage.list_folder("")
+    if not names:
+        got = "an empty folder, or no folder"
     steps = [name for name in names if parse_step_name(name)]
     if steps:
         got += f", but {steps[-1]}"

@@ -193,7 +193,8 @@ class OutputPlan:
         """
         digest = RunningDigest(self.kind.encode())
         for file in self.files:
-            digest.update(f"\n{file.name} {file.nbytes}".encode())
+            # The file of a single-file target has the target's name, whose bytes need not be UTF-8.
+            digest.update(f"\n{file.name} {file.nbytes}".encode(errors="surrogatepass"))
             for items in file.items():
                 info = items.view.info
                 part = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"

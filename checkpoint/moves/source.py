@@ -153,7 +153,8 @@ class Source:
             f"{file} {self.store.required_info(file).stamp}"
             for file in sorted({c.file for c in chunks if c.file})
         ]
-        return hex_checksum_of("\n".join([self.url, *stamps]).encode())
+        # A path may have bytes that are not UTF-8, which Python keeps as lone surrogates.
+        return hex_checksum_of("\n".join([self.url, *stamps]).encode(errors="surrogatepass"))
 
     def require_unchanged(self) -> None:
         """Check that no file was replaced since `fingerprint` was computed.

@@ -109,7 +109,9 @@ def inspect_command(
         # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
         folder.commit(name, picture.encode(errors="backslashreplace"), replace=True)
     description = describe(source)
-    click.echo(json.dumps(description, indent=2) if as_json else format_description(description))
+    click.echo(
+        json.dumps(description, indent=2, default=repr) if as_json else format_description(description)
+    )
 
 
 @cli.command("verify")
@@ -129,12 +131,14 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         from vescale_fsdp.checkpoint.verify import damage_report  # loads much, and --help needs none of it
 
         unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
-        report = unopened or damage_report(damage, src)
+        report, url = unopened or damage_report(damage, src), src
     else:
+        url = source.url  # that of the step, if SRC is a run folder
         with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
             report = checkpoint.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
         numbers = {
+            "url": url,
             "tensors": report.num_tensors,
             "nbytes": report.num_bytes,
             "checksums": report.num_checksums,
@@ -146,7 +150,7 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         if (more := len(report.problems) - _MOST) > 0:
             click.echo(f"and {more} more problems; --json lists all")
         read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
-        click.echo(f"{report.num_tensors} tensors, {read}: {len(report.problems)} problems")
+        click.echo(f"{url}: {report.num_tensors} tensors, {read}: {len(report.problems)} problems")
     sys.exit(1 if report.problems else 0)
 
 

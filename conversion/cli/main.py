@@ -116,6 +116,8 @@ def _what_to_do(error: OSError) -> str:
     if "what to do" in str(error):
         # The message contains its own advice. After a lost connection, --resume is possible too.
         return resume if isinstance(error, ConnectionError) else ""
+    if isinstance(error, PermissionError) and not error.strerror:  # the answer of an object store
+        return f"\n  what to do: check the credentials, and what they may read and write{resume}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "\n  what to do: check who may read the source and write to the target"
     todo = _TODO.get(error.errno or 0, "check the paths and the disk")

@@ -54,6 +54,11 @@ _FOREIGN = (
         "weights of TensorFlow or Flax",
         "save them from torch",
     ),
+    (
+        r"manifest\.json|\.metadata|.*\.index\.json",
+        "the list of a checkpoint's contents, without the data",
+        "pass the folder that contains this file and those with the data",
+    ),
     (_INSIDE, "a folder around checkpoints", "pass the folder of one checkpoint"),
     (
         r"adapter_config\.json",
@@ -362,7 +367,9 @@ def step_url(
         return f"{url}/{steps[wanted]}"
     last_steps = ", ".join(map(str, list(steps)[-_LISTED_STEPS:]))
     if newest is not None:
-        todo = f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
+        # The folder too, because `diff` has no --step.
+        folder = f"the folder of one step, such as {url}/{steps[newest]}, which is the newest"
+        todo = f"pass {folder}; commands that have the option also take --step {newest}"
     elif steps:
         todo = "pass --step with one of these steps: a rollback has abandoned all of them"
     else:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.moves.carried_state import find_model
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.errors import ConversionError, format_bytes
 from vescale_fsdp.layout.model_shapes import natural_key
 
+_VALUE_CHARS = 60  # of a value in the table; JSON has all
+
 
 def describe(source: Source) -> dict[str, Any]:
-    """Describe a source as plain values that can be written as JSON; reads no tensor data."""
+    """Describe a source as plain values that can be written as JSON; reads no tensor data.
+
+    The entry ``values`` maps names to values. They are None in formats that store them outside the metadata, and texts
+    if JSON has no such type.
+    """
     try:
         model = find_model(source)
         prefix = None if model.candidates else model.prefix  # candidates: the containers of several models
@@ -23,12 +30,13 @@ def describe(source: Source) -> dict[str, Any]:
     return {
         "kind": source.kind,
         "url": source.url,
+        "step": step[0] if (step := parse_step_name(source.url.rpartition("/")[2])) else None,
         "model_prefix": prefix,
         "models": models,
         "tensor_bytes": source.nbytes,
         "stored_bytes": sum(tensor.stored_nbytes for tensor in source.tensors.values()),
         "dtypes": dict(sorted(kinds.items())),
-        **dict(source.facts),
+        "facts": dict(source.facts),
         "tensors": [
             {
                 "name": name,
@@ -40,8 +48,16 @@ def describe(source: Source) -> dict[str, Any]:
             }
             for name in sorted(source.tensors, key=natural_key)
         ],
-        "values": sorted(source.values, key=natural_key),
+        "values": {name: _plain(source, name) for name in sorted(source.values, key=natural_key)},
     }
+
+
+def _plain(source: Source, name: str) -> object:
+    """Return a value for JSON, with lists of any values as they are; None if it is not part of the metadata."""
+    if source.kind != "native":
+        return None
+    value = source.values[name]()
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else repr(value)
 
 
 def draw(source: Source, number: int | None = None) -> str:
@@ -93,10 +109,17 @@ def format_description(description: dict[str, Any]) -> str:
     head = {
         "kind": description["kind"],
         "where": description["url"],
+        **({} if description["step"] is None else {"step": str(description["step"])}),
         "tensors": f"{len(description['tensors'])}, {sizes}",
         "dtypes": ", ".join(f"{name} x {count}" for name, count in description["dtypes"].items()) or "none",
         "model prefix": ", ".join(prefix or "(root)" for prefix in description["models"]) or "no model found",
         "other values": str(len(description["values"])),
+        **description["facts"],
     }
-    top = [f"{key + ':':<14}{value}" for key, value in head.items()]
+    width = max(map(len, head)) + 2
+    top = [f"{key + ':':<{width}}{value}" for key, value in head.items()]
+    shown = {name: value for name, value in description["values"].items() if value is not None}
+    if shown:
+        width = max(map(len, shown)) + 2
+        lines += ["", *(f"{name:<{width}}{value!r:.{_VALUE_CHARS}}" for name, value in shown.items())]
     return "\n".join([*top, "", *lines])

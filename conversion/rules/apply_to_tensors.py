@@ -125,6 +125,12 @@ class _Application:
         unused = [name for name in names if name not in self._used]
         if self.rules.keep_others:
             self._rename(unused)
+        elif self._is_reversed(unused):
+            # Alone, since every rule and every key would be an error too.
+            side = "names of Hugging Face" if not self.to_hf else "our names"
+            way = "ours" if self.to_hf else "hf"
+            todo = f"convert in the other direction: --rules-to {way} (in Python, rules_to={way!r})"
+            raise self._bad(side, f"names of the rules' other side: {some(unused)}", todo)
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
             self._errors.append(self._bad("rules for every key", f"none for {some(unused)}", todo))
@@ -142,6 +148,13 @@ class _Application:
         )
         aliases = frozenset(self._aliases)
         return Applied(self._results, self._origins, aliases, dropped, (*warnings, *self._trimmed))
+
+    def _is_reversed(self, unused: Sequence[str]) -> bool:
+        """Whether the rules match no key, but would match one in the other direction."""
+        others = [pattern for rule in self.rules.rules for pattern in (rule.hf if self.to_hf else rule.ours)]
+        return not self._used and any(
+            pattern.match(name) is not None for name in unused for pattern in others
+        )
 
     def _collect_errors(self, work: Callable[[], None]) -> None:
         """Call ``work`` and keep its error, so that one message can list all errors of a rule set."""

@@ -6,6 +6,7 @@ nothing appears outside the target.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import convert
+from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import VescaleError
 
@@ -150,6 +152,17 @@ def _convert_named(
 def _assert_found(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
     assert list(expected) == list(found) or sorted(expected) == sorted(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_paths_that_are_not_utf8(target: str, tmp_path: Path) -> None:
+    """Linux allows any bytes in a path; Python keeps those that are no UTF-8 as lone surrogates."""
+    folder = tmp_path / os.fsdecode(b"run\xff\xfe")
+    out = folder / os.fsdecode(b"out\xff" + (b".pt" if target == "torch" else b""))
+    save(folder / "in", {"model": {"w": _tensor(1)}})
+    convert(open_source(str(folder / "in")), str(out), target)
+    again = open_source(str(out))
+    assert verify(again).problems == () and diff(open_source(str(folder / "in")), again) == ((), 1)
 
 
 @pytest.mark.parametrize("container", ["model", ""])

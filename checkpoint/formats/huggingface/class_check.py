@@ -77,8 +77,10 @@ class ClassCheck:
         """
         if self.problems:
             raise ConversionError(
-                "The class that config.json names does not load the result.",
-                expected=f"the tensors of {self.class_name}",
+                "The class that config.json names does not load the result."
+                if self.class_name
+                else "No class of transformers loads the result.",
+                expected=f"the tensors of {self.class_name or 'a model, without those of an adapter'}",
                 got=some(self.problems, 6),
                 where=where,
                 todo=f"{_HOW_TO_MERGE if any(_ADAPTED in text for text in self.problems) else ''}"
@@ -132,6 +134,7 @@ def _check(
     if class_name is None:
         return ClassCheck(
             "not checked",
+            problems=tuple(f"unexpected: {name}" for name in infos if _ADAPTED in name),
             # save_pretrained of a config alone writes none; that of a model does. Inference engines need the entry too.
             reason=f"{CONFIG_FILE} names no class of transformers: add "
             '"architectures": ["LlamaForCausalLM"] or the like',
@@ -159,6 +162,35 @@ def _check(
     answer = _ask_class(infos, config, class_name)
     # If the class gives no answer, the rejection by the table remains.
     return answer if known is None or answer.how == "class" else known
+
+
+def missing_tensors(
+    infos: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> tuple[str | None, tuple[str, ...]]:
+    """Find what a repository lacks that the class in its config.json needs; a child process runs only in doubt.
+
+    Returns:
+        The class, and one text for each missing tensor. None are found if the shipped table has no answer for the
+        class, or if weights are quantized.
+    """
+    class_name = config_class(config)
+    if class_name is None or any(config.get(key) for key in QUANTIZATION_KEYS):
+        return class_name, ()
+    known = known_class(config, class_name)
+    shapes = {name: info.shape for name, info in infos.items()}
+    problems = () if known is None else known.problems(shapes)
+    missing = _missing(problems)
+    if missing:
+        answer = _ask_class(infos, config, class_name)
+        if answer.how == "class":
+            missing = _missing(answer.problems)
+        elif len(missing) < len(problems):  # the class might load what is there under older names
+            missing = ()
+    return class_name, missing
+
+
+def _missing(problems: Iterable[str]) -> tuple[str, ...]:
+    return tuple(text for text in problems if text.startswith("missing: "))
 
 
 def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[str, ...]:

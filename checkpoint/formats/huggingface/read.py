@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from vescale_fsdp.checkpoint.formats.huggingface.class_check import missing_tensors
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     BEING_WRITTEN,
     index_of,
     is_weight_file,
+    own_config,
     single_of,
     stem_in,
 )
@@ -189,6 +191,13 @@ def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> lis
         nbytes = sum(tensor.info.nbytes for tensor in tensors.values())
         if total != nbytes:
             problems.append(f"{index_file} says total_size {total}, the files have {nbytes}; write it again")
+    try:
+        config = own_config(store)
+    except ConversionError as error:
+        return [*problems, str(error)]
+    class_name, missing = missing_tensors({name: tensor.info for name, tensor in tensors.items()}, config)
+    if missing:
+        problems.append(f"{class_name} needs tensors that no file has: {some(missing, 6)}")
     return problems
 
 

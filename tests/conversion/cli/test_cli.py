@@ -26,6 +26,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from tests.support.processes import run_command, wait_until
+from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
@@ -61,6 +62,25 @@ def test_inspect_prints_a_table_in_natural_order(source: str) -> None:
     assert found["kind"] == "dcp" and found["model_prefix"] == "model."
     sizes = {tensor["name"]: tensor["bytes"] for tensor in found["tensors"]}
     assert sizes["model.layers.0.w"] == 128 and sizes["optimizer.state.layers.0.w.exp_avg"] == 128
+
+
+def test_inspect_answers_what_a_script_asks(tmp_path: Path) -> None:
+    """Which step, how many ranks, which values: of the newest step of a run, in JSON and in the table."""
+    for step in (3, 12):
+        state = {
+            "model": {"w": torch.ones(4)},
+            "optimizer": {"lr": step / 100, "betas": (0.9, 0.95)},
+            "none": None,
+        }
+        save(tmp_path / f"run/step-{step:08}", state)
+    root = str(tmp_path / "run")
+    found = json.loads(_run("inspect", root, "--json").stdout)
+    assert found["step"] == 12 and found["facts"]["saved by ranks"] == "1"
+    assert found["values"] == {"none": None, "optimizer.betas": [0.9, 0.95], "optimizer.lr": 0.12}
+    lines = [line.split() for line in _run("inspect", root).stdout.splitlines()]
+    assert ["step:", "12"] in lines and ["optimizer.lr", "0.12"] in lines
+    assert json.loads(_run("verify", root, "--json").stdout)["url"].endswith("step-00000012")
+    assert "step-00000012" in _run("verify", root).stdout
 
 
 def test_to_hf_says_what_it_dropped(source: str, tmp_path: Path) -> None:

@@ -82,6 +82,20 @@ def test_rules_that_do_not_fit(tmp_path: Path, names: dict[str, int], rules: str
 
 
 @pytest.mark.parametrize(
+    ("names", "wrong", "right"), [({"b.0.qk": 6}, "ours", "hf"), ({"a.0.q": 4, "a.0.k": 2}, "hf", "ours")]
+)
+def test_rules_for_the_other_direction(tmp_path: Path, names: dict[str, int], wrong: str, right: str) -> None:
+    """Where the keys are those of the other side, one error names the direction, and its advice works."""
+    source = hf_folder(tmp_path / "hf", {name: torch.ones(size, 2) for name, size in names.items()})
+    (tmp_path / "r.toml").write_text(RULES)
+    options = {"rules": str(tmp_path / "r.toml"), "rules_to": wrong}
+    with pytest.raises(ConversionError, check=lambda error: f"--rules-to {right}" in error.todo):
+        convert_in_parts(source, tmp_path / "out.pt", "torch", **options)
+    convert_in_parts(source, tmp_path / "out.pt", "torch", **options | {"rules_to": right})
+    assert len(torch.load(tmp_path / "out.pt")) == 3 - len(names)
+
+
+@pytest.mark.parametrize(
     ("rules", "shape", "text"),
     [
         (STACKED, (13, 3, 2), r"12 in dim 1 \(12\)"),

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_families import tiny_model
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.formats.huggingface import model_class, plan
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
@@ -383,3 +383,38 @@ def test_a_base_with_an_adapter_is_told_from_other_names(problem: str) -> None:
     with pytest.raises(ConversionError) as error:
         ClassCheck("table", "LlamaForCausalLM", (problem,)).require("out", is_required=False)
     assert ("merge-adapter" in str(error.value.todo)) == ("base_layer" in problem)
+
+
+@pytest.mark.part("formats")
+@pytest.mark.parametrize("target", ["native", "zarr", "dcp", "torch"])
+def test_a_folder_that_lacks_tensors_of_its_class(target: str, tmp_path: Path) -> None:
+    """`verify` reports it, no target takes it without being asked, and a whole folder passes both."""
+    model = _model("llama tied")
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "torn")
+    assert verify(tmp_path / "whole").ok
+    convert(open_source(str(tmp_path / "whole")), str(tmp_path / "copy"), target)
+    state = load_file(tmp_path / "torn/model.safetensors")
+    lost = _first(state, "up_proj.weight")
+    del state[lost]
+    save_file(state, tmp_path / "torn/model.safetensors", {"format": "pt"})
+    (problem,) = verify(tmp_path / "torn").problems
+    assert lost in problem.text and "LlamaForCausalLM" in problem.text
+    source = open_source(str(tmp_path / "torn"))
+    with pytest.raises(ConversionError, check=lambda error: lost in str(error.got)):
+        convert(source, str(tmp_path / "out"), target)
+    assert not (tmp_path / "out").exists()
+    convert(source, str(tmp_path / "out"), target, ConvertOptions(include=("*",)))
+    assert len(open_source(str(tmp_path / "out")).tensors) == len(state) + 1  # with the tied head
+
+
+def test_an_adapter_is_refused_where_config_json_names_no_class(tmp_path: Path) -> None:
+    """No class loads peft's names of a base with an adapter, so exit code 0 would be wrong."""
+    state = {"q.base_layer.weight": torch.ones(2, 2), "q.lora_A.default.weight": torch.ones(1, 2)}
+    save(tmp_path / "in", {"model": state})
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets/config.json").write_text(json.dumps({"model_type": "llama"}))
+    args = ["to-hf", str(tmp_path / "in"), str(tmp_path / "out")]
+    refused = CliRunner().invoke(cli, [*args, "--assets", str(tmp_path / "assets")])
+    assert isinstance(refused.exception, ConversionError) and not (tmp_path / "out").exists()
+    assert CliRunner().invoke(cli, [*args, "--no-assets"]).exit_code == 0
