@@ -368,7 +368,7 @@ def step_url(
     last_steps = ", ".join(map(str, list(steps)[-_LISTED_STEPS:]))
     if newest is not None:
         # The folder too, because `diff` has no --step.
-        folder = f"the folder of one step, such as {url}/{steps[newest]}, which is the newest"
+        folder = f"the folder of one checkpoint, such as {url}/{steps[newest]}, which is the newest"
         todo = f"pass {folder}; commands that have the option also take --step {newest}"
     elif steps:
         todo = "pass --step with one of these steps: a rollback has abandoned all of them"

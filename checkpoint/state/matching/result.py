@@ -103,10 +103,11 @@ class Match:
             name, (stored, own) = next(iter(self.mismatched.items()))
             # The shapes, which follow the dtypes in the text, are equal: only the dtypes differ.
             is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
+            others = [other for other in self.mismatched if other != name]
             raise CheckpointError(
                 f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
                 expected=f"{stored} (as saved)",
-                got=own,
+                got=f"{own}; others that differ: {some(others, 6)}" if others else own,
                 where=f"{name} in {where}",
                 todo="pass dtype='state' to cast floats to the state's dtypes"
                 if is_cast
