@@ -198,4 +198,7 @@ class HuggingFace(Form):
             )
         if check is None or not problems:
             return ()
-        return (f"{check.class_name} of config.json does not load {where} as it is: {some(problems, 6)}",)
+        loads_not = (
+            f"{check.class_name} of config.json does not load" if check.class_name else "no class loads"
+        )
+        return (f"{loads_not} {where} as it is: {some(problems, 6)}",)

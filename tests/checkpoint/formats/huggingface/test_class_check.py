@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.formats.huggingface import model_class, plan
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
-from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, HuggingFace, convert, open_source
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.errors import ConversionError
 
@@ -418,3 +418,7 @@ def test_an_adapter_is_refused_where_config_json_names_no_class(tmp_path: Path) 
     refused = CliRunner().invoke(cli, [*args, "--assets", str(tmp_path / "assets")])
     assert isinstance(refused.exception, ConversionError) and not (tmp_path / "out").exists()
     assert CliRunner().invoke(cli, [*args, "--no-assets"]).exit_code == 0
+    with pytest.warns(
+        UserWarning, match=r"q\.base_layer\.weight"
+    ):  # a save in training is not lost because of a name
+        save(tmp_path / "live", {"model": state}, format=HuggingFace(assets=tmp_path / "assets"))
