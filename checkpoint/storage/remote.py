@@ -335,12 +335,10 @@ class RemoteStorage(Storage):
             self.filesystem, root = make()
         except NoAnswer as error:
             raise self._unreachable("", error, protocol) from error
-        except ValueError as error:
+        except ValueError as error:  # adlfs raises it for an account without a key
             if _CREDENTIALS.get(protocol) != _AZURE:
                 raise
-            raise self._unreachable(
-                "", error, protocol
-            ) from error  # adlfs's error for an account without a key
+            raise self._unreachable("", error, protocol) from error
         self._root = root.rstrip("/")
 
     @property
