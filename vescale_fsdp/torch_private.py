@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -145,47 +145,6 @@ foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
-
-
-class References(NamedTuple):
-    """Numbers of references to a tensor."""
-
-    from_autograd: int  # and other parts of torch, and one for Python
-    from_python: int
-
-
-def references_to(tensor: torch.Tensor) -> References:
-    """Return the numbers of references to a tensor (torch 2.11-2.13); those of the caller are counted, too."""
-    owners = tensor._use_count()  # type: ignore[attr-defined]
-    return References(owners, sys.getrefcount(tensor) - (_OWNERS_IN_PYTHON if owners > 1 else 0))
-
-
-def _owners_in_python() -> int:
-    """Return by how much torch's own references to a tensor raise its count in Python: 0, or 1 in newer versions."""
-    tensor = torch.empty(0, dtype=torch.float32, requires_grad=True, device="cpu")
-    before = sys.getrefcount(tensor)
-    graph = tensor * 1.0
-    after = sys.getrefcount(tensor)
-    del graph
-    return after - before
-
-
-_OWNERS_IN_PYTHON = _owners_in_python()
-
-
-def num_storage_owners(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects refer to a storage (torch 2.11-2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return,attr-defined]
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called (torch 2.11-2.13)."""
-    return module._compiled_call_impl is not None
-
-
-def saves_by_hooks() -> bool:
-    """Return whether hooks replace what autograd saves, as in activation checkpointing (torch 2.11-2.13)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.11 and 2.12 have only the old names.
@@ -436,9 +395,23 @@ def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, .
         return mesh._unflatten(0, sizes, names)
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is, for autograd, a view of another tensor (torch 2.11-2.13)."""
-    return tensor._base is not None
+def sequence_number_of(tensor: torch.Tensor) -> int:
+    """Return the number of the autograd node that computed a tensor; later nodes have larger numbers (torch 2.11-2.15)."""
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn._sequence_nr()
+
+
+def node_behind(tensor: torch.Tensor, *, after: int) -> torch.autograd.graph.Node | None:
+    """Return the autograd node of a view's base, or of a tensor itself; None for a leaf (torch 2.11-2.15).
+
+    In-place operators replace the node of a view, but not the one that computed the base.
+
+    Args:
+        tensor: a tensor that requires a gradient.
+        after: the node of the base counts only if its number is larger, so that it belongs to the same module.
+    """
+    base = tensor._base.grad_fn if tensor._base is not None else None
+    return tensor.grad_fn if base is None or base._sequence_nr() <= after else base
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
@@ -524,10 +497,31 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def restore_version(tensor: torch.Tensor, version: int) -> None:
-    """Reset a tensor's version counter (torch 2.11-2.13), after its memory was refilled with the same values."""
-    # Without this, a backward would raise that a saved tensor was changed in place.
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the version counters of tensors (torch 2.11-2.15), whose memory has the same values as at these versions."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def increment_versions(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise the version counters of tensors, for writes that torch did not see."""
+    torch.autograd.graph.increment_version(list(tensors))  # type: ignore[arg-type]  # a list since torch 2.8
+
+
+def tensor_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], Any]]:
+    """Return the hooks that a user registered with ``register_hook`` (torch 2.11-2.15)."""
+    return tuple((param._backward_hooks or {}).values())
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let ``target`` have the hooks of ``source``, a tensor that it replaces (torch 2.11-2.15).
+
+    Both kinds of hooks are in dictionaries, to which the users' handles refer.
+    """
+    if source._backward_hooks and not target._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    hooks = source._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks and not target._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        target._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], None]]:
@@ -537,6 +531,24 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], 
     it must also call the hooks itself.
     """
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+
+
+def with_several_post_hooks(params: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the tensors with more than one hook of `post_accumulate_grad_hooks`, at the cost of one call."""
+    return [
+        param
+        for param in params
+        if param is not None
+        and (hooks := param._post_accumulate_grad_hooks) is not None  # type: ignore[attr-defined]
+        and len(hooks) > 1
+    ]
+
+
+def replace_post_hooks(param: torch.Tensor, change: Callable[[Any], Any]) -> None:
+    """Replace each hook of `post_accumulate_grad_hooks` by ``change(hook)``; users' handles still remove it."""
+    hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    for key, hook in hooks.items():
+        hooks[key] = change(hook)
 
 
 def restart_group_names() -> None:

@@ -52,6 +52,7 @@ from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
     grad_dtype_of,
+    increment_versions,
     local_of,
     local_slot,
     piece_in,
@@ -122,6 +123,8 @@ class RaggedDTensor(DTensor):
     Attributes:
         layout_ref: the layout of the tensor's group and the tensor's name in this layout; None for a tensor that the
             planner did not lay out. Elementwise results inherit it, so optimizer state has a layout, too.
+        counter: of a view, or of ``.data``: the local tensor of the tensor that it is a view of, whose version counter
+            rises with writes through the view. None for other tensors.
         keeps_grad_placed: whether a hook brings the tensor's gradient to the tensor's placements.
         is_expanded: whether the tensor is the result of ``expand``, which may not be written to.
 
@@ -135,6 +138,7 @@ class RaggedDTensor(DTensor):
     """
 
     layout_ref: tuple[GroupLayout, str] | None = None
+    counter: torch.Tensor | None = None
     keeps_grad_placed: bool = False
     is_expanded: bool = False
 
@@ -385,7 +389,7 @@ class RaggedDTensor(DTensor):
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
         # Attributes of the user are copied, but not the mark of a hook, which the copy does not have.
-        for name in vars(self).keys() - {"keeps_grad_placed"}:
+        for name in vars(self).keys() - {"keeps_grad_placed", "counter"}:
             # setdefault keeps what `_rebuild` has set.
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
@@ -409,7 +413,13 @@ class RaggedDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _rule_of(func)(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = _rule_of(func)(func, args, kwargs)
+        if func.is_view or func is torch.ops.aten.detach.default:
+            _share_counter(args[0], result)
+        elif func._schema.is_mutable:
+            _count_write(func, args, kwargs)
+        return result
 
     # DCP's hooks (torch/distributed/_checkpointable.py). They compute without communication, and return nothing for an
     # empty piece (see `dcp_hooks`). They are methods of the class, because DCP copies tensors, and a copy would lose
@@ -423,6 +433,28 @@ class RaggedDTensor(DTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return tensor_shard(piece_in(self), self.boxes, index)
+
+
+def _share_counter(source: Any, views: Any) -> None:
+    """Let views of a tensor count writes where the tensor does: torch does not see them below the dispatch."""
+    if isinstance(source, RaggedDTensor):
+        counter = piece_in(source) if source.counter is None else source.counter
+        for view in views if isinstance(views, (list, tuple)) else (views,):
+            if isinstance(view, RaggedDTensor):
+                view.counter = counter
+
+
+def _count_write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise the version counters of tensors that an operator has written through a view or ``.data``."""
+    counters = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(tensor, RaggedDTensor) and tensor.counter is not None:
+                    counters.append(tensor.counter)
+    if counters:
+        increment_versions(counters)
 
 
 register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only

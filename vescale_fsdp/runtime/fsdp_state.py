@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
-from collections.abc import Callable, ItemsView, Sequence, ValuesView
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -47,18 +46,13 @@ from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tens
 from vescale_fsdp.torch_modes import in_functorch, profiled
 from vescale_fsdp.torch_private import (
     STATES_HAVE_ONE_GROUP,
-    is_compiled,
-    is_view,
+    node_behind,
     note_sharded,
-    saves_by_hooks,
+    sequence_number_of,
 )
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-_VIEW_WARNING = (
-    "The sharded module {} returned a view, which is harmless unless you change it in place: x += y would silently "
-    "remove the hook that gathers the module's parameters for the backward. Use x = x + y, or clone() the output."
-)
 _logger = logging.getLogger("vescale_fsdp")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -66,31 +60,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def _eager(function: FunctionT) -> FunctionT:
     """Return a hook that torch.compile does not trace. The hook breaks the graph: compile the blocks inside a unit."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
-
-
-class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """The parameters of a module by name. Calls ``note`` at each read; a copy is a plain dict."""
-
-    __slots__ = ("_note",)
-
-    def __init__(self, params: dict[str, nn.Parameter | None], note: Callable[[], None]) -> None:
-        super().__init__(params)
-        self._note = note
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._note()
-        return super().__getitem__(name)
-
-    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        self._note()
-        return super().items()
-
-    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
-        self._note()
-        return super().values()
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(self),)
 
 
 class FSDPState:
@@ -127,7 +96,8 @@ class FSDPState:
         self.backward_prefetch: list[FSDPState] | None = None
         self.max_reductions = 1  # limit of reductions in flight; each has a gradient buffer of its own
         self.comm = CommContext(streams_of(device))
-        self.schedule = Schedule(self.comm)  # replaced by the root's schedule in `lazy_init`
+        # Replaced by the root's schedule in `lazy_init`.
+        self._use_schedule(Schedule(self.comm, [self]))
         self.fsdp2 = Fsdp2State(self)
         self.set_name(type(modules[0]).__name__)  # replaced by the unit's name in the model in `lazy_init`
         self.has_root = self.is_root = False
@@ -137,12 +107,8 @@ class FSDPState:
         self._outstanding = 0  # number of forward calls that the backward has not passed yet
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
-        self._unreached_outputs = 0  # outputs of forwards to which no backward has brought a gradient yet
-        # Whether a backward may run modules again that read the unit's parameters, as activation checkpointing does.
-        self.may_recompute = True
-        self._watches_reads = False  # whether modules call `_note_read`
-        self._with_grad = False  # whether gradients were enabled when the root's forward began
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
+        self._begin_node = -1  # sequence number of the autograd node on the inputs of the last call; -1: no node
         # Whether the state that load_state_dict is loading contains the unit's own tensors, which an earlier, failed
         # load has partly overwritten.
         self._loads_own = False
@@ -195,32 +161,11 @@ class FSDPState:
         reach_consensus({state: state.label for state in below})
         self.is_root = True
         for state in below:
-            state.has_root, state.schedule = True, self.schedule
+            state.has_root = True
+            state._use_schedule(self.schedule)
             state.join(self.comm)
         self.schedule.units = list(below)
-        # A root that is compiled as a whole keeps its full parameters until the backward ends. torch.compile falls back
-        # to inner modules where it cannot trace a forward, and hooks would make a graph of each of them.
-        if len(below) > 1 and not any(map(is_compiled, self.modules)):
-            self._watch_recomputation()
         _log_sharding(type(self.modules[0]).__name__, list(below))
-
-    def _watch_recomputation(self) -> None:
-        """Notice reads of the unit's parameters that activation checkpointing will repeat in the backward."""
-        owners = {module for group in self.groups for param in group.params for module, _ in param.owners}
-        if not any(isinstance(module, nn.Embedding) for module in owners):  # there is little to gain
-            return
-        for group in self.groups:
-            group.arrived = set()
-        for module in owners:
-            module._parameters = _WatchedParameters(module._parameters, self._note_read)
-        self._watches_reads, self.may_recompute = True, False
-
-    def _note_read(self) -> None:
-        # A compiled function saves what it reads. Asked first, because torch.compile guards all that it sees here.
-        if torch.compiler.is_compiling() or self.schedule.in_backward:
-            return
-        without_graph = self._with_grad and not torch.is_grad_enabled()
-        self.may_recompute = self.may_recompute or without_graph or saves_by_hooks()
 
     def renew(self, groups: list[ParamGroup]) -> None:
         """Replace the groups by groups over other ranks, and return to the state before the first forward.
@@ -229,13 +174,18 @@ class FSDPState:
         """
         before, self.groups = self.schedule, groups
         self._use(CommContext(streams_of(self.device)))
-        self.schedule = Schedule(self.comm)
+        self._use_schedule(Schedule(self.comm, [self]))
         self.schedule.is_last_backward = before.is_last_backward
         self.schedule.finalizes_by_hand = before.finalizes_by_hand
         self.has_root = self.is_root = self.agreed = False
         self.post_optim_event = None
         self.forget_iteration()
         self.set_name(self.label)
+
+    def _use_schedule(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        for group in self.groups:
+            group.schedule = schedule
 
     def set_name(self, label: str) -> None:
         """Set the unit's name, which profiler ranges show."""
@@ -267,7 +217,6 @@ class FSDPState:
         # In a backward, activation checkpointing recomputes the root: no new step begins.
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
-                self._with_grad = torch.is_grad_enabled()
                 schedule.begin_forward()
                 if self.post_optim_event is None:
                     self.comm.wait_for_compute()  # gathers must read the shards that the optimizer has written
@@ -305,11 +254,14 @@ class FSDPState:
             return args, kwargs
         self._outstanding += 1
         begin = self.schedule.note(self._leave_backward)
+        self._begin_node = -1
         if not watched:  # without an autograd node, the schedule calls `_leave_backward`
             return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
         # One node for all inputs: it runs once the gradients of all of them are computed.
-        passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
+        outputs = node.apply(functools.partial(self._post_backward, begin), *watched)
+        self._begin_node = sequence_number_of(outputs[0])
+        passed = iter(outputs)
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
     @_eager
@@ -319,9 +271,10 @@ class FSDPState:
         with profiled("FSDP::post_forward ", self.shown):
             if len(self._entered) == len(self.modules):  # a unit of several modules ends with the last one
                 self.finish_forward()
+            late: Sequence[FSDPState] = ()
             if self.is_root and not schedule.in_backward:  # in a backward, the forward is recomputed
-                schedule.end_forward()
-            output = self._watch_outputs(output)
+                late = schedule.end_forward()
+            output = self._watch_outputs(output, late)
             if self.mp_policy.output_dtype is not None:
                 with profiled("FSDP::cast_forward_outputs", ""):
                     output = map_tensors(_caster(self.mp_policy.output_dtype), output)
@@ -339,12 +292,13 @@ class FSDPState:
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
-    def finish_forward(self) -> None:
-        """Reshard, once all modules of the unit have run or the root's forward ends. No-op if no module has run."""
+    def finish_forward(self) -> bool:
+        """Reshard, once all modules of the unit have run or the root's forward ends; return whether any has run."""
         if self._methods_running or not self._entered:
-            return
+            return False
         self._entered.clear()
         self.schedule.leave_forward(self, reshards=not self.stays_gathered)
+        return True
 
     @property
     def stays_gathered(self) -> bool:
@@ -356,20 +310,33 @@ class FSDPState:
         # shards (torch 2.13's FSDP2 has the same rule).
         return self.is_root and torch.is_grad_enabled()
 
-    def _watch_outputs(self, output: Any) -> Any:
-        """Return the output, with hooks on its tensors that call `_pre_backward` once a gradient arrives."""
+    def _watch_outputs(self, output: Any, late: Sequence[FSDPState] = ()) -> Any:
+        """Return the output, with hooks that call `_pre_backward` before the unit's backward begins.
+
+        Args:
+            output: the module's output.
+            late: units of several modules of which this forward ran only some. The root may have read the weights of
+                the other modules itself, as a fused cross-entropy does, so these units are gathered with the root.
+        """
         if not torch.is_grad_enabled():
             return output
         watched = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         is_transformed = in_functorch()
         if not watched and not is_transformed:
             return output
-        before = functools.partial(self._pre_backward, self.schedule.note(self._enter_backward))
+        units = (self, *late)
+        end = self.schedule.note(lambda: _enter_backward(units))
+        before = functools.partial(self._pre_backward, end, units)
+        nodes = []
         for tensor in watched:
-            self._unreached_outputs += 1
-            if is_view(tensor):
-                warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
-            tensor.register_hook(before)
+            # A hook on the node that computed the output, or its base, also runs if the output is changed in place, if
+            # the loss is of another view, or of a tensor that the module has kept. A hook on the tensor would not.
+            node = None if is_transformed else node_behind(tensor, after=self._begin_node)
+            if node is None:
+                tensor.register_hook(before)
+            elif node not in nodes:
+                nodes.append(node)
+                node.register_prehook(before)
         if not is_transformed:
             return output
 
@@ -384,18 +351,23 @@ class FSDPState:
     # -- backward -------------------------------------------------------------------------------------
 
     @_eager
-    def _pre_backward(self, end: Moment, grad: torch.Tensor) -> torch.Tensor:
-        self._unreached_outputs -= 1
+    def _pre_backward(self, end: Moment, units: Sequence[FSDPState], *unused: Any) -> None:
+        if torch.is_grad_enabled():  # create_graph=True: a later backward will differentiate this one
+            for unit in units:
+                self.schedule.enter_differentiable(unit)
+            return
         self.schedule.pass_by(end)  # first do the work of later units that autograd has skipped on this rank
-        self._enter_backward()
-        return grad
+        _enter_backward(units)
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
+        """Gather the unit for its backward, and the next unit."""
         with profiled("FSDP::pre_backward ", self.shown):
             self.schedule.enter_backward(self)
 
     @_eager
     def _post_backward(self, begin: Moment) -> None:
+        if torch.is_grad_enabled():  # create_graph=True: the unit stays gathered for the backward of this backward
+            return
         self.schedule.pass_by(begin)
         self._leave_backward()
 
@@ -415,13 +387,8 @@ class FSDPState:
         # After an exception in a forward, these two were not reset.
         self._entered.clear()
         self._methods_running = 0
-        if is_last:  # outputs that were not used will get no gradient
-            self._unreached_outputs, self.may_recompute = 0, not self._watches_reads
-            self._with_grad = False  # what is read until the next forward belongs to no step
         for group in self.groups:
             group.collect_grads()
-            if group.arrived:
-                group.arrived.clear()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
         # may have such gradients, which therefore wait for the last backward, in which all ranks reduce.
         has_late_grads = any(group.grads for group in self.groups)
@@ -436,35 +403,18 @@ class FSDPState:
             self._outstanding = 0
             self._reshard_in_backward()
             self.reduce()
-        elif self.reshard_after_backward:
+        elif self._reshards_in_backward:
             self.comm.reshard(self.groups)
         self._was_reduced = False
 
+    @property
+    def _reshards_in_backward(self) -> bool:
+        return self.reshard_after_backward and not self.schedule.is_kept(self)
+
     def _reshard_in_backward(self) -> None:
-        if self.reshard_after_backward:
+        if self._reshards_in_backward:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
-
-    def reshard_if_unneeded(self, *, is_early: bool = False) -> None:
-        """Free full parameters in a backward, before its end, if nothing that is left of the backward reads them.
-
-        The caller has checked `may_recompute`.
-
-        Whether memory is freed here may differ between ranks. No collective differs: a gradient that arrives at an
-        output would gather the unit again, so all outputs must have theirs.
-
-        Args:
-            is_early: whether the backward of other units follows, which may recompute functions that read parameters.
-        """
-        # Only the root notices forwards without gradients inside its own, as reentrant checkpointing runs them.
-        if self.is_root and self.reshard_after_backward and self._unreached_outputs == 0:
-            self.comm.reshard(
-                [
-                    group
-                    for group in self.groups
-                    if (not is_early or group.awaits_embeddings_only()) and not group.full_is_needed()
-                ]
-            )
 
     def reduce(self) -> None:
         """Start the reduction of the gradients; without synchronization sum them in the buffer."""
@@ -494,9 +444,8 @@ class FSDPState:
 
     def forget_iteration(self) -> None:
         """Reset the counters, after an exception has ended a forward or a backward."""
-        self._outstanding = self._methods_running = self._unreached_outputs = 0
+        self._outstanding = self._methods_running = 0
         self._took_part = self._was_reduced = False
-        self.may_recompute = not self._watches_reads
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------
@@ -526,6 +475,11 @@ class FSDPState:
         """Adopt parameters that were replaced on the modules (`takeover.rebind`), in all groups."""
         for group in self.groups:
             rebind(group, is_whole=is_whole)
+
+
+def _enter_backward(units: Sequence[FSDPState]) -> None:
+    for unit in units:
+        unit.enter_backward()
 
 
 class _AbsentError(UnsupportedOpError, AttributeError):

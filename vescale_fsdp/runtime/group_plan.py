@@ -422,8 +422,11 @@ def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | Non
     return dataclasses.replace(policy, **changes)
 
 
-class _Replaced:
-    """The parameters that sharded parameters have replaced and that are still alive, each with its name in its unit."""
+class _NotTrained:
+    """Parameters that a step would not train, as long as they are alive, each with its name in its unit.
+
+    They are parameters that sharded parameters have replaced, and the full parameters of gathered units.
+    """
 
     def __init__(self) -> None:
         # The keys are ids, because tensors compare element by element. The weak reference keeps no parameter alive, and
@@ -432,7 +435,7 @@ class _Replaced:
         self._hook: RemovableHandle | None = None
 
     def add(self, param: torch.Tensor, fqn: str) -> None:
-        """Record that a sharded parameter has replaced ``param``, whose name in its unit is ``fqn``."""
+        """Record that a step would not train ``param``, whose name in its unit is ``fqn``."""
         key = id(param)
         self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn)
         if self._hook is None:
@@ -445,18 +448,18 @@ class _Replaced:
             self._hook = None
 
     def name_of(self, param: torch.Tensor) -> str | None:
-        """Return the name that a replaced parameter has in its unit; None for a parameter that was not replaced."""
+        """Return the name that a parameter has in its unit; None for a parameter that was not added."""
         entry = self._alive.get(id(param))
         # Compare the objects too: Python may have given the id of a freed parameter to this one.
         return entry[1] if entry is not None and entry[0]() is param else None
 
 
-_replaced = _Replaced()
-note_replaced = _replaced.add
+_replaced, _gathered = _NotTrained(), _NotTrained()
+note_replaced, note_gathered = _replaced.add, _gathered.add
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if an optimizer has replaced parameters; torch calls this before every step of every optimizer."""
+    """Raise if a step would not train parameters; torch calls this before every step of every optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stale = [name for param in params if (name := _replaced.name_of(param)) is not None]
     if stale:
@@ -467,4 +470,14 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             where=type(optimizer).__name__,
             todo="build the optimizer after fully_shard (and after tensors were assigned to the model), from "
             "model.parameters()",
+        )
+    full = [name for param in params if (name := _gathered.name_of(param)) is not None]
+    if full:
+        raise LifecycleError(
+            "The optimizer has parameters that were gathered when it got them, so its step would not train them.",
+            expected="an optimizer of the sharded parameters",
+            got=f"{len(full)} of {len(params)} parameters are gathered ones: {', '.join(full[:4])}",
+            where=type(optimizer).__name__,
+            todo="build the optimizer (or call add_param_group) right after fully_shard, before the first forward, or "
+            "after module.reshard() of every gathered unit (the root stays gathered from a forward to the backward)",
         )

@@ -121,12 +121,12 @@ class PostBackwardInTransform(PostBackward):
 
 
 class PreBackward(torch.autograd.Function):
-    """The identity on a module's output. Its backward runs before the module's, and returns ``callback(grad)``."""
+    """The identity on a module's output. Its backward runs before the module's, and calls ``callback(grad)``."""
 
     generate_vmap_rule = True  # torch.vmap requires this flag or a rule of its own
 
     @staticmethod
-    def forward(callback: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    def forward(callback: Callable[[torch.Tensor], None], output: torch.Tensor) -> torch.Tensor:
         return output
 
     @staticmethod
@@ -135,7 +135,8 @@ class PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
-        return None, ctx.callback(grad)
+        ctx.callback(grad)
+        return None, grad
 
     @staticmethod
     def jvp(ctx: Any, callback: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]

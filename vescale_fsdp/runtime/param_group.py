@@ -19,17 +19,23 @@ PARTLY_SHARDED is for `reshard_after_forward=<int>`. Between forward and backwar
 together keep the full buffer, each rank a part, so that the second gather stays inside the node.
 
 In UNSHARDED the modules have the unsharded parameters, in all other states the sharded parameters. Parameters of both
-kinds are created once: a new unsharded Parameter between forward and backward would lose its gradient.
+kinds are created once: a new unsharded Parameter between forward and backward would lose its gradient. Both have the
+user's attributes and hooks:
+
+    attributes                              one dictionary
+    register_hook                           called with the local gradient, before the reduction, as in DDP
+    register_post_accumulate_grad_hook      called with the sharded parameter, after the reduction
+    writes in place                         `gathered_writes`
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -47,16 +53,21 @@ from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
 from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
-from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
-from vescale_fsdp.torch_modes import profiled, without_grad
+from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of
+from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, note_gathered, policy_of_group
+from vescale_fsdp.torch_modes import is_fake, profiled, without_grad
 from vescale_fsdp.torch_private import (
     REDUCES_AS_STORED,
     DTensorSpec,
-    References,
     foreach_zero_,
+    increment_versions,
     local_of,
+    move_hooks,
+    piece_in,
     post_accumulate_grad_hooks,
-    references_to,
+    replace_post_hooks,
+    tensor_hooks,
+    with_several_post_hooks,
 )
 
 
@@ -88,14 +99,55 @@ class ManagedParam:
     prior: PriorSharding  # sharding by tensor or expert parallelism
     unsharded: nn.Parameter | None = None
     watched: bool = False  # whether ``unsharded`` has a `GradHook`
+    attributes: dict[str, Any] = field(default_factory=dict)  # the users', of both Parameters
+    trained: bool = True  # whether ``unsharded`` required a gradient when it was set on the modules
+    generation: int = 0  # how often ``sharded`` or ``piece`` was replaced
 
     def __post_init__(self) -> None:
         self.take(self.sharded)
 
     def take(self, sharded: nn.Parameter) -> None:
         """Make ``sharded`` the sharded parameter, also for `managed_param_of`."""
+        if sharded is not self.sharded:
+            move_hooks(self.sharded, sharded)
+            self.generation += 1
         self.sharded = sharded
+        self.share_attributes()
         _by_sharded[id(sharded)] = self  # by id, so that the dictionary keeps no Parameter alive
+
+    def take_piece(self, piece: torch.Tensor) -> None:
+        """Note that ``piece`` is the view of the shard that ``sharded`` has now."""
+        self.generation += piece is not self.piece
+        self.piece = piece
+
+    def take_unsharded(self, unsharded: nn.Parameter) -> None:
+        """Make ``unsharded`` the unsharded parameter."""
+        self.unsharded, self.watched = unsharded, False
+        note_gathered(unsharded, self.slot.fqn)
+        self.share_attributes()
+
+    def share_attributes(self) -> None:
+        """Let both Parameters have the user's attributes: one dictionary, unless a subclass stores its tensors there."""
+        attributes = vars(self.sharded)
+        if attributes is not self.attributes:  # the sharded parameter was replaced, or swapped by Module.to
+            for name in self.attributes.keys() - attributes.keys() - {"keeps_grad_placed"}:
+                attributes[name] = self.attributes[name]
+            self.attributes = attributes
+        if self.unsharded is None or vars(self.unsharded) is attributes:
+            return
+        if type(self.unsharded) is nn.Parameter or type(self.unsharded) is DTensor:
+            self.unsharded.__dict__ = attributes
+        else:
+            for name in attributes.keys() - vars(self.unsharded).keys():
+                setattr(self.unsharded, name, attributes[name])
+
+    def post_hooks(self) -> list[Callable[[Any], Any]]:
+        """Return the user's hooks for accumulated gradients, of both Parameters."""
+        hooks = list(post_accumulate_grad_hooks(self.sharded))
+        if self.unsharded is not None:
+            redirected = post_accumulate_grad_hooks(self.unsharded)
+            hooks += [hook.hook for hook in redirected if isinstance(hook, _AfterReduction)]
+        return hooks
 
     def replacements(self) -> list[nn.Parameter | None]:
         """Return parameters that users have set on owners in place of this one; None for an owner that has none."""
@@ -125,6 +177,25 @@ def managed_param_of(parameter: nn.Parameter) -> ManagedParam | None:
     return managed if managed is not None and managed.sharded is parameter else None
 
 
+class BackwardWatch(Protocol):
+    """Begins a backward: the unit's `Schedule`."""
+
+    in_backward: bool
+
+    def begin_backward(self) -> None:
+        """Begin a backward that has reached a gradient before any output of a unit."""
+
+
+@dataclass(frozen=True)
+class _AfterReduction:
+    """Replaces a user's hook on an unsharded parameter, which autograd calls; `ParamGroup._deliver` calls ``hook``."""
+
+    hook: Callable[[Any], Any]
+
+    def __call__(self, unsharded: torch.Tensor) -> None:
+        """Do nothing."""
+
+
 class GradHook:
     """The hook that autograd calls once it has accumulated an unsharded parameter's gradient.
 
@@ -144,6 +215,9 @@ class GradHook:
         grad, unsharded.grad = unsharded.grad, None
         take, param = self._take(), self._param()  # None once the group is freed
         if grad is not None and take is not None and param is not None:
+            for hook in tensor_hooks(param.sharded):  # as in DDP, they get the local gradient
+                changed = hook(grad)
+                grad = grad if changed is None else changed
             take(param, grad)
 
 
@@ -177,8 +251,6 @@ class ParamGroup:
         self.label = ""  # shown in profiles; `FSDPState.set_name` sets it
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # created at the first unshard
-        # References to the full buffer and its parameters when they were new.
-        self._new_references: tuple[list[int], list[References]] | None = None
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
         self.was_gathered = False  # whether a gather has ever started
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
@@ -192,14 +264,15 @@ class ParamGroup:
         # Reduced pieces of parameters that this rank has not used, by name. They are delivered once it is known that
         # another rank has used the parameter.
         self._deferred_grads: dict[str, torch.Tensor] = {}
-        # Names of the parameters whose gradients this backward has computed; only of a root that is freed early.
-        self.arrived: set[str] | None = None
         self._keeps_graph = False  # whether gradients to deliver have a graph (create_graph=True)
+        self.schedule: BackwardWatch | None = None  # the unit's
+        self.writes = GatheredWrites()
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
         # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
+        self._scattered = [param for param in self.params if param.slot.is_scattered]
         # The dtype is given as a function, because settings may change it from one buffer to the next.
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
         # The policy's own gather, which replaces the all-gather.
@@ -227,13 +300,16 @@ class ParamGroup:
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
-        local = self.shard[local_slice]
+        local = self.shard[local_slice].data  # with a version counter of its own
         if not param.is_meta and not local.is_meta:  # meta parameters get their values later
             local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
         # The layout describes the whole tensor only if no other parallelism cuts the parameter.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
+        for name in vars(param).keys() - vars(sharded).keys():
+            setattr(sharded, name, vars(param)[name])
+        move_hooks(param, sharded)
         return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), prior)
 
     def _values_of(self, param: nn.Parameter) -> torch.Tensor:
@@ -318,6 +394,7 @@ class ParamGroup:
         """Start the all-gather on the current stream; a no-op unless sharded. `finish_gather` must follow."""
         if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
             return
+        self.writes.begin(self.params)
         self._start_gather()
         self.was_gathered = True
         self.state = GroupState.GATHERING
@@ -331,51 +408,14 @@ class ParamGroup:
             self._check_shard()
             flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
             self.full = DBuffer(self.layout, flat, self.comm.full_pool)
+            self.writes.forget()
             for param in self.params:
-                param.unsharded = param.prior.full_parameter(
-                    self.full.view(param.slot), requires_grad=param.sharded.requires_grad
+                # `.data` has a version counter of its own, so that gathers do not count as writes to the parameter.
+                view = self.full.view(param.slot).data
+                param.take_unsharded(
+                    param.prior.full_parameter(view, requires_grad=param.sharded.requires_grad)
                 )
-                param.watched = False
-            self._new_references = self._references()
         self.full.allocate()
-
-    def _references(self) -> tuple[list[int], list[References]]:
-        """Return numbers of references to the full buffer's storages, and to the unsharded parameters."""
-        assert self.full is not None
-        params = [param.unsharded for param in self.params if param.unsharded is not None]
-        return self.full.num_owners(), [references_to(param) for param in params]
-
-    def full_is_needed(self) -> bool:
-        """Return whether the rest of a backward may read the full parameters: autograd or a user still refers to them.
-
-        The answer may differ between ranks, so no collective may depend on it.
-        """
-        # Parameters under tensor parallelism wrap the views of the buffer, and those of other classes have no buffer.
-        if self.state is not GroupState.UNSHARDED or self.full is None or self._new_references is None:
-            return True
-        storages, tensors = self._references()
-        new_storages, new_tensors = self._new_references
-        if storages != new_storages or any(param.prior.spec is not None for param in self.params):
-            return True
-        for param, new, now in zip(self.params, new_tensors, tensors, strict=True):
-            # The node that accumulates the gradient refers to the parameter, but does not read it.
-            if now.from_autograd > new.from_autograd + param.sharded.requires_grad:
-                return True
-            if now.from_python > new.from_python + len(param.owners):  # the modules refer to it now
-                return True
-        return False
-
-    def awaits_embeddings_only(self) -> bool:
-        """Return whether this backward has computed the gradients of all parameters but those of embeddings.
-
-        Other parameters may be read by the backward of a user's `torch.autograd.Function`, which looks them up at their
-        module. Neither autograd nor Python refers to them until then.
-        """
-        return self.arrived is not None and all(
-            param.slot.fqn in self.arrived
-            or any(isinstance(module, nn.Embedding) for module, _ in param.owners)
-            for param in self.params
-        )
 
     def bring_shard(self) -> list[torch.Tensor]:
         """Copy an offloaded shard to the unit's device, on the current stream, for the next gather.
@@ -435,16 +475,32 @@ class ParamGroup:
     def hand_over(self) -> None:
         """Set the unsharded parameters on the modules. The compute stream must wait for the gather before this call."""
         self._part = self.gathered = None  # not earlier, because the gather reads the part
+        unsharded = []
         for param in self.params:
-            assert param.unsharded is not None
+            full = param.unsharded
+            assert full is not None
             # The user may have frozen or unfrozen the parameter since the last gather.
-            if param.unsharded.requires_grad != param.sharded.requires_grad:
-                param.unsharded.requires_grad_(param.sharded.requires_grad)
-            if param.sharded.requires_grad and not param.watched:  # one hook serves all backwards
-                param.unsharded.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
+            param.trained = param.sharded.requires_grad
+            if full.requires_grad != param.trained:
+                full.requires_grad_(param.trained)
+            if param.trained and not param.watched:  # one hook serves all backwards
+                full.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
                 param.watched = True
-            param.set_on_modules(param.unsharded)
+            if param.sharded.__dict__ is not param.attributes:
+                param.share_attributes()
+            param.set_on_modules(full)
+            unsharded.append(full)
+        self.writes.open(self, unsharded)
         self.state = GroupState.UNSHARDED
+
+    def is_stale(self) -> bool:
+        """Return whether the shard was written since the last gather."""
+        if self.writes.is_stale(self.params):
+            return True
+        for param in self.params:  # a loop is faster than any(..)
+            if piece_in(param.sharded) is not param.piece:  # p.data = tensor
+                return True
+        return False
 
     def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
         """Free the full buffer and set the sharded parameters on the modules.
@@ -466,9 +522,16 @@ class ParamGroup:
             return
         # Collected here, because resharding replaces the user's parameters; raised at the end, so that the model is
         # left sharded.
-        replaced = [param.slot.fqn for param in self.params if param.replacements()]
+        replaced, unsharded = [], []
         for param in self.params:
+            if param.replacements():
+                replaced.append(param.slot.fqn)
+            assert param.unsharded is not None
+            if param.unsharded.requires_grad != param.trained:  # frozen or unfrozen while it was gathered
+                param.sharded.requires_grad_(param.unsharded.requires_grad)
             param.set_on_modules(param.sharded)
+            unsharded.append(param.unsharded)
+        report = self.writes.close(self, unsharded)
         if keep_part and self.comm.part_size is not None and self.full is not None:
             # A copy, because the buffer is freed next.
             self._part = self.full.flat.view(self.comm.part_size, -1)[self.comm.part_rank].clone()
@@ -484,10 +547,92 @@ class ParamGroup:
                 todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
                 "vescale_fsdp.distribute_tensor made",
             )
+        if report is not None:
+            report()
 
     def forget_full(self) -> None:
         """Drop the full buffer and its views; the next gather creates a new buffer."""
         self.full = None
+
+    # -- writes to gathered parameters ------------------------------------------------------------------
+
+    @property
+    def refuses_writes(self) -> tuple[str, str] | None:
+        """Why writes to gathered parameters cannot be kept, and what to do; None if they can."""
+        if self.policy_gather is None:
+            return None
+        return "a gather of 8-bit codes", "write to the sharded parameter outside of unshard() and forward: p.copy_(..)"
+
+    def fingerprint(self) -> str | None:
+        """Return a digest of this rank's part of the gathered values; None if the shard has these values.
+
+        Only on the CPU: on an accelerator, the host would wait.
+        """
+        if self.policy_gather is None or self.full is None or self.device.type != "cpu" or is_fake(self.shard):
+            return None
+        start, stop = self.layout.shard_range(self.comm.rank)
+        return digest_of(self.full.flat[start:stop])
+
+    def return_to_buffer(self) -> set[str]:
+        """Copy values that users have set by ``p.data = tensor`` into the full buffer; return the parameters' names."""
+        if self.full is None:
+            return set()
+        views = [self.full.view(param.slot) for param in self.params]
+        locals_ = [local_of(param.unsharded) for param in self.params if param.unsharded is not None]
+        replaced = [view.data_ptr() != local.data_ptr() for view, local in zip(views, locals_, strict=True)]
+        if not any(replaced):  # the usual case
+            return set()
+        names = set()
+        for param, view, local, is_other in zip(self.params, views, locals_, replaced, strict=True):
+            if is_other and param.unsharded is not None:
+                view.copy_(local.detach())
+                param.unsharded.data = view.data
+                names.add(param.slot.fqn)
+        return names
+
+    @torch.no_grad()
+    def write_back(self, touched: Collection[str]) -> list[str]:
+        """Copy gathered values of this rank that differ from the shard to the shard.
+
+        Args:
+            touched: names of parameters that are known to be written.
+
+        Returns:
+            Names of other parameters that were written, as far as the host knows: on an accelerator none, though they
+            are copied. Offloaded shards get the ``touched`` parameters only, because the host must wait for the copy.
+        """
+        assert self.full is not None
+        if self.is_offloaded:
+            found = [param for param in self.params if param.slot.fqn in touched]
+        elif self.device.type == "cpu":
+            found = self._differing()
+        else:
+            start, stop = self.layout.shard_range(self.comm.rank)
+            _copy_written(self.full.flat[start:stop], self.shard)
+            found = self._scattered
+            increment_versions([param.piece for param in self.params if param.slot.fqn in touched])
+        for param in found:
+            _copy_written(self._gathered_piece(param), param.piece)
+        return [param.slot.fqn for param in found if param.slot.fqn not in touched and not param.slot.is_scattered]
+
+    def _differing(self) -> list[ManagedParam]:
+        """Return the parameters of which this rank's part differs from the shard; on the CPU."""
+        assert self.full is not None
+        start, stop = self.layout.shard_range(self.comm.rank)
+        own = self.full.flat[start:stop]
+        if not self._scattered and torch.equal(bits_of(own), bits_of(self.shard.to(own.dtype))):
+            return []  # the usual case, in one pass
+        return [
+            param
+            for param in self.params
+            if not torch.equal(bits_of(self._gathered_piece(param)), bits_of(param.piece.to(own.dtype)))
+        ]
+
+    def _gathered_piece(self, param: ManagedParam) -> torch.Tensor:
+        """Return this rank's part of a gathered parameter, 1-D: a view of the memory that users write to."""
+        assert self.full is not None
+        start, stop = self.layout.piece(param.slot, self.comm.rank).range
+        return self.full.view(param.slot).view(-1)[start:stop]
 
     def free_full(self) -> None:
         """Free the memory of the full buffer, unless `set_keep_unsharded_storage` keeps it."""
@@ -498,11 +643,19 @@ class ParamGroup:
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Take an unsharded gradient from autograd; called by `GradHook`."""
+        if self.schedule is not None and not self.schedule.in_backward:
+            self.schedule.begin_backward()
         self._keeps_graph |= grad.requires_grad
-        if self.arrived is not None:
-            self.arrived.add(param.slot.fqn)
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
+
+    def redirect_hooks(self) -> None:
+        """Let hooks on unsharded parameters, for accumulated gradients, run after the reduction instead."""
+        for unsharded in with_several_post_hooks([param.unsharded for param in self.params]):
+            replace_post_hooks(
+                unsharded,
+                lambda hook: hook if isinstance(hook, (GradHook, _AfterReduction)) else _AfterReduction(hook),
+            )
 
     def _take(self, param: ManagedParam, grad: torch.Tensor) -> None:
         if grad.is_sparse:  # of nn.Embedding(sparse=True); the gradient buffer is dense
@@ -592,7 +745,7 @@ class ParamGroup:
                     # But a user's hook must not be called then.
                     param.sharded.grad is not None
                     and settings.on_delivery is None
-                    and not post_accumulate_grad_hooks(param.sharded)
+                    and not param.post_hooks()
                 )
             ):
                 delivered[fqn] = piece
@@ -635,7 +788,7 @@ class ParamGroup:
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
         self._keeps_graph = False
         for param in params:  # a second loop: a hook may read the gradients of other parameters
-            for hook in post_accumulate_grad_hooks(param.sharded):
+            for hook in param.post_hooks():
                 hook(param.sharded)
         if self.comm.settings.on_delivery is not None and params:
             self.comm.settings.on_delivery([param.sharded for param in params])
@@ -673,7 +826,7 @@ class ParamGroup:
         # The host reads gradients at once if it adds them to existing ones, or calls a hook. Only then is the copy
         # blocking; otherwise `wait_for_host_copies` waits when the backward ends.
         read_at_once = self.comm.settings.on_delivery is not None or any(
-            param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
+            param.sharded.grad is not None or param.post_hooks()
             for param in self.params
         )
         host.copy_(shard, non_blocking=self._is_pinned and not read_at_once)
@@ -686,13 +839,21 @@ class ParamGroup:
     def drop_grads(self) -> None:
         """Drop unsharded gradients, deferred pieces, and sums not yet reduced over replicas, after an exception."""
         self.grads.drop()
-        if self.arrived:
-            self.arrived.clear()
         self._unreplicated = self._unreported_used = None
         self._deferred_grads = {}
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def _copy_written(values: torch.Tensor, piece: torch.Tensor) -> None:
+    """Copy gathered values to a part of the shard, which keeps all its digits where they are equal."""
+    if values.dtype == piece.dtype:
+        piece.copy_(values)
+        return
+    there = piece.to(values.device)
+    same = bits_of(values) == bits_of(there.to(values.dtype))
+    piece.copy_(torch.where(same, there, values)) if there is not piece else torch.where(same, piece, values, out=piece)
 
 
 def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:

@@ -98,11 +98,12 @@ class Schedule:
 
     Args:
         comm: streams and collectives in flight.
+        units: the units; the root sets all units of its tree at the first forward.
     """
 
-    def __init__(self, comm: CommContext) -> None:
+    def __init__(self, comm: CommContext, units: Sequence[FSDPState] = ()) -> None:
         self.comm = comm
-        self.units: list[FSDPState] = []
+        self.units = list(units)
         self.in_backward = False
         # `_end_backward` of the running backward: autograd drops it, uncalled, if the backward ends in an error.
         self._ending: Callable[[], object] = lambda: None
@@ -116,13 +117,18 @@ class Schedule:
         # Unit -> the unit that began next, in the last forward that ran the key.
         self._successors: dict[FSDPState, FSDPState] = {}
         self._guessed: set[FSDPState] = set()  # units prefetched because they are a successor
-        self._left: set[FSDPState] = set()  # units that forwards without gradients have left gathered
+        # Units that a backward with create_graph=True has gathered, which stay gathered until the next backward.
+        self._kept: set[FSDPState] = set()
+        self._is_differentiable = False  # whether the running backward is one with create_graph=True
         self._trace = Trace(0)  # trace of the last forward
         # Traces of which this backward has reached a moment; a dict keeps their order.
         self._reached: dict[Trace, None] = {}
 
     def gather(self, unit: FSDPState) -> bool:
         """Start the all-gathers of a unit; return False if the unit is gathered or its gathers are in flight."""
+        for group in unit.groups:
+            if group.state is GroupState.UNSHARDED and group.is_stale():
+                self.comm.reshard([group])  # an optimizer or a load has written the shard since the gather
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         try:
@@ -169,11 +175,6 @@ class Schedule:
         for unit in self._guessed:  # units that the last forward prefetched and then did not run
             self.comm.reshard(unit.groups)
         self._guessed.clear()
-        if torch.is_grad_enabled():
-            # Forwards without gradients may have run with other weights, such as averaged weights.
-            for unit in self._left:
-                self.comm.reshard(unit.groups)
-            self._left.clear()
         self._forget_order()
         self._trace = Trace(self._trace.number + 1)
 
@@ -219,19 +220,22 @@ class Schedule:
         if unit in self._ended:
             self._ended.remove(unit)  # of several calls of a unit, the backward reaches the last call first
         self._ended.append(unit)
-        if reshards:
+        if reshards and unit not in self._kept:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
-    def end_forward(self) -> None:
-        """End the root's forward, and the forward of each unit of several modules of which only some ran."""
-        for unit in self.units:
-            unit.finish_forward()
+    def end_forward(self) -> list[FSDPState]:
+        """End the root's forward, and the forward of each unit of several modules of which only some ran.
+
+        Returns:
+            These units.
+        """
+        late = [unit for unit in self.units if unit.finish_forward()]
         self.comm.free_lingering()
         # The caller may change parameters from now on, so prefetches in flight must have read the shards.
         self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
-            self._end_forward_without_grads()
-            return
+            self.comm.wait_for_host_copies()  # otherwise the end of a backward does this
+            return late
         if self.comm.watches:
             # These facts decide which collectives the backward issues, so they must be the same on all ranks.
             run = ", ".join([unit.label for unit in self._order])
@@ -241,20 +245,7 @@ class Schedule:
                     f"forward of {run}; without gradient sync: {unsynced}; last backward: {self.is_last_backward}"
                 )
                 watch.end_step(then_reduces=True)
-
-    def _end_forward_without_grads(self) -> None:
-        """Free full parameters that this forward leaves gathered, because no backward follows that would free them.
-
-        A unit with gradients is freed now, because an optimizer's step may follow and make its full parameters stale.
-        Units without gradients are freed before the next forward with gradients, so that consecutive evaluations with
-        ``reshard_after_forward=False`` gather once.
-        """
-        for unit in self.units:
-            if any(param.sharded.grad is not None for group in unit.groups for param in group.params):
-                self.comm.reshard(unit.groups)
-            elif not all(group.state.is_sharded for group in unit.groups):
-                self._left.add(unit)
-        self.comm.wait_for_host_copies()  # otherwise the end of a backward does this
+        return late
 
     def note(self, make_up: Callable[[], None]) -> Moment:
         """Record that a call of a unit begins or ends; ``make_up`` is called if a backward skips this moment.
@@ -280,18 +271,40 @@ class Schedule:
         for trace in sorted(traces, key=lambda trace: -trace.number):
             trace.make_up()
 
+    def begin_backward(self) -> None:
+        """Begin a backward, which may reach a gradient of a parameter before any output of a unit; else a no-op."""
+        self.check_not_failed()
+        if self.in_backward:
+            return
+        self.in_backward = True
+        self._is_differentiable = torch.is_grad_enabled()  # create_graph=True
+        if not self._is_differentiable:
+            self._kept.clear()  # units are resharded once this backward has left them
+        ending = partial(self._end_backward)  # referred to only by the backward
+        self._ending = weakref.ref(ending)
+        autograd_engine_callback(ending)  # called once, after the whole backward
+
+    def enter_differentiable(self, unit: FSDPState) -> None:
+        """Begin a unit's backward with create_graph=True: gather the unit, which then stays gathered.
+
+        The nodes that this backward creates have saved the unit's full parameters, and no hook of this package is on
+        these nodes. So the memory is as with ``reshard_after_forward=False``, until the next backward has ended.
+        """
+        self.begin_backward()
+        self._kept.add(unit)
+        self.gather(unit)
+        self.wait(unit)
+
+    def is_kept(self, unit: FSDPState) -> bool:
+        """Return whether a unit stays gathered for the backward of a backward."""
+        return unit in self._kept
+
     def enter_backward(self, unit: FSDPState) -> None:
         """Begin a unit's backward, once its outputs have gradients: gather the unit, and prefetch the next unit."""
-        self.check_not_failed()
-        if not self.in_backward:
-            self.in_backward = True
-            ending = partial(self._end_backward)  # referred to only by the backward
-            self._ending = weakref.ref(ending)
-            autograd_engine_callback(ending)  # called once, after the whole backward
+        self.begin_backward()
+        for group in unit.groups:
+            group.redirect_hooks()
         self._begun.add(unit)
-        # Before this unit's full buffer is allocated. The unit's forward was the last before the root's head.
-        if self._ended[-2:-1] == [unit]:
-            self._free_last(is_early=True)
         if unit.unshard_in_backward:
             self.gather(unit)
             if not unit.overlaps:
@@ -311,22 +324,11 @@ class Schedule:
         """
         # The backward of an embedding, which computes a gradient as large as the embedding, often follows the first.
         is_first = bool(self._ended) and self._ended[0] is unit
-        if is_first:
-            self._free_last()
         unit.reduce()
         if self.comm.streams is None and not unit.overlaps and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
         if is_first:
             self._ended[-1].write_most_grads()
-
-    def _free_last(self, *, is_early: bool = False) -> None:
-        """Free the full parameters of the unit whose forward ended last, the root, if the backward is done with them.
-
-        It reads those of a head first, and those of an embedding not at all.
-        """
-        last = self._ended[-1]
-        if not last.may_recompute:
-            last.reshard_if_unneeded(is_early=is_early)
 
     def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):
@@ -360,6 +362,11 @@ class Schedule:
 
     def _end_backward(self) -> None:
         """Do the work of moments that autograd has skipped, and finalize; autograd calls this when a backward ends."""
+        if self._is_differentiable and not any(group.grads for unit in self.units for group in unit.groups):
+            # Gradients of inputs, such as forces: the backward of the loss on them follows, and reduces.
+            self.in_backward = self._is_differentiable = False
+            return
+        self._is_differentiable = False
         if self.is_last_backward and not self.finalizes_by_hand:
             self._make_up(self._reached)
         self._reached.clear()
@@ -424,6 +431,6 @@ class Schedule:
         self._order, self._ended = [], []
         self._begun.clear()
         self._guessed.clear()
-        self._left.clear()
+        self._kept.clear()
         self._reached.clear()
         self._trace = Trace(self._trace.number + 1)  # drops the moments of the failed forward

@@ -40,9 +40,11 @@ from vescale_fsdp.runtime.all_gather_hooks import (
 )
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.data_mesh import local_part
+from vescale_fsdp.runtime.gathered_writes import digest_of
 from vescale_fsdp.runtime.group_plan import GroupPlan
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
-from vescale_fsdp.torch_private import restore_version, version_of
+from vescale_fsdp.torch_modes import is_fake
+from vescale_fsdp.torch_private import is_wrapper, set_versions, version_of
 
 
 class SelfGatheringGroup(ParamGroup):
@@ -75,6 +77,19 @@ class SelfGatheringGroup(ParamGroup):
 
     def forget_full(self) -> None:
         self._point_at_shard()
+        self.writes.forget()
+
+    @property
+    def refuses_writes(self) -> tuple[str, str]:
+        return "a gather by the hooks of the parameter's class", "write to the sharded parameter: p.copy_(..)"
+
+    def fingerprint(self) -> str | None:
+        if self.device.type != "cpu" or is_fake(self.shard):
+            return None
+        return " ".join(digest_of(each) for hooked in self._hooked for each in hooked.plain_tensors())
+
+    def return_to_buffer(self) -> set[str]:
+        return set()  # there is no buffer: `fingerprint` notices the write
 
     @property
     def _shard_mesh(self) -> DeviceMesh:
@@ -101,6 +116,11 @@ class SelfGatheringGroup(ParamGroup):
     def _finish_gather(self) -> None:
         for hooked in self._hooked:
             hooked.finish_gather(self.compute_dtype)
+
+    def hand_over(self) -> None:
+        super().hand_over()
+        for param in self.params:  # attributes that were set later: a subclass has a dictionary of its own
+            param.share_attributes()
 
     def free_full(self) -> None:
         """Free all memory of full parameters, unless `set_keep_unsharded_storage` keeps it."""
@@ -220,18 +240,22 @@ class _SelfGatheringParam:
             shape = self.param.slot.shape
             if tuple(tensor.shape) != shape:  # ``post`` returned padded rows; the parameter is the first rows
                 tensor = torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
-            self.param.unsharded = self.param.prior.full_parameter(
-                tensor, requires_grad=self.param.sharded.requires_grad
+            self.param.take_unsharded(
+                self.param.prior.full_parameter(tensor, requires_grad=self.param.sharded.requires_grad)
             )
+            assert self.param.unsharded is not None
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, version_of(each)) for each in kept]
         else:
             _allocate([each for each, _ in self._inner[:-1]])  # the last is the parameter, a view
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
-            for each, version in self._inner:
-                # The values are the same as before, so tensors that autograd saved are still valid.
-                restore_version(each, version)
+            # The values are the same as before, so tensors that autograd saved are still valid.
+            set_versions(*zip(*self._inner, strict=True))
         self._metadata = None
+
+    def plain_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors whose memory has the full parameter's values."""
+        return [each for each, _ in self._inner if not is_wrapper(each)]
 
     def free(self) -> None:
         """Free all memory of the full parameter."""

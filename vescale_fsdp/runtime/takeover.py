@@ -52,6 +52,7 @@ def rebind(group: ParamGroup, *, is_whole: bool) -> None:
             # Owners of a shared parameter may have different replacements. The last one is taken, as its values would
             # be in a load without assign=True.
             _take(group, param, replacements[-1], must_be_new=False)
+        param.share_attributes()  # Module.to may have swapped them
         param.spec = spec_of(param.sharded)  # Module.to may have changed the dtype
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
@@ -252,15 +253,15 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
         for param, local in pieces
     ):
         for param, local in pieces:
-            param.piece = local
+            param.take_piece(local)
         return
     group.new_shard(*next(iter(kinds)))
     for param, local in pieces:
-        view = group.shard[param.local]
+        view = group.shard[param.local].data  # with a version counter of its own
         if not local.is_meta:  # a piece on meta has no values to copy
             view.copy_(local.reshape(-1))
         set_local(param.sharded, view)
-        param.piece = view
+        param.take_piece(view)
     group.forget_full()  # the full buffer may have the old dtype or device
 
 

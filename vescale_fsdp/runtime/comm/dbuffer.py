@@ -27,7 +27,6 @@ from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_modes import without_grad
-from vescale_fsdp.torch_private import num_storage_owners, restore_version, version_of
 
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
 
@@ -56,7 +55,6 @@ class DBuffer:
         self._copies: dict[str, torch.Tensor] = {}
         self._padding: list[torch.Tensor] | None = None  # created at the first use
         self._work: Work | None = None
-        self._version = version_of(flat)
         self._storage = flat.untyped_storage()
         self._nbytes = self._storage.nbytes()  # to allocate the storage again, because `free` resizes it to 0
 
@@ -106,11 +104,6 @@ class DBuffer:
             )
             for run in slot.runs
         ]
-
-    def num_owners(self) -> list[int]:
-        """Return how many tensors and objects refer to each storage: more than at first if autograd has saved views."""
-        copies = [self._copies[fqn].untyped_storage() for fqn in self._copies]
-        return [num_storage_owners(storage) for storage in (self._storage, *copies)]
 
     def padding(self) -> list[torch.Tensor]:
         """Return the parts of the buffer outside all tensors: 1-D views, in order."""
@@ -179,20 +172,15 @@ class DBuffer:
         if self._work is not None:
             self._work.wait()
             self._work = None  # a second wait is a no-op
-        # Autograd may have saved views of the buffer, and raises if their version has changed. The gather has written
-        # the same values again, so the version is reset: after the wait, because some backends increment it there.
-        restore_version(self.flat, self._version)
         for fqn, copy in self._copies.items():
             self._copy_out(self.layout.slot(fqn), copy)
 
     @torch.no_grad()
     def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
-        """Fill a scattered tensor from its pieces, and reset its version, which autograd compares."""
-        version = version_of(copy)
+        """Fill a scattered tensor from its pieces."""
         pieces = self.pieces(slot)
         for piece, part in zip(pieces, _split(copy, pieces), strict=True):
             part.copy_(piece)
-        restore_version(copy, version)
 
 
 def _split(flat: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
