@@ -43,6 +43,7 @@ from vescale_fsdp.dtensor.spec import (
     shape_of_local,
     spec_with,
 )
+from vescale_fsdp.dtensor.waiting_grad import waiting_in
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -392,7 +393,8 @@ class RaggedDTensor(DTensor):
         for name in vars(self).keys() - {"keeps_grad_placed", "counter"}:
             # setdefault keeps what `_rebuild` has set.
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
-        if self.grad is not None:
+        # A gradient that waits for a reduction has no values yet.
+        if self.grad is not None and waiting_in(self.grad) is None:
             clone.grad = copy.deepcopy(self.grad, memo)
         return clone
 

@@ -526,10 +526,17 @@ class GradientReductionHandle:
     Args:
         comm: the context of the reductions.
         messages: messages with the flags of used parameters, and the groups of each message.
+        done: called at the end of each wait.
     """
 
-    def __init__(self, comm: CommContext, messages: Sequence[tuple[UsedFlags, list[ParamGroup]]]) -> None:
+    def __init__(
+        self,
+        comm: CommContext,
+        messages: Sequence[tuple[UsedFlags, list[ParamGroup]]],
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
         self._comm = comm
+        self._done = done
         self._messages = list(messages)
 
     def wait(self) -> None:
@@ -545,6 +552,7 @@ class GradientReductionHandle:
                     for group in groups:
                         group.apply_deferred_grads(list(islice(used, len(group.params))))
             self._comm.wait_for_host_copies()
+            self._done()
         except RuntimeError as error:  # torch raises it if a collective fails
             self._comm.explain(error)
             raise

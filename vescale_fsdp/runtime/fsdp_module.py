@@ -231,7 +231,7 @@ class FSDPModule(_Base):
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as Module.zero_grad does, also while the modules have full parameters."""
+        """Clear gradients as Module.zero_grad does: reduced ones, and those that wait for a reduction (`no_sync`)."""
         super().zero_grad(set_to_none)  # reaches only the parameters that are on the modules now
         for group in self._groups(True):
             for param in group.params:

@@ -391,7 +391,7 @@ class FSDPState:
             group.collect_grads()
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
         # may have such gradients, which therefore wait for the last backward, in which all ranks reduce.
-        has_late_grads = any(group.grads for group in self.groups)
+        has_late_grads = any(group.grads or group.owes_reduction for group in self.groups)
         # Two reasons to reduce a unit that this forward did not run: earlier backwards have left sums that are not yet
         # reduced over replicas; or unused parameters get gradients of zeros (`set_reduce_scatter_unused_params`), which
         # as in FSDP2 holds only for units that were gathered before.

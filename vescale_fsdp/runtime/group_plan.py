@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
+from vescale_fsdp.dtensor.waiting_grad import waiting_in
 from vescale_fsdp.errors import (
     ArgumentError,
     LayoutError,
@@ -459,7 +460,10 @@ note_replaced, note_gathered = _replaced.add, _gathered.add
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if a step would not train parameters; torch calls this before every step of every optimizer."""
+    """Raise if a step would not train parameters, or has gradients that are not reduced.
+
+    torch calls this before every step of every optimizer. A step that fails in the middle would have changed counters.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stale = [name for param in params if (name := _replaced.name_of(param)) is not None]
     if stale:
@@ -481,3 +485,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             todo="build the optimizer (or call add_param_group) right after fully_shard, before the first forward, or "
             "after module.reshard() of every gathered unit (the root stays gathered from a forward to the backward)",
         )
+    for param in params:
+        waiting = waiting_in(param.grad)
+        if waiting is not None:
+            raise waiting.refusal(type(optimizer).__name__)

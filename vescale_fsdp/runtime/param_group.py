@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.dtensor.first_order import first_order
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.waiting_grad import WaitingValues, waiting_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
@@ -101,6 +102,8 @@ class ManagedParam:
     watched: bool = False  # whether ``unsharded`` has a `GradHook`
     attributes: dict[str, Any] = field(default_factory=dict)  # the users', of both Parameters
     trained: bool = True  # whether ``unsharded`` required a gradient when it was set on the modules
+    # While gradients wait for a reduction: what is shown as ``.grad`` of the two Parameters.
+    waiting: tuple[RaggedDTensor, WaitingValues | None] | None = None
     generation: int = 0  # how often ``sharded`` or ``piece`` was replaced
 
     def __post_init__(self) -> None:
@@ -181,6 +184,7 @@ class BackwardWatch(Protocol):
     """Begins a backward: the unit's `Schedule`."""
 
     in_backward: bool
+    has_grads: bool  # whether a gradient has arrived in this backward
 
     def begin_backward(self) -> None:
         """Begin a backward that has reached a gradient before any output of a unit."""
@@ -211,14 +215,24 @@ class GradHook:
         self._param = weakref.ref(param)
 
     def __call__(self, unsharded: torch.Tensor) -> None:
-        # The group takes the gradient. A second reference in ``.grad`` would keep it in memory.
-        grad, unsharded.grad = unsharded.grad, None
+        grad = taken_grad(unsharded)
         take, param = self._take(), self._param()  # None once the group is freed
         if grad is not None and take is not None and param is not None:
             for hook in tensor_hooks(param.sharded):  # as in DDP, they get the local gradient
                 changed = hook(grad)
                 grad = grad if changed is None else changed
             take(param, grad)
+
+
+def taken_grad(unsharded: torch.Tensor) -> torch.Tensor | None:
+    """Take the gradient that has arrived at an unsharded parameter: a second reference would keep it in memory."""
+    grad, unsharded.grad = unsharded.grad, None
+    if not isinstance(grad, WaitingValues):
+        return grad
+    added, grad.added = grad.added, None
+    if added is None:
+        unsharded.grad = grad  # still waits
+    return added
 
 
 class ParamGroup:
@@ -266,6 +280,9 @@ class ParamGroup:
         self._deferred_grads: dict[str, torch.Tensor] = {}
         self._keeps_graph = False  # whether gradients to deliver have a graph (create_graph=True)
         self.schedule: BackwardWatch | None = None  # the unit's
+        self._holds = False  # whether gradients that wait are shown as ``.grad``
+        # Whether a reduction is due, even if a user has dropped the gradients since: the same on all ranks.
+        self.owes_reduction = False
         self.writes = GatheredWrites()
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
         first = next(iter(plan.params.values())).param
@@ -643,8 +660,10 @@ class ParamGroup:
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Take an unsharded gradient from autograd; called by `GradHook`."""
-        if self.schedule is not None and not self.schedule.in_backward:
-            self.schedule.begin_backward()
+        if self.schedule is not None:
+            if not self.schedule.in_backward:
+                self.schedule.begin_backward()
+            self.schedule.has_grads = True
         self._keeps_graph |= grad.requires_grad
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
@@ -658,6 +677,8 @@ class ParamGroup:
             )
 
     def _take(self, param: ManagedParam, grad: torch.Tensor) -> None:
+        if self._holds:
+            self.settle()
         if grad.is_sparse:  # of nn.Embedding(sparse=True); the gradient buffer is dense
             grad = grad.to_dense()
         self.grads.take(param.slot, param.prior.own_grad(grad))
@@ -665,10 +686,70 @@ class ParamGroup:
     def collect_grads(self) -> None:
         """Take gradients that were set without autograd's accumulation, as pipelines set the gradients of weights."""
         for param in self.params:
-            if param.unsharded is not None and param.unsharded.grad is not None:
-                grad, param.unsharded.grad = param.unsharded.grad, None
+            grad = None if param.unsharded is None else taken_grad(param.unsharded)
+            if grad is not None:
                 with without_grad():
                     self._take(param, grad)
+
+    # -- gradients that wait ----------------------------------------------------------------------------
+
+    def hold_grads(self) -> None:
+        """Show gradients that wait for a reduction as ``.grad``, so that ``zero_grad`` finds them (`waiting_grad`)."""
+        names = self.grads.names
+        self.owes_reduction |= bool(names)
+        if self._unreplicated is not None:
+            names |= self._unreplicated.used
+        self._holds = bool(names)
+        for param in self.params:
+            if param.slot.fqn in names and param.waiting is None:
+                zero = functools.partial(_zero_waiting, weakref.ref(self), param.slot.fqn)
+                values = WaitingValues(param.piece, param.slot.fqn, zero, param.sharded.grad)
+                shown, full = RaggedDTensor.wrap(values, param.spec), None
+                if type(param.unsharded) is nn.Parameter and param.unsharded.grad is None:
+                    full = param.unsharded.grad = WaitingValues(param.unsharded, param.slot.fqn, zero)
+                param.sharded.grad = shown
+                param.waiting = shown, full
+
+    def settle(self) -> None:
+        """Show reduced gradients as ``.grad`` again, and drop those waiting gradients that a user has cleared."""
+        self._holds = False
+        for param in self.params:
+            if param.waiting is None:
+                continue
+            (shown, full), param.waiting = param.waiting, None
+            is_kept = param.sharded.grad is shown
+            if full is not None and param.unsharded is not None:
+                if param.unsharded.grad is full:
+                    param.unsharded.grad = None
+                elif not full.is_added_to:  # cleared through the unsharded parameter
+                    is_kept, param.sharded.grad = False, None
+            if param.sharded.grad is shown:
+                waiting = waiting_in(shown)
+                param.sharded.grad = None if waiting is None else waiting.reduced
+            if not is_kept:
+                self._drop_waiting(param)
+
+    def _drop_waiting(self, param: ManagedParam) -> None:
+        """Drop a gradient that waits. Collectives depend on `owes_reduction` and `owes_replicas`, which stay."""
+        fqn = param.slot.fqn
+        self.grads.drop_one(fqn)
+        if self._unreplicated is not None:
+            with without_grad():
+                self._unreplicated.shard[param.local].zero_()
+            self._unreplicated = self._unreplicated._replace(used=self._unreplicated.used - {fqn})
+        if self._unreported_used is not None:
+            self._unreported_used -= {fqn}
+
+    def zero_waiting(self, fqn: str) -> None:
+        """Set a gradient that waits to zeros, and the reduced gradient to which it will be added."""
+        param = next(param for param in self.params if param.slot.fqn == fqn)
+        with without_grad():
+            self.grads.zero(param.slot)
+            if self._unreplicated is not None:
+                self._unreplicated.shard[param.local].zero_()
+            waiting = None if param.waiting is None else waiting_in(param.waiting[0])
+            if waiting is not None and waiting.reduced is not None:
+                waiting.reduced.zero_()
 
     def _new_grads(self, dtype: torch.dtype) -> DBuffer:
         flat = self.comm.allocate_grads(self.layout.numel, dtype, self.device)
@@ -692,6 +773,8 @@ class ParamGroup:
         reduction that does.
         """
         with without_grad():
+            if self._holds:
+                self.settle()
             buffer, settings = self.grads.complete(), self.comm.settings
             is_seen = settings.custom_reduce_scatter is not None or settings.all_reduce_hook is not None
             # An empty list of padding is tested for, because foreach operators refuse it.
@@ -702,6 +785,7 @@ class ParamGroup:
     def start_reduce(self, source: DBuffer) -> ReducedShard:
         """Start the reduction of the buffer from `complete_grads`, on the current stream."""
         used = self.grads.hand_over()
+        self.owes_reduction = False
         # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
@@ -838,12 +922,20 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """Drop unsharded gradients, deferred pieces, and sums not yet reduced over replicas, after an exception."""
+        self.settle()
         self.grads.drop()
+        self.owes_reduction = False
         self._unreplicated = self._unreported_used = None
         self._deferred_grads = {}
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def _zero_waiting(group: weakref.ref[ParamGroup], fqn: str) -> None:
+    alive = group()
+    if alive is not None:
+        alive.zero_waiting(fqn)
 
 
 def _copy_written(values: torch.Tensor, piece: torch.Tensor) -> None:

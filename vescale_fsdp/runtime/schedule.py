@@ -120,6 +120,7 @@ class Schedule:
         # Units that a backward with create_graph=True has gathered, which stay gathered until the next backward.
         self._kept: set[FSDPState] = set()
         self._is_differentiable = False  # whether the running backward is one with create_graph=True
+        self.has_grads = False  # whether a gradient of a parameter has arrived in the running backward
         self._trace = Trace(0)  # trace of the last forward
         # Traces of which this backward has reached a moment; a dict keeps their order.
         self._reached: dict[Trace, None] = {}
@@ -276,7 +277,7 @@ class Schedule:
         self.check_not_failed()
         if self.in_backward:
             return
-        self.in_backward = True
+        self.in_backward, self.has_grads = True, False
         self._is_differentiable = torch.is_grad_enabled()  # create_graph=True
         if not self._is_differentiable:
             self._kept.clear()  # units are resharded once this backward has left them
@@ -362,7 +363,7 @@ class Schedule:
 
     def _end_backward(self) -> None:
         """Do the work of moments that autograd has skipped, and finalize; autograd calls this when a backward ends."""
-        if self._is_differentiable and not any(group.grads for unit in self.units for group in unit.groups):
+        if self._is_differentiable and not self.has_grads:
             # Gradients of inputs, such as forces: the backward of the loss on them follows, and reduces.
             self.in_backward = self._is_differentiable = False
             return
@@ -375,6 +376,14 @@ class Schedule:
         self._unfinalized = self.finalizes_by_hand
         if not self.finalizes_by_hand:
             self.finalize_backward()
+        else:
+            self.hold_grads()
+
+    def hold_grads(self) -> None:
+        """Show gradients that wait for a later reduction as ``.grad`` of their parameters."""
+        for unit in self.units:
+            for group in unit.groups:
+                group.hold_grads()
 
     def finalize_backward(self) -> None:
         """Reduce the remaining gradients and wait for all reductions; sharded gradients may be read after this."""
@@ -400,7 +409,7 @@ class Schedule:
         for watch in self.comm.watches.values():
             watch.end_step()
         try:
-            return GradientReductionHandle(self.comm, self._send_used())
+            return GradientReductionHandle(self.comm, self._send_used(), self.hold_grads)
         except RuntimeError as error:  # torch raises it if a collective fails
             self.comm.explain(error)
             raise

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import vescale_fsdp
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.grads import all_wait
 from tests.support.models import assert_is_piece, refused
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
@@ -142,7 +143,7 @@ def finalized_by_hand() -> None:
         model.set_requires_gradient_sync(False)
         for step in range(2):
             models.loss_of(model, models.batch(step, rank)).backward()
-        assert all(param.grad is None for param in model.parameters())
+        assert all_wait(model)
         with refused(LifecycleError, got="set_manual_backward_finalization(False)"):
             model.set_manual_backward_finalization(False)
         model.set_requires_gradient_sync(True)

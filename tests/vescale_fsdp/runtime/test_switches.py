@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.support import models
 from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.grads import reduced_grad
 from tests.support.models import refused
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -46,7 +47,8 @@ def state(module: nn.Module) -> FSDPState:
 
 
 def grads_of(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    grads = [reduced_grad(param) for param in model.parameters()]
+    return [grad.full_tensor() for grad in grads if isinstance(grad, DTensor)]
 
 
 def all_reduce_without_replicas() -> None:

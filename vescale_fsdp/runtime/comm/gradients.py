@@ -155,6 +155,24 @@ class UnshardedGrads:
         self.buffer = None  # a late gradient must not be written into the buffer that is being reduced
         return used
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters that have a gradient."""
+        return self._written | self._kept.keys()
+
+    def drop_one(self, fqn: str) -> None:
+        """Drop the gradient of one parameter."""
+        self._written.discard(fqn)
+        self._kept.pop(fqn, None)
+
+    def zero(self, slot: TensorSlot) -> None:
+        """Set the gradient of one parameter to zeros."""
+        if slot.fqn in self._kept:
+            self._kept[slot.fqn] = torch.zeros_like(self._kept[slot.fqn])
+        if slot.fqn in self._written and self.buffer is not None:
+            for piece in self.buffer.pieces(slot):
+                piece.zero_()
+
     def drop(self) -> None:
         """Drop all gradients, after an exception."""
         self.buffer = None

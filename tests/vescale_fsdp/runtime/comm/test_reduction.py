@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
+from tests.support.grads import reduced_grad
 from tests.support.models import assert_is_piece
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
@@ -141,7 +143,7 @@ def used_by_some(mesh_shape: tuple[int, ...]) -> None:
         model(rows(0), names).pow(2).sum().backward()
         # Sums over shards wait for the all-reduce over replicas, and what was used with them.
         held = len(mesh_shape) > 1
-        assert all((p.grad is None) for p in model.parameters()) == held
+        assert all(reduced_grad(p) is None for p in model.parameters()) == held
         assert sending.call_count == int(not held)
         model.set_requires_all_reduce(True)
         model(rows(1), "a").pow(2).sum().backward()
@@ -201,7 +203,8 @@ def idle_units(shard: Callable[..., Any], synced: bool) -> list[list[Any]]:
     for step, both in enumerate(BOTH_IN_STEPS):
         model.set_requires_gradient_sync(synced or step % 2 == 1)
         model(rows(step), both=both).sum().backward()
-        grads = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+        reduced = [reduced_grad(param) for param in model.parameters()]
+        grads = [grad.full_tensor() if isinstance(grad, DTensor) else None for grad in reduced]
         kept.append(grads)
         if step != 1:
             model.zero_grad()
@@ -223,6 +226,7 @@ def idle_plain(synced: bool) -> list[list[Any]]:
         kept.append([*reduced])
         if step != 1:
             reduced = [None] * 6
+            model.zero_grad()
     return kept
 
 

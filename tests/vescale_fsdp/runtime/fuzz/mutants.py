@@ -119,7 +119,7 @@ MUTANTS = {
         Program(optimizer="adamw", moves=(3,)),
     ),
     "an evaluation's weights": Mutant(
-        lambda: mock.patch.object(Schedule, "_end_forward_without_grads"),
+        lambda: mock.patch.object(ParamGroup, "is_stale", lambda group: False),
         Program(steps=(Step(evaluates="no_grad", late=True), Step()), reshard=False),
     ),
 }

@@ -147,7 +147,7 @@ class _Plain:
             )
 
     def _grads_errors(self, found: Values) -> Iterator[str]:
-        sync = self._sync
+        sync = self.program.sync(*self.place)
         params = dict(self.model.named_parameters())
         expected = {name: (param.grad, 0.0) for name, param in params.items() if param.grad is not None}
         if sync != "no_sync":
@@ -167,14 +167,6 @@ class _Plain:
             assert value is not None
             yield from _apart(name, found[name], value.to(params[name].dtype), bound)
         self._take_grads(found)
-
-    @property
-    def _sync(self) -> str:
-        """What a micro-batch reduces; without replicas there is nothing to leave out."""
-        step, micro = self.place
-        sync = self.program.steps[step].micros[micro].sync
-        is_hybrid = len(self.program.mesh) - self.program.tp == 2
-        return sync if is_hybrid or sync == "no_sync" else "sync"
 
     def _reduced(self, param: nn.Parameter, terms: list[torch.Tensor]) -> tuple[torch.Tensor, float]:
         """The mean of what ranks and micro-batches have made, on top of what is there; and its bound."""
@@ -238,7 +230,7 @@ class _Plain:
             yield from _apart(name, found[name], param, 0.0)
 
     def _weights_errors(self, found: Values) -> Iterator[str]:
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if self.program.is_reduced(self.place[0]) else ():
             optimizer.step()
         own = dict(self.model.named_parameters())
         assert own.keys() == found.keys()
@@ -270,7 +262,7 @@ class _Plain:
         for name, value in expected.items():
             yield from _apart(name, found[name], value, 16 * self._eps * float(value.abs().max()))
         zeros = self.program.steps[self.place[0]].zeros
-        if zeros != "keep":
+        if zeros != "keep" and self.program.is_reduced(self.place[0]):
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=zeros == "none")
 

@@ -151,6 +151,15 @@ class Program(_Printed):
         """Number of ranks with inputs of their own."""
         return self.world // (self.mesh[-1] if self.tp else 1)
 
+    def sync(self, step: int, micro: int) -> str:
+        """What a micro-batch reduces; without replicas there is nothing to leave out."""
+        sync, is_hybrid = self.steps[step].micros[micro].sync, len(self.mesh) - self.tp == 2
+        return sync if is_hybrid or sync == "no_sync" else "sync"
+
+    def is_reduced(self, step: int) -> bool:
+        """Whether all gradients of a step are reduced at its end; else they wait for the next step, without a step now."""
+        return self.sync(step, len(self.steps[step].micros) - 1) == "sync"
+
     def runs(self, step: int, replica: int) -> tuple[bool, ...]:
         """Which blocks run on a rank in a step."""
         return tuple(_is_now(block.runs, step, replica) for block in self.blocks)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.grads import reduced_grad
 from tests.support.optim_cases import full_value
 from tests.vescale_fsdp.runtime.fuzz.model import Broken, batch, build, thaw, ways
 from tests.vescale_fsdp.runtime.fuzz.program import Program
@@ -209,7 +210,9 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> Values:
 
 
 def _grads(params: Mapping[str, torch.Tensor]) -> Values:
-    return _values({name: param.grad for name, param in params.items() if param.grad is not None})
+    """Reduced gradients: of a gradient that waits for its reduction, what earlier reductions have left."""
+    grads = {name: reduced_grad(param) for name, param in params.items()}
+    return _values({name: grad for name, grad in grads.items() if grad is not None})
 
 
 def _step(
@@ -230,13 +233,14 @@ def _step(
         if "finalizes_by_hand" in program.switches:
             model.finalize_backward()
         yield Seen("grads", f"step {number}.{micro}", _grads(params))
-    if step.clips:
+    is_reduced = program.is_reduced(number)
+    if step.clips and is_reduced:
         norm = full_value(nn.utils.clip_grad_norm_(params.values(), CLIP))
         yield Seen("norm", f"step {number}", {"": norm})
         yield Seen("clipped", f"step {number}", _grads(params))
     if step.evaluates and step.late:
         yield _evaluation(program, model, number, replica)
-    for optimizer in optimizers:
+    for optimizer in optimizers if is_reduced else ():
         optimizer.step()
     yield Seen("weights", f"step {number}", _values(params))
     state = {
@@ -246,7 +250,7 @@ def _step(
         for key, value in optimizer.state.get(param, {}).items()
     }
     yield Seen("state", f"step {number}", state)
-    if step.zeros != "keep":
+    if step.zeros != "keep" and is_reduced:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step.zeros == "none")
     if step.thaws:
