@@ -13,7 +13,7 @@ from typing import Any
 ALWAYS, NEVER, ODD, SOME_RANKS = "always", "never", "odd steps", "some ranks"
 
 
-class _Printed:
+class Printed:
     """Prints the fields that differ from their default."""
 
     def __repr__(self) -> str:
@@ -26,7 +26,7 @@ class _Printed:
 
 
 @dataclass(frozen=True, repr=False)
-class Block(_Printed):
+class Block(Printed):
     """One block of the model.
 
     Args:
@@ -52,7 +52,7 @@ class Block(_Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class Micro(_Printed):
+class Micro(Printed):
     """One micro-batch.
 
     Args:
@@ -71,7 +71,7 @@ class Micro(_Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class Step(_Printed):
+class Step(Printed):
     """One step of the training loop.
 
     Args:
@@ -92,7 +92,7 @@ class Step(_Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class Program(_Printed):
+class Program(Printed):
     """A model, how it is sharded, and the loop.
 
     Args:

@@ -1,0 +1,233 @@
+"""What became of a program on each engine, and whether that is right.
+
+========================  =====================================  ===================================================
+plain training            this library                           verdict
+========================  =====================================  ===================================================
+runs                      sees the same on every rank            right
+runs                      raises what `allowed.py` lists         allowed, unless FSDP2 sees the same as plain training
+raises                    raises                                 right
+ranks end up different    raises on all ranks                    right; anything else has no reference
+anything                  an error about freed storage, a hang,  wrong
+                          an error on one rank only
+========================  =====================================  ===================================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import RankError, RankTimeout, run_threads
+from tests.vescale_fsdp.runtime.habits.allowed import LIMITS, Limit
+from tests.vescale_fsdp.runtime.habits.engines import ENGINES
+from tests.vescale_fsdp.runtime.habits.loop import Loop, Seen
+from tests.vescale_fsdp.runtime.habits.program import Program, smaller
+
+RANKS_TOGETHER_S = 2.0  # how long the others may take to raise, once one rank has raised
+TIMEOUT_S = {"plain": 20.0, "ours": 20.0, "fsdp2": 10.0}
+CLOSE = {"rtol": 1e-7, "atol": 1e-9}
+
+
+@dataclass
+class Rank:
+    """What became of one rank.
+
+    Attributes:
+        error: what it raised, if it did so by itself.
+        is_victim: whether another rank's end ended it.
+    """
+
+    seen: Seen = field(default_factory=dict)
+    place: str = ""
+    error: BaseException | None = None
+    text: str = ""
+    is_victim: bool = False
+    ended: bool = False
+
+
+class Outcome(NamedTuple):
+    """What became of a program on an engine."""
+
+    ranks: Sequence[Rank]
+    hangs: bool
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """What ranks raised by themselves."""
+        return [rank.error for rank in self.ranks if rank.error is not None]
+
+    @property
+    def kind(self) -> str:
+        """One word, or the class of the error."""
+        if self.errors:
+            return f"raises {type(self.errors[0]).__name__}"
+        return "hangs" if self.hangs else "ends"
+
+    @property
+    def is_about_storage(self) -> bool:
+        """Whether a raw error of torch about a freed buffer reached the user."""
+        return any("storage of size 0" in str(error) or "setStorage" in str(error) for error in self.errors)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether some ranks raised, and others waited for them."""
+        return bool(self.errors) and any(rank.error is None and (rank.is_victim or not rank.ended) for rank in self.ranks)
+
+
+class _Race:
+    """Which rank ends first in an error."""
+
+    def __init__(self, world: int) -> None:
+        self.ranks = [Rank() for _ in range(world)]
+        self.is_released = threading.Event()
+
+    def wait(self) -> None:
+        """Wait until all ranks have ended by themselves, or are held to wait for this one."""
+        deadline = time.monotonic() + RANKS_TOGETHER_S
+        while time.monotonic() < deadline and not all(rank.ended for rank in self.ranks):
+            time.sleep(0.002)
+        self.is_released.set()
+
+
+def _run(program: Program, engine: str, race: _Race) -> None:
+    rank = race.ranks[dist.get_rank()]
+    loop = Loop(program, ENGINES[engine]())
+    rank.seen = loop.seen
+    try:
+        loop.run()
+        rank.ended = True
+    except BaseException as error:
+        rank.is_victim = race.is_released.is_set()
+        rank.error = None if rank.is_victim else error
+        rank.place, rank.text = loop.place, traceback.format_exc()
+        rank.ended = True
+        race.wait()
+        raise
+
+
+def outcome(program: Program, engine: str) -> Outcome:
+    """Run a program on an engine."""
+    race = _Race(program.world)
+    try:
+        run_threads(program.world, _run, program, engine, race, timeout_s=TIMEOUT_S[engine])
+    except RankTimeout:
+        return Outcome(race.ranks, True)
+    except RankError:
+        pass
+    return Outcome(race.ranks, False)
+
+
+def difference(found: Outcome, plain: Outcome) -> str:
+    """The first label whose values differ, in the order in which plain training saw them; "" if none."""
+    for rank, (mine, reference) in enumerate(zip(found.ranks, plain.ranks, strict=True)):
+        for label in (*reference.seen, *mine.seen):
+            ours, theirs = mine.seen.get(label, []), reference.seen.get(label, [])
+            if len(ours) != len(theirs):
+                return f"{label} is seen {len(ours)} times instead of {len(theirs)} on rank {rank}"
+            for time_, (value, right) in enumerate(zip(ours, theirs, strict=True)):
+                if value.shape != right.shape or not torch.allclose(value.double(), right.double(), **CLOSE, equal_nan=True):
+                    return f"{label} differs at its time {time_} on rank {rank}"
+    return ""
+
+
+def replicas_differ(plain: Outcome) -> bool:
+    """Whether ranks of plain training have ended up with different weights."""
+    first = plain.ranks[0].seen
+    labels = [label for label in first if label.startswith("weight ")]
+    return any(
+        not torch.allclose(rank.seen[label][0], first[label][0], **CLOSE, equal_nan=True) for rank in plain.ranks for label in labels
+    )
+
+
+class Verdict(NamedTuple):
+    """Whether a program is right on this library.
+
+    Attributes:
+        word: "right", "allowed", "wrong", or "undefined" where plain training gives no reference.
+        ours, theirs: what happened on this library and on FSDP2 ("right", "differs ..", "raises ..", "hangs").
+        limit: the limit that allows it.
+    """
+
+    word: str
+    ours: str
+    theirs: str
+    limit: Limit | None = None
+    text: str = ""
+
+
+def judge(program: Program, *, always: bool = False) -> Verdict:
+    """Run a program on all engines and compare.
+
+    Args:
+        always: run it on FSDP2 even if the verdict does not depend on it.
+    """
+    plain, ours = outcome(program, "plain"), outcome(program, "ours")
+    told = _told(ours, plain)
+    text = next((rank.text for rank in ours.ranks if rank.error is not None), "")
+    theirs = "not run"
+    if always or told != "right":
+        theirs = _told(outcome(program, "fsdp2"), plain)
+    return Verdict(*_word(program, plain, ours, told, theirs), text=text)
+
+
+def _told(found: Outcome, plain: Outcome) -> str:
+    """What happened, in a few words."""
+    if found.is_alone and found.errors:
+        return f"{found.kind} on some ranks only at {_place(found)}"
+    if found.errors:
+        storage = " about freed storage" if found.is_about_storage else ""
+        return f"{found.kind}{storage} at {_place(found)}"
+    if found.hangs:
+        return "hangs"
+    if plain.errors:
+        return "ends where plain training raises"
+    differs = difference(found, plain)
+    return f"differs: {differs}" if differs else "right"
+
+
+def _place(found: Outcome) -> str:
+    return next(rank.place for rank in found.ranks if rank.error is not None)
+
+
+def _word(
+    program: Program, plain: Outcome, ours: Outcome, told: str, theirs: str
+) -> tuple[str, str, str, Limit | None]:
+    if plain.hangs or plain.is_alone:
+        return "undefined", told, theirs, None
+    if ours.hangs or ours.is_about_storage or ours.is_alone:
+        return "wrong", told, theirs, None
+    if plain.errors:
+        return ("right" if ours.errors else "wrong"), told, theirs, None
+    if replicas_differ(plain):
+        must_raise = any(event.alone and event.writes for event in program.events)
+        word = "right" if ours.errors else "wrong" if must_raise else "undefined"
+        return word, told, theirs, None
+    if told == "right":
+        return "right", told, theirs, None
+    limit = next((limit for limit in LIMITS if ours.errors and limit.allows(program, ours.errors)), None)
+    return ("allowed" if limit and theirs != "right" else "wrong"), told, theirs, limit
+
+
+def shrink(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
+    """The smallest program on the way down that is wrong in the same way."""
+    while True:
+        for candidate in smaller(program):
+            found = judge(candidate)
+            if found.word == verdict.word and _kind(found) == _kind(verdict):
+                program, verdict = candidate, found
+                break
+        else:
+            return program, verdict
+
+
+def _kind(verdict: Verdict) -> str:
+    return " ".join(verdict.ours.split()[:2]) if verdict.ours.startswith("raises") else verdict.ours.split(":")[0]
+
+
