@@ -3,7 +3,7 @@
 #                              number; tests/conftest.py lists them
 # make test-order SEED=3   the tests of make test in another order
 # make test-parts   every part, one after the other
-# make test-all   make test, every part, test-fuzz, test-device, test-lab, test-faults, test-families, test-stacks (a night)
+# make test-all   make test, every part, test-fuzz, test-habits, test-device, test-lab, test-faults, test-families, test-stacks (a night)
 # make test-torch TORCH=2.15.0   all tests on another version of torch, in a separate environment (used on Linux without a
 #                                 GPU; PyPI's wheels install some gigabytes of CUDA packages)
 # make test-lab   the tests that need network namespaces as nodes: as root, with iproute2 (ten minutes; make test runs some)
@@ -11,6 +11,8 @@
 #                    every sample of torch's operator database (make test runs some), and blocks compiled by Inductor
 #                    (two hours or more)
 # make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 26)
+# make test-habits SEEDS=2000 START=0   what users do to parameters, at every moment, compared with plain data parallelism and
+#                                       with FSDP2 (make test runs 400)
 # make test-device SEED=0   programs on a device with asynchronous streams: every one in 12 orders of its work, 500 random
 #                           orders, and without each wait (make test runs a sample; needs a C++ compiler; half an hour)
 # make test-families   every model type of transformers, small: from its files into shards and formats, and back to the
@@ -52,7 +54,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-lab test-device test-families test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-habits test-lab test-device test-families test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -82,6 +84,7 @@ test-all:
 	$(MAKE) test
 	$(MAKE) test-parts
 	$(MAKE) test-fuzz
+	$(MAKE) test-habits SEEDS=2000
 	$(MAKE) test-device
 	$(MAKE) test-lab
 	$(MAKE) test-faults
@@ -99,6 +102,9 @@ SEEDS ?= 1000
 START ?= 0
 test-fuzz: venv
 	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/fuzz/test_fuzz.py
+
+test-habits: venv
+	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/habits/test_habits.py
 
 test-device: venv
 	DEVICE=all SEED=$(SEED) $(IN_VENV) -m pytest --numprocesses 2 tests/vescale_fsdp/device

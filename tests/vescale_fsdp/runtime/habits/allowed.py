@@ -22,16 +22,30 @@ class Limit(NamedTuple):
     error: type[VescaleError]
     event: Callable[[Program, Event], bool]
 
+    def applies(self, program: Program) -> bool:
+        """Whether something in a program leads to it."""
+        return any(self.event(program, event) for event in program.events or (Event(),))
+
     def allows(self, program: Program, errors: Sequence[BaseException]) -> bool:
         """Whether a program may raise these."""
-        return all(isinstance(error, self.error) for error in errors) and any(
-            self.event(program, event) for event in program.events or (Event(),)
-        )
+        return all(isinstance(error, self.error) for error in errors) and self.applies(program)
+
+
+def may_raise(program: Program) -> bool:
+    """Whether a program may end in an error."""
+    return any(limit.applies(program) for limit in LIMITS)
 
 
 def _copies_whole(program: Program, event: Event) -> bool:
-    """A copy of a whole parameter, which an average of sharded ones is computed with later."""
-    return event.habit == "copy.ema" and (event.moment == "before" or event.moment in FULL)
+    """A copy of a parameter that was whole then, which an average of sharded ones is computed with later."""
+    is_sharded = event.moment in ("sharded", "micros", "graded") and not program.stays
+    return event.habit == "copy.ema" and not is_sharded
+
+
+def _writes_elements(program: Program, event: Event) -> bool:
+    """A view that is no row of one rank: an element of a vector, or a row that other ranks have a part of."""
+    is_row = event.habit in ("write.row", "data.row")
+    return is_row and (program.unit == "tp" or event.target.startswith("norm"))
 
 
 def _reads_another_unit(program: Program, event: Event) -> bool:
@@ -39,12 +53,17 @@ def _reads_another_unit(program: Program, event: Event) -> bool:
     return bool(program.reader) and program.reads == "head" and program.unit == "norm_head"
 
 
-FULL = ("gathered", "gathered_graded", "forward", "backward")
 LIMITS = (
     Limit(
         "Plain tensors as operands (`x @ p`) are refused, because they may differ between ranks.",
         UnsupportedOpError,
         lambda program, event: _copies_whole(program, event) or _reads_another_unit(program, event),
+    ),
+    Limit("Writes to such views (`p[:, 0].zero_()`) are refused", UnsupportedOpError, _writes_elements),
+    Limit(
+        "All ranks must call operators that communicate. If ranks call different operators, they raise.",
+        LifecycleError,
+        lambda program, event: event.meets,
     ),
     Limit(
         "A sharded module cannot be deep-copied",
@@ -52,7 +71,12 @@ LIMITS = (
         lambda program, event: event.habit == "copy.model" and event.moment != "before",
     ),
     Limit(
-        "After an exception in a backward, the next forward raises a `LifecycleError` unless `reset_iter_state()` was called",
+        "An optimizer built before `fully_shard` raises a `LifecycleError` at its first step",
+        LifecycleError,
+        lambda program, event: event.moment == "before" and event.habit == "optimizer.new",
+    ),
+    Limit(
+        "After an exception in a backward, the next forward raises a `LifecycleError` unless `reset_iter_state()` was",
         LifecycleError,
         lambda program, event: program.breaks == "backward" and not program.resets,
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,19 +51,19 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return whole._data if isinstance(whole, Wrapper) else whole
 
 
-class Engine(ABC):
+class Engine:
     """One way to train."""
 
     def build(self, program: Program) -> Any:
         """The model before it is sharded."""
         return build(program)
 
-    @abstractmethod
-    def shard(self, model: Any, program: Program) -> None: ...
+    def shard(self, model: Any, program: Program) -> None:
+        """Shard the model."""
 
-    @abstractmethod
     def after_grad(self, param: nn.Parameter, hook: Hook) -> Callable[[], None]:
         """Call a hook when ``param.grad`` is there; returns what removes it."""
+        raise NotImplementedError
 
     def unshard(self, model: Any) -> None:
         """Gather all units."""
@@ -72,8 +71,8 @@ class Engine(ABC):
     def reshard(self, model: Any) -> None:
         """Free all units."""
 
-    def sync(self, model: Any, now: bool) -> None:
-        """Reduce gradients in the next backward, or not."""
+    def sync(self, model: Any, how: str) -> None:
+        """Whether the next backward reduces gradients: "sync", "no_sync", "no_all_reduce"."""
 
     def stay(self, model: Any, now: bool) -> None:
         """Keep full parameters after the next backward, or not."""
@@ -114,16 +113,13 @@ class Plain(Engine):
             if param.grad is not None:
                 hook(param)
 
-    def shard(self, model: Any, program: Program) -> None:
-        pass
-
     def after_grad(self, param: nn.Parameter, hook: Hook) -> Callable[[], None]:
         hooks = self._hooks.setdefault(param, [])
         hooks.append(hook)
         return lambda: hooks.remove(hook)
 
-    def sync(self, model: Any, now: bool) -> None:
-        self._now = now
+    def sync(self, model: Any, how: str) -> None:
+        self._now = how == "sync"
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         loss.backward(**options)
@@ -142,11 +138,13 @@ class _Sharded(Engine):
         model = build(program)
         if program.unit == "self_gathering":
             for block in model.blocks:
-                block.up.weight = nn.Parameter(Doubled(block.up.weight.detach()))  # its rows divide by the ranks
+                block.up.weight = nn.Parameter(
+                    Doubled(block.up.weight.detach())
+                )  # its rows divide by the ranks
         return model
 
     def shard(self, model: Any, program: Program) -> None:
-        self._units = [module for module in self._shard(model, program)]
+        self._units = self._shard(model, program)
 
     def _shard(self, model: Any, program: Program) -> list[Any]:
         data = _mesh(program)
@@ -172,8 +170,9 @@ class _Sharded(Engine):
         for unit in self._units:
             unit.reshard()
 
-    def sync(self, model: Any, now: bool) -> None:
-        model.set_requires_gradient_sync(now)
+    def sync(self, model: Any, how: str) -> None:
+        model.set_requires_gradient_sync(how != "no_sync")
+        model.set_requires_all_reduce(how == "sync")
 
     def stay(self, model: Any, now: bool) -> None:
         model.set_reshard_after_backward(not now)

@@ -84,6 +84,8 @@ class Loop:
         for place, loss in enumerate(waiting):
             self._before_backward(place)
             self._backward(loss)
+            if place < len(waiting) - 1:
+                self._fire("micros")
         if self._has("gathered_graded"):
             with gathered(self.engine, model, closes=True):
                 self._fire("gathered_graded")
@@ -140,7 +142,7 @@ class Loop:
 
     def _before_backward(self, micro: int) -> None:
         is_last = micro == self.program.micros - 1
-        self.engine.sync(self.model, is_last or self.program.sync == "sync")
+        self.engine.sync(self.model, "sync" if is_last else self.program.sync)
         if self.program.stays:
             self.engine.stay(self.model, not is_last)
 
@@ -322,6 +324,9 @@ class Loop:
         elif event.habit == "copy.param":
             for param in self._params(event):
                 self.see(label, full(copy.deepcopy(param)))
+        elif event.habit == "copy.clone":
+            for param in self._params(event):
+                self.see(label, full(param.clone()))
         elif event.habit == "copy.state":
             state = copy.deepcopy(self.model.state_dict())
             self.see(label, full(state["blocks.0.up.weight"]))

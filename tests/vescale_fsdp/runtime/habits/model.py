@@ -32,19 +32,57 @@ class _ReadsInBackward(torch.autograd.Function):
         return grad * (1 + ctx.weight().detach().sum().tanh()), None
 
 
+class _WithGradsOfForward(torch.autograd.Function):
+    """Cross entropy of a linear layer, which computes all gradients in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = x @ weight.T
+        grad = (logits.softmax(1) - F.one_hot(targets, len(weight))) / len(x)
+        ctx.save_for_backward(grad @ weight, grad.T @ x)
+        return F.cross_entropy(logits, targets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        of_x, of_weight = ctx.saved_tensors
+        return grad * of_x, grad * of_weight, None
+
+
+class _GradIsThere(torch.autograd.Function):
+    """A loss whose gradient was computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(grad)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0], None, None
+
+
 class Block(nn.Module):
     """A residual block, with a code that no gradient trains."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiles: bool) -> None:
         super().__init__()
+        self.tiles = tiles
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
         self.code = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
 
     def forward(self, x: torch.Tensor, around: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = around("begins", x)
-        y = x + self.down(torch.tanh(self.up(x))) + self.code
-        return around("ends", y)
+        if self.tiles:
+            parts = [
+                checkpoint(self._tile, rows, use_reentrant=True, preserve_rng_state=False)
+                for rows in x.split(2)
+            ]
+            return around("ends", torch.cat(parts))
+        return around("ends", self._tile(x))
+
+    def _tile(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) + self.code
 
 
 class Model(nn.Module):
@@ -59,7 +97,7 @@ class Model(nn.Module):
         super().__init__()
         self.program = program
         self.emb = nn.Embedding(WORDS, WIDTH, max_norm=0.5 if program.max_norm else None)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(program.tiles) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if program.tied:
@@ -96,6 +134,10 @@ class Model(nn.Module):
     def _output(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.program.loss == "fused":
             return F.cross_entropy(F.linear(x, self.head.weight), targets)
+        if self.program.loss == "by_hand":
+            return _WithGradsOfForward.apply(x, self.head.weight, targets)
+        if self.program.loss == "early":
+            return self._early(x, targets)
         if self.program.loss == "chunked":
             parts = [
                 checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
@@ -105,14 +147,24 @@ class Model(nn.Module):
         y = self.head(x)
         return y[:, 1:] if self.program.loss == "view" else y
 
+    def _early(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        cut = x.detach().requires_grad_(x.requires_grad)
+        loss = F.cross_entropy(F.linear(cut, self.head.weight), targets)
+        if not x.requires_grad:
+            return loss
+        loss.backward()
+        return _GradIsThere.apply(x, loss.detach(), cut.grad)
+
     def _chunk(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, self.head.weight), targets, reduction="sum")
 
 
-def loss_of(model: Any, program: Program, words: torch.Tensor, noise: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    model: Any, program: Program, words: torch.Tensor, noise: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """What a user writes behind a forward."""
     output = model(words, noise, targets)
-    if program.loss in ("fused", "chunked"):
+    if program.loss in ("fused", "chunked", "by_hand", "early"):
         return output
     if program.loss == "aside":
         return model.kept.square().mean()
@@ -134,7 +186,9 @@ def build(program: Program) -> Model:
     return model
 
 
-def batch(program: Program, step: int, micro: int, replica: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(
+    program: Program, step: int, micro: int, replica: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Words, noise and targets of a rank. Words are the same on all ranks if the embedding writes the rows it reads."""
     dice = torch.Generator().manual_seed((step * 8 + micro) * 8 + replica)
     same = torch.Generator().manual_seed(step * 8 + micro)

@@ -13,9 +13,9 @@ from typing import Any
 
 from tests.vescale_fsdp.runtime.fuzz.program import Printed
 
-# When an event happens. "gathered": between unshard() and reshard(), before the step's first forward, or behind its last
-# backward; "middle": between forward and backward; "micros": between two micro-batches; "graded": between the last
-# backward and the optimizer; "broken": after an exception.
+# When an event happens. "gathered": between unshard() and reshard(), before the step's first forward;
+# "gathered_graded": so behind its last backward; "middle": between forward and backward; "micros": between two
+# micro-batches; "graded": between the last backward and the optimizer; "broken": after an exception.
 MOMENTS = (
     "before",
     "sharded",
@@ -48,7 +48,7 @@ ATTRIBUTES = ("attribute",)
 OPTIMIZERS = ("optimizer.new", "optimizer.group", "optimizer.step")
 ZEROS = ("zero.model", "zero.optimizer", "zero.optimizer_keep", "zero.none")
 CLIPS = ("clip.norm", "clip.value", "clip.hand")
-COPIES = ("copy.model", "copy.param", "copy.state", "copy.optimizer", "copy.ema")
+COPIES = ("copy.model", "copy.param", "copy.clone", "copy.state", "copy.optimizer", "copy.ema")
 FREEZES = ("freeze.off", "freeze.on", "freeze.module")
 HABITS = (
     *READS,
@@ -92,8 +92,8 @@ class Event(Printed):
         moment: one of `MOMENTS`.
         habit: one of `HABITS`.
         target: a parameter of `PARAMS`; "all".
-        handle: how the user holds the parameter: "now" (looked up at that moment), "kept" (since it was sharded), "full"
-            (since it was gathered once).
+        handle: how the user holds the parameter: "now" (looked up at that moment), "kept" (since it was sharded),
+            "full" (since it was gathered once).
         step: in which step.
         place: of a moment in forward or backward: one of `PLACES`; in backward the gradient of that place has come.
         alone: on rank 0 only.
@@ -111,6 +111,20 @@ class Event(Printed):
     def kind(self) -> str:
         """The first word of the habit."""
         return self.habit.partition(".")[0]
+
+    @property
+    def meets(self) -> bool:
+        """Whether one rank starts a collective that others do not start."""
+        is_sharded = self.moment in ("sharded", "middle", "micros", "graded") or self.handle == "kept"
+        communicates = self.habit in (
+            "read.sum",
+            "read.full",
+            "read.grad",
+            "clip.norm",
+            "clip.hand",
+            "copy.state",
+        )
+        return self.alone and is_sharded and communicates
 
     @property
     def writes(self) -> bool:
@@ -131,13 +145,16 @@ class Program(Printed):
             autograd function's backward), "recompute", "reentrant"; "" nobody.
         reads: whose weight: "emb", "head".
         reads_at: in which block.
-        loss: "output", "fused" (the root computes it by the head's weight), "chunked" (so in parts, recomputed), "aside"
-            (on a tensor that the model keeps), "both", "view" (the output is a view, and changed in place).
+        loss: "output", "fused" (the root computes it by the head's weight), "chunked" (so in parts, recomputed),
+            "aside" (on a tensor that the model keeps), "both", "view" (the output is a view, and changed in place),
+            "by_hand" (an autograd function computes the head's gradients in its forward), "early" (a backward inside
+            of the forward).
+        tiles: whether a block computes its rows in two parts, each recomputed (reentrant).
         penalty: whether gradients of the loss by inputs are a part of the loss.
         backward: "once", "twice" (with retain_graph), "ahead" (forwards of all micro-batches first).
         max_norm: whether the embedding renormalizes its rows.
         micros: number of micro-batches.
-        sync: how all but the last are: "sync", "no_sync".
+        sync: how all but the last are: "sync", "no_sync", "no_all_reduce" (over replicas).
         optimizer: "sgd", "adamw", "foreach".
         clips: "", "norm", "value".
         zeros: what follows the optimizer: "optimizer", "model", "keep" (set_to_none=False), "nothing".
@@ -157,6 +174,7 @@ class Program(Printed):
     reads: str = "head"
     reads_at: int = 0
     loss: str = "output"
+    tiles: bool = False
     penalty: bool = False
     backward: str = "once"
     max_norm: bool = False
@@ -201,30 +219,37 @@ class Program(Printed):
         named += ["one rank alone"] * self.is_alone
         named += [f"reader {self.reader}"] * bool(self.reader)
         named += [f"loss {self.loss}", f"backward {self.backward}"]
-        for name in ("tied", "penalty", "max_norm", "stays", "evaluates"):
+        for name in ("tied", "tiles", "penalty", "max_norm", "stays", "evaluates"):
             named += [name] * bool(getattr(self, name))
         named += [f"breaks {self.breaks}"] * bool(self.breaks)
         return sorted(set(named))
 
     def __str__(self) -> str:
         """As it is pasted."""
-        text = repr(self).replace("events=(Event(", "events=(\n        Event(").replace("), Event(", "),\n        Event(")
+        text = (
+            repr(self)
+            .replace("events=(Event(", "events=(\n        Event(")
+            .replace("), Event(", "),\n        Event(")
+        )
         return text.replace(")), ", "),\n    ), ").replace("),), ", "),\n    ), ")
 
 
 def is_sound(program: Program) -> bool:
     """Whether plain training defines what a program does, and ranks agree about it."""
+    habits = {event.habit for event in program.events}
     return all(_is_sound_event(program, event) for event in program.events) and not any(
         (
+            {"optimizer.new", "optimizer.group"} <= habits,  # of which the second has the parameter already
             program.tied and program.unit in ("norm_head", "self_gathering"),
             program.reads == "emb" and program.unit == "emb_head",
             program.max_norm and program.tied,
-            program.unit == "tp" and program.is_alone,
+            program.unit == "tp" and any(event.alone and not event.meets for event in program.events),
             program.unit == "tp" and program.penalty,  # the process dies: DTensor reads what was freed
-            program.penalty and (program.reader == "reentrant" or program.loss == "aside"),
-            program.penalty and program.loss == "chunked",
+            program.penalty and (program.reader == "reentrant" or program.tiles),
+            program.penalty and program.loss in ("aside", "chunked", "by_hand", "early"),
+            program.sync == "no_all_reduce" and (program.unit != "hsdp" or program.micros == 1),
             program.backward == "ahead" and (program.micros == 1 or bool(program.breaks)),
-            program.backward == "twice" and program.reader in ("recompute", "reentrant"),
+            program.backward == "twice" and (program.reader in ("recompute", "reentrant") or program.tiles),
             program.backward == "twice" and program.loss == "chunked",
             program.zeros == "nothing" and program.optimizer != "sgd",
         )
@@ -236,37 +261,52 @@ def _is_sound_event(program: Program, event: Event) -> bool:
     return event.step < program.steps and not any(
         (
             event.moment == "micros" and program.micros == 1,
-            event.moment == "micros" and program.backward == "ahead",
             event.moment == "broken" and (not program.breaks or event.step > 0),
             event.moment == "before" and (event.handle != "now" or event.step > 0),
-            event.moment == "before" and event.kind in ("zero", "clip") or event.moment == "before" and event.habit == "optimizer.step",
+            event.moment == "before" and (event.kind in ("zero", "clip") or event.habit == "optimizer.step"),
             event.habit == "read.grad" and event.moment not in ("sharded", "gathered_graded", "graded"),
             event.kind == "clip" and event.moment not in ("gathered_graded", "graded", "micros"),
             event.kind == "clip" and event.moment == "micros" and program.sync != "sync",
             event.habit in ("optimizer.new", "optimizer.group") and in_pass,
-            event.habit == "optimizer.group" and (event.moment == "before" or event.target in ("all", "blocks.0.code")),
+            event.habit == "optimizer.group"
+            and (event.moment == "before" or event.target in ("all", "blocks.0.code")),
             event.kind == "zero" and event.moment == "backward",
-            event.habit in ("copy.model", "copy.state", "copy.optimizer", "load", "optimizer.step") and in_pass,
+            event.habit in ("copy.model", "copy.state", "copy.optimizer", "load", "optimizer.step")
+            and in_pass,
             event.habit == "optimizer.step" and event.moment not in ("middle", "micros"),
             event.habit == "optimizer.step" and event.moment == "micros" and program.sync != "sync",
+            event.habit == "optimizer.step"
+            and event.moment == "middle"
+            and (program.zeros != "nothing" or event.step == 0),
+            # torch's own DTensors over two meshes, in one operator
+            event.habit == "copy.ema" and program.unit == "tp",
             event.habit == "freeze.on" and event.target != "blocks.0.code",
             event.kind == "hook" and event.target in ("all", "blocks.0.code"),
             event.kind in ("read", "write", "data") and event.target == "all",
             event.habit in ("write.row", "data.row", "read.rows") and event.target.endswith(("bias", "code")),
-            event.handle == "full" and event.kind in ("read", "write", "data", "copy") and "gathered" not in event.moment,
-            event.alone and not _may_be_alone(program, event),
+            event.handle == "full"
+            and event.kind in ("read", "write", "data", "copy")
+            and "gathered" not in event.moment,
+            event.alone and not event.meets and not _may_be_alone(program, event),
         )
     )
 
 
 def _may_be_alone(program: Program, event: Event) -> bool:
     """Whether one rank can do it without a collective."""
-    is_full = "gathered" in event.moment or (event.moment == "forward" and _owner(event.place) == _owner(event.target))
+    is_full = "gathered" in event.moment or (
+        event.moment == "forward" and _owner(event.place) == _owner(event.target)
+    )
     if event.habit in ("hook.mask", "hook.record", "hook.removed"):
         return True
     if event.kind == "zero":
         return event.moment == "micros" and program.sync == "no_sync"
-    return event.handle == "now" and is_full and event.kind in ("read", "write", "data") and event.habit != "read.grad"
+    return (
+        event.handle == "now"
+        and is_full
+        and event.kind in ("read", "write", "data")
+        and event.habit != "read.grad"
+    )
 
 
 def _owner(name: str) -> str:
@@ -295,17 +335,18 @@ def _draw(dice: random.Random) -> Program:
         reader=often(0.3, "", "hook", "function", "recompute", "reentrant"),
         reads=dice.choice(("head", "emb")),
         reads_at=dice.choice((0, 1)),
-        loss=often(0.4, "output", "fused", "chunked", "aside", "both", "view"),
+        loss=often(0.4, "output", "fused", "chunked", "aside", "both", "view", "by_hand", "early"),
+        tiles=dice.random() < 0.1,
         penalty=dice.random() < 0.1,
         backward=often(0.2, "once", "twice", "ahead"),
         max_norm=dice.random() < 0.08,
         micros=micros,
-        sync=often(0.5, "sync", "no_sync") if micros > 1 else "sync",
+        sync=often(0.5, "sync", "no_sync", "no_all_reduce") if micros > 1 else "sync",
         optimizer=often(0.4, "sgd", "adamw", "foreach"),
         clips=often(0.25, "", "norm", "value"),
         zeros=often(0.4, "optimizer", "model", "keep", "nothing"),
         breaks=often(0.15, "", "forward", "backward"),
-        resets=dice.random() < 0.5,
+        resets=dice.random() < 0.75,
         closes=dice.random() < 0.8,
         stays=micros > 1 and dice.random() < 0.3,
         evaluates=dice.random() < 0.12,
@@ -319,7 +360,17 @@ def _event(dice: random.Random, program: Program) -> Event:
     kinds = (READS, WRITES, WRITES, HOOKS, HOOKS, ATTRIBUTES, OPTIMIZERS, ZEROS, CLIPS, COPIES, FREEZES)
     while True:
         habit = dice.choice(dice.choice(kinds))
-        on_all = habit in ("clip.norm", "clip.value", "clip.hand", "load", "copy.model", "copy.state", "copy.optimizer")
+        if habit == "optimizer.step" and program.micros > 1 and program.sync == "sync":
+            return Event(moment="micros", habit=habit, step=dice.randrange(program.steps))
+        on_all = habit in (
+            "clip.norm",
+            "clip.value",
+            "clip.hand",
+            "load",
+            "copy.model",
+            "copy.state",
+            "copy.optimizer",
+        )
         event = Event(
             moment=dice.choice(MOMENTS),
             habit=habit,
@@ -330,7 +381,7 @@ def _event(dice: random.Random, program: Program) -> Event:
             alone=dice.random() < 0.1,
         )
         event = _tidy(event)
-        if _is_sound_event(program, event):
+        if _is_sound_event(program, event) and not event.meets:
             return event
 
 

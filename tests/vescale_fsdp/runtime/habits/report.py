@@ -1,8 +1,8 @@
 """Tables of what programs do.
 
-    python -m tests.vescale_fsdp.runtime.habits.report random SEEDS [START]   wrong programs, shrunk, and shares by factor
-    python -m tests.vescale_fsdp.runtime.habits.report grid [UNIT]            every habit at every moment, one event each
-    python -m tests.vescale_fsdp.runtime.habits.report walk          who reads a root's weight, keeps a tensor, calls backward
+python -m tests.vescale_fsdp.runtime.habits.report random SEEDS [START]   wrong programs, shrunk, and shares by factor
+python -m tests.vescale_fsdp.runtime.habits.report grid [UNIT]            every habit at every moment, one event each
+python -m tests.vescale_fsdp.runtime.habits.report walk                   readers, losses and backwards, on all units
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from tests.vescale_fsdp.runtime.habits.program import HABITS, MOMENTS, UNITS, Event, Program, draw, is_sound
 from tests.vescale_fsdp.runtime.habits.verdict import Verdict, judge, shrink
 
+LOSSES = ("output", "fused", "chunked", "aside", "both", "view", "by_hand", "early")
 SIGNS = {"right": ".", "allowed": "a", "undefined": "u"}
 
 
@@ -53,8 +54,9 @@ def random_programs(seeds: int, start: int = 0) -> None:
 def grid(unit: str = "plain") -> None:
     """Judge every habit at every moment and by every handle.
 
-    A cell has a sign for "now", "kept" and "full": "." right, "a" an allowed error, "E" another error, "S" an error about
-    freed storage, "x" silently wrong, "h" a hang, "u" undefined, " " not a program. A capital X or E: right on FSDP2.
+    A cell has a sign for "now", "kept" and "full": "." right, "a" an allowed error, "e" another error, "s" one about
+    freed storage, "x" silently wrong, "h" a hang, or an error of some ranks only, "u" undefined. A capital: right on
+    FSDP2.
     """
     lines: list[str] = []
     print(f"| {unit} | {' | '.join(MOMENTS)} |\n|---|{'---|' * len(MOMENTS)}")
@@ -84,10 +86,19 @@ def walk() -> None:
         for reads in ("head", "emb")
         for place in (0, 1)
     }
-    rows |= {f"loss {loss}": {"loss": loss} for loss in ("output", "fused", "chunked", "aside", "both", "view")}
-    rows |= {f"{loss}, twice": {"loss": loss, "backward": "twice"} for loss in ("output", "fused", "aside", "view")}
-    rows |= {f"{loss}, ahead": {"loss": loss, "backward": "ahead", "micros": 2} for loss in ("output", "fused", "view")}
-    rows |= {f"{loss}, penalty": {"loss": loss, "penalty": True} for loss in ("output", "fused", "both", "view")}
+    rows |= {f"loss {loss}": {"loss": loss} for loss in LOSSES}
+    rows["tiles"] = {"tiles": True}
+    rows |= {
+        f"{loss}, twice": {"loss": loss, "backward": "twice"}
+        for loss in ("output", "fused", "aside", "view", "early")
+    }
+    rows |= {
+        f"{loss}, ahead": {"loss": loss, "backward": "ahead", "micros": 2}
+        for loss in ("output", "fused", "view", "early")
+    }
+    rows |= {
+        f"{loss}, penalty": {"loss": loss, "penalty": True} for loss in ("output", "fused", "both", "view")
+    }
     rows["output, penalty, stays"] = {"penalty": True, "reshard": False}
     rows["max_norm"] = {"max_norm": True}
     lines = []
@@ -108,15 +119,22 @@ def walk() -> None:
 
 def one(unit: str, moment: str, habit: str, handle: str) -> Program | None:
     """The program of one event; None where there is no such one."""
-    on_all = habit.startswith(("clip", "load", "copy.model", "copy.state", "copy.optimizer", "zero", "optimizer.new"))
+    on_all = habit.startswith(
+        ("clip", "load", "copy.model", "copy.state", "copy.optimizer", "zero", "optimizer.new")
+    )
     target = "all" if on_all else "blocks.0.code" if habit == "freeze.on" else Event().target
     place = "blocks.0 ends" if moment == "backward" else "blocks.0 begins"
     event = Event(moment=moment, habit=habit, handle=handle, target=target, place=place)
     micros = 2 if moment == "micros" else 1
+    if habit == "optimizer.step":
+        event = replace(event, step=int(moment == "middle"))
     sync = "no_sync" if micros == 2 and habit.startswith("zero") else "sync"
     breaks = "forward" if moment == "broken" else ""
-    program = Program(unit=unit, events=(event,), micros=micros, sync=sync, breaks=breaks)
-    if handle != "now" and habit.startswith(("load", "copy.model", "copy.state", "copy.optimizer", "optimizer.step")):
+    zeros = "nothing" if habit == "optimizer.step" else "optimizer"
+    program = Program(unit=unit, events=(event,), micros=micros, sync=sync, breaks=breaks, zeros=zeros)
+    if handle != "now" and habit.startswith(
+        ("load", "copy.model", "copy.state", "copy.optimizer", "optimizer.step")
+    ):
         return None
     return program if is_sound(program) and program != replace(program, events=()) else None
 
@@ -126,7 +144,7 @@ def _sign(verdict: Verdict) -> str:
         return SIGNS[verdict.word]
     if verdict.ours.startswith("hangs") or "some ranks" in verdict.ours:
         return "h"
-    sign = "S" if "freed storage" in verdict.ours else "e" if verdict.ours.startswith("raises") else "x"
+    sign = "s" if "freed storage" in verdict.ours else "e" if verdict.ours.startswith("raises") else "x"
     return sign.upper() if verdict.theirs == "right" else sign
 
 
