@@ -104,7 +104,7 @@ test-fuzz: venv
 	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/fuzz/test_fuzz.py
 
 test-habits: venv
-	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/habits/test_habits.py
+	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/vescale_fsdp/runtime/fuzz/habits/test_habits.py
 
 test-device: venv
 	DEVICE=all SEED=$(SEED) $(IN_VENV) -m pytest --numprocesses 2 tests/vescale_fsdp/device

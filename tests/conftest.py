@@ -47,7 +47,7 @@ LONG = (
     "checkpoint/storage/test_remote.py",
     "checkpoint/memory/test_ram_tier.py",
     "checkpoint/formats/huggingface/test_class_check.py",
-    "vescale_fsdp/runtime/habits/test_habits.py",
+    "vescale_fsdp/runtime/fuzz/habits/test_habits.py",
     "vescale_fsdp/runtime/fuzz/test_fuzz.py",
     "vescale_fsdp/elastic/test_kills.py",
     "conversion/test_urls.py",

@@ -1,7 +1,7 @@
 """What users do to parameters works as in plain training, or ends in an error that the page of limits lists.
 
     make test-habits SEEDS=2000 START=0
-    python -m tests.vescale_fsdp.runtime.habits.report random 2000     the same, with tables of what was right and wrong
+    python -m tests.vescale_fsdp.runtime.fuzz.habits.report random 2000     the same, with tables
 
 FSDP2 is run where this library is not right: an error is not allowed for what FSDP2 does right.
 """
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.vescale_fsdp.runtime.habits import program as programs
-from tests.vescale_fsdp.runtime.habits.allowed import LIMITS, Limit, may_raise
-from tests.vescale_fsdp.runtime.habits.kept import ALONE, CURED, WRONG, WRONG_SEEDS
-from tests.vescale_fsdp.runtime.habits.program import Event, Program, draw, smaller
-from tests.vescale_fsdp.runtime.habits.verdict import judge
+from tests.vescale_fsdp.runtime.fuzz.habits import program as programs
+from tests.vescale_fsdp.runtime.fuzz.habits.allowed import LIMITS, Limit, may_raise
+from tests.vescale_fsdp.runtime.fuzz.habits.kept import ALONE, CURED, WRONG, WRONG_SEEDS
+from tests.vescale_fsdp.runtime.fuzz.habits.program import Event, Program, draw, smaller
+from tests.vescale_fsdp.runtime.fuzz.habits.verdict import judge
 
 START, SEEDS = int(os.environ.get("START", "0")), int(os.environ.get("SEEDS", "400"))
-LIMITS_PAGE = Path(__file__).parents[4] / "docs/limits.md"
+LIMITS_PAGE = Path(__file__).parents[5] / "docs/limits.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of programs that are odd on purpose
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.vescale_fsdp.runtime.habits.engines import Engine, full, gathered
-from tests.vescale_fsdp.runtime.habits.model import Broken, batch, loss_of
-from tests.vescale_fsdp.runtime.habits.program import PARAMS, Event, Program
+from tests.vescale_fsdp.runtime.fuzz.habits.engines import Engine, full, gathered
+from tests.vescale_fsdp.runtime.fuzz.habits.model import Broken, batch, loss_of
+from tests.vescale_fsdp.runtime.fuzz.habits.program import PARAMS, Event, Program
 
 LR = 0.05
 Seen = dict[str, list[torch.Tensor]]

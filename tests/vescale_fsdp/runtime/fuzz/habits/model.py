@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.vescale_fsdp.runtime.habits.program import Program
+from tests.vescale_fsdp.runtime.fuzz.habits.program import Program
 
 ROWS, WORDS, WIDTH, HIDDEN = 3, 5, 3, 4
 

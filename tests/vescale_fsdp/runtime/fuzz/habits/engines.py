@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import vescale_fsdp
 from tests.support.hooked_tensors import Wrapper
-from tests.vescale_fsdp.runtime.habits.model import Model, build
-from tests.vescale_fsdp.runtime.habits.program import Program
+from tests.vescale_fsdp.runtime.fuzz.habits.model import Model, build
+from tests.vescale_fsdp.runtime.fuzz.habits.program import Program
 
 Hook = Callable[[torch.Tensor], None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.vescale_fsdp.runtime.habits.program import Event, Program
+from tests.vescale_fsdp.runtime.fuzz.habits.program import Event, Program
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, VescaleError
 
 

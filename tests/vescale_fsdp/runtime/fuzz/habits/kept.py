@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.vescale_fsdp.runtime.habits.program import Event, Program
+from tests.vescale_fsdp.runtime.fuzz.habits.program import Event, Program
 
 CURED: dict[str, Program] = {}
 

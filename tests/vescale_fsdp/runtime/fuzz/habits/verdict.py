@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import RankError, RankTimeout, run_ranks, run_threads
-from tests.vescale_fsdp.runtime.habits.allowed import LIMITS, Limit
-from tests.vescale_fsdp.runtime.habits.engines import ENGINES
-from tests.vescale_fsdp.runtime.habits.loop import Loop, Seen
-from tests.vescale_fsdp.runtime.habits.program import Program, smaller
+from tests.vescale_fsdp.runtime.fuzz.habits.allowed import LIMITS, Limit
+from tests.vescale_fsdp.runtime.fuzz.habits.engines import ENGINES
+from tests.vescale_fsdp.runtime.fuzz.habits.loop import Loop, Seen
+from tests.vescale_fsdp.runtime.fuzz.habits.program import Program, smaller
 from vescale_fsdp.dtensor import meeting
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.runtime.comm import order_watch
@@ -70,16 +70,9 @@ class Outcome(NamedTuple):
         return [rank.error for rank in self.ranks if rank.error is not None]
 
     @property
-    def kind(self) -> str:
-        """One word, or the class of the error."""
-        if self.errors:
-            return f"raises {type(self.errors[0]).__name__}"
-        return "hangs" if self.hangs else "ends"
-
-    @property
     def is_about_storage(self) -> bool:
         """Whether a raw error of torch about a freed buffer reached the user."""
-        return any("storage of size 0" in str(error) or "setStorage" in str(error) for error in self.errors)
+        return any("setStorage" in str(error) for error in self.errors)
 
     @property
     def is_alone(self) -> bool:
@@ -95,29 +88,35 @@ class _Race:
     def __init__(self, world: int) -> None:
         self.ranks = [Rank() for _ in range(world)]
         self.is_released = threading.Event()
+        self._ends = [threading.Event() for _ in range(world)]
+
+    def end(self, rank: int) -> None:
+        """A rank has ended."""
+        self.ranks[rank].ended = True
+        self._ends[rank].set()
 
     def wait(self) -> None:
         """Wait until all ranks have ended by themselves, or are held to wait for this one."""
         deadline = time.monotonic() + RANKS_TOGETHER_S
-        while time.monotonic() < deadline and not all(rank.ended for rank in self.ranks):
-            time.sleep(0.002)
+        for end in self._ends:
+            end.wait(max(0.0, deadline - time.monotonic()))
         self.is_released.set()
 
 
 def _run(program: Program, engine: str, race: _Race) -> None:
-    rank = race.ranks[dist.get_rank()]
-    loop = Loop(program, ENGINES[engine]())
+    number = dist.get_rank()
+    rank, loop = race.ranks[number], Loop(program, ENGINES[engine]())
     rank.seen = loop.seen
     try:
         loop.run()
-        rank.ended = True
     except BaseException as error:
         rank.is_victim = race.is_released.is_set()
         rank.error = None if rank.is_victim else error
         rank.place, rank.text = loop.place, traceback.format_exc()
-        rank.ended = True
+        race.end(number)
         race.wait()
         raise
+    race.end(number)
 
 
 def outcome(program: Program, engine: str) -> Outcome:
@@ -160,24 +159,55 @@ def difference(found: Outcome, plain: Outcome) -> str:
         for label in (*reference.seen, *mine.seen):
             ours, theirs = mine.seen.get(label, []), reference.seen.get(label, [])
             if len(ours) != len(theirs):
-                return f"{label} is seen {len(ours)} times instead of {len(theirs)} on rank {rank}"
+                return f"{label} on rank {rank}: {len(ours)} times, not {len(theirs)}"
             for time_, (value, right) in enumerate(zip(ours, theirs, strict=True)):
-                if value.shape != right.shape or not torch.allclose(
-                    value.double(), right.double(), **CLOSE, equal_nan=True
-                ):
-                    return f"{label} differs at its time {time_} on rank {rank}"
+                if value.shape != right.shape or not torch.allclose(value.double(), right.double(), **CLOSE):
+                    return f"{label} on rank {rank}, its time {time_}"
     return ""
 
 
-def replicas_differ(plain: Outcome) -> bool:
-    """Whether ranks of plain training have ended up with different weights."""
+def replicas_agree(plain: Outcome) -> bool:
+    """Whether all ranks of plain training have ended up with the same weights."""
     first = plain.ranks[0].seen
     labels = [label for label in first if label.startswith("weight ")]
-    return any(
-        not torch.allclose(rank.seen[label][0], first[label][0], **CLOSE, equal_nan=True)
+    return all(
+        torch.allclose(rank.seen[label][0], first[label][0], **CLOSE)
         for rank in plain.ranks
         for label in labels
     )
+
+
+class Told(NamedTuple):
+    """What became of a program on an engine, beside plain training.
+
+    Attributes:
+        end: "right", "differs", "raises", "hangs", "goes on" (plain training raises), "not run".
+        what: the first label that differs, or the class of the error.
+        place: what the loop did.
+        storage: whether the error is a raw one about a freed buffer.
+        alone: whether some ranks raised, and others waited for them.
+    """
+
+    end: str
+    what: str = ""
+    place: str = ""
+    storage: bool = False
+    alone: bool = False
+
+    def __str__(self) -> str:
+        notes = [" (freed storage)"] * self.storage + [" (some ranks only)"] * self.alone
+        return (
+            " ".join(filter(None, (self.end, self.what)))
+            + (f" at {self.place}" if self.place else "")
+            + "".join(notes)
+        )
+
+    @property
+    def sign(self) -> str:
+        """One letter."""
+        if self.end == "hangs" or self.alone:
+            return "h"
+        return "s" if self.storage else "e" if self.end == "raises" else "x"
 
 
 class Verdict(NamedTuple):
@@ -185,15 +215,25 @@ class Verdict(NamedTuple):
 
     Attributes:
         word: "right", "allowed", "wrong", or "undefined" where plain training gives no reference.
-        ours, theirs: what happened on this library and on FSDP2 ("right", "differs ..", "raises ..", "hangs").
+        ours, theirs: what happened on this library and on FSDP2.
         limit: the limit that allows it.
+        text: the traceback of the first rank that raised.
     """
 
     word: str
-    ours: str
-    theirs: str
+    ours: Told
+    theirs: Told
     limit: Limit | None = None
     text: str = ""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What a smaller program has to have in common."""
+        error = self.ours.what if self.ours.end == "raises" else ""
+        return self.word, self.ours.end, error, self.ours.storage, self.ours.alone
+
+    def __str__(self) -> str:
+        return f"{self.word}: ours {self.ours} | FSDP2 {self.theirs}\n{self.text}"
 
 
 def judge(program: Program, *, engine: str = "ours", always: bool = False) -> Verdict:
@@ -206,50 +246,40 @@ def judge(program: Program, *, engine: str = "ours", always: bool = False) -> Ve
     plain = outcome(program, "plain")
     meets = any(event.meets for event in program.events)
     ours = alone(program) if meets else outcome(program, engine)
-    told = _told(ours, plain)
-    text = next((rank.text for rank in ours.ranks if rank.error is not None), "")
-    theirs = "not run"
-    if (always or told != "right") and not meets:  # FSDP2 hangs there, or mixes up values
+    told, theirs = _told(ours, plain), Told("not run")
+    if (always or told.end != "right") and not meets:  # FSDP2 hangs there, or mixes up values
         theirs = _told(outcome(program, "fsdp2"), plain)
-    return Verdict(*_word(program, plain, ours, told, theirs), text=text)
-
-
-def _told(found: Outcome, plain: Outcome) -> str:
-    """What happened, in a few words."""
-    if found.is_alone and found.errors:
-        return f"{found.kind} on some ranks only at {_place(found)}"
-    if found.errors:
-        storage = " about freed storage" if found.is_about_storage else ""
-        return f"{found.kind}{storage} at {_place(found)}"
-    if found.hangs:
-        return "hangs"
-    if plain.errors:
-        return "ends where plain training raises"
-    differs = difference(found, plain)
-    return f"differs: {differs}" if differs else "right"
-
-
-def _place(found: Outcome) -> str:
-    return next(rank.place for rank in found.ranks if rank.error is not None)
-
-
-def _word(
-    program: Program, plain: Outcome, ours: Outcome, told: str, theirs: str
-) -> tuple[str, str, str, Limit | None]:
-    if plain.hangs or plain.is_alone:
-        return "undefined", told, theirs, None
-    if ours.hangs or ours.is_about_storage or ours.is_alone:
-        return "wrong", told, theirs, None
-    if plain.errors:
-        return ("right" if ours.errors else "wrong"), told, theirs, None
-    if replicas_differ(plain):
-        must_raise = any(event.alone and event.writes for event in program.events)
-        word = "right" if ours.errors else "wrong" if must_raise else "undefined"
-        return word, told, theirs, None
-    if told == "right":
-        return "right", told, theirs, None
     limit = next((limit for limit in LIMITS if ours.errors and limit.allows(program, ours.errors)), None)
-    return ("allowed" if limit and theirs != "right" else "wrong"), told, theirs, limit
+    text = next((rank.text for rank in ours.ranks if rank.error is not None), "")
+    return Verdict(_word(program, plain, told, theirs, limit), told, theirs, limit, text)
+
+
+def _told(found: Outcome, plain: Outcome) -> Told:
+    if found.errors:
+        place = next(rank.place for rank in found.ranks if rank.error is not None)
+        name = type(found.errors[0]).__name__
+        return Told("raises", name, place, found.is_about_storage, found.is_alone)
+    if found.hangs:
+        return Told("hangs")
+    if plain.errors:
+        return Told("goes on")
+    differs = difference(found, plain)
+    return Told("differs", differs) if differs else Told("right")
+
+
+def _word(program: Program, plain: Outcome, ours: Told, theirs: Told, limit: Limit | None) -> str:
+    if plain.hangs or plain.is_alone:
+        return "undefined"
+    if ours.end == "hangs" or ours.storage or ours.alone:
+        return "wrong"
+    if plain.errors:
+        return "right" if ours.end == "raises" else "wrong"
+    if not replicas_agree(plain):
+        must_raise = any(event.alone and event.writes for event in program.events)
+        return "right" if ours.end == "raises" else "wrong" if must_raise else "undefined"
+    if ours.end == "right":
+        return "right"
+    return "allowed" if limit and theirs.end != "right" else "wrong"
 
 
 def shrink(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
@@ -257,16 +287,8 @@ def shrink(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
     while True:
         for candidate in smaller(program):
             found = judge(candidate)
-            if found.word == verdict.word and _kind(found) == _kind(verdict):
+            if found.kind == verdict.kind:
                 program, verdict = candidate, found
                 break
         else:
             return program, verdict
-
-
-def _kind(verdict: Verdict) -> str:
-    return (
-        " ".join(verdict.ours.split()[:2])
-        if verdict.ours.startswith("raises")
-        else verdict.ours.split(":")[0]
-    )

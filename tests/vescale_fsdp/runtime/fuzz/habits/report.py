@@ -1,8 +1,10 @@
 """Tables of what programs do.
 
-python -m tests.vescale_fsdp.runtime.habits.report random SEEDS [START]   wrong programs, shrunk, and shares by factor
-python -m tests.vescale_fsdp.runtime.habits.report grid [UNIT]            every habit at every moment, one event each
-python -m tests.vescale_fsdp.runtime.habits.report walk                   readers, losses and backwards, on all units
+``python -m tests.vescale_fsdp.runtime.fuzz.habits.report`` with one of
+
+random SEEDS [START]   wrong programs, shrunk, and shares by factor
+grid [UNIT]            every habit at every moment, one event each
+walk                   readers, losses and backwards, on all units
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ from dataclasses import replace
 
 import torch
 
-from tests.vescale_fsdp.runtime.habits.program import HABITS, MOMENTS, UNITS, Event, Program, draw, is_sound
-from tests.vescale_fsdp.runtime.habits.verdict import Verdict, judge, shrink
+from tests.vescale_fsdp.runtime.fuzz.habits.program import (
+    HABITS,
+    MOMENTS,
+    UNITS,
+    Event,
+    Program,
+    draw,
+    is_sound,
+)
+from tests.vescale_fsdp.runtime.fuzz.habits.verdict import Verdict, judge, shrink
 
 LOSSES = ("output", "fused", "chunked", "aside", "both", "view", "by_hand", "early")
 SIGNS = {"right": ".", "allowed": "a", "undefined": "u"}
@@ -33,7 +43,7 @@ def random_programs(seeds: int, start: int = 0) -> None:
         program = draw(seed)
         verdict = judge(program, always=True)
         words[verdict.word] += 1
-        theirs[verdict.theirs.split()[0]] += 1
+        theirs[verdict.theirs.end] += 1
         for factor in program.factors:
             factors[factor][verdict.word] += 1
         if verdict.word == "wrong":
@@ -140,12 +150,8 @@ def one(unit: str, moment: str, habit: str, handle: str) -> Program | None:
 
 
 def _sign(verdict: Verdict) -> str:
-    if verdict.word != "wrong":
-        return SIGNS[verdict.word]
-    if verdict.ours.startswith("hangs") or "some ranks" in verdict.ours:
-        return "h"
-    sign = "s" if "freed storage" in verdict.ours else "e" if verdict.ours.startswith("raises") else "x"
-    return sign.upper() if verdict.theirs == "right" else sign
+    sign = SIGNS.get(verdict.word, verdict.ours.sign)
+    return sign.upper() if verdict.word == "wrong" and verdict.theirs.end == "right" else sign
 
 
 def _line(program: Program, verdict: Verdict) -> str:
