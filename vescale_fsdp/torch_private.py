@@ -396,7 +396,7 @@ def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, .
 
 
 def sequence_number_of(tensor: torch.Tensor) -> int:
-    """Return the number of the autograd node that computed a tensor; later nodes have larger numbers (torch 2.11-2.15)."""
+    """Return the number of the node that computed a tensor; later nodes have larger numbers (torch 2.11-2.15)."""
     assert tensor.grad_fn is not None
     return tensor.grad_fn._sequence_nr()
 

@@ -53,7 +53,6 @@ from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
     grad_dtype_of,
-    increment_versions,
     local_of,
     local_slot,
     piece_in,
@@ -115,6 +114,12 @@ def pieces_in_torch_save() -> Iterator[None]:
 _AS_GIVEN = "_vescale_as_given"  # attribute of a piece, set by `show_as_given`
 
 
+class WriteCount:
+    """Number of writes to a tensor and its views."""
+
+    number = 0
+
+
 @set_module("vescale_fsdp")
 class RaggedDTensor(DTensor):
     """A DTensor with one `RaggedShard` among its placements; the local tensor is this rank's flat piece.
@@ -124,8 +129,8 @@ class RaggedDTensor(DTensor):
     Attributes:
         layout_ref: the layout of the tensor's group and the tensor's name in this layout; None for a tensor that the
             planner did not lay out. Elementwise results inherit it, so optimizer state has a layout, too.
-        counter: of a view, or of ``.data``: the local tensor of the tensor that it is a view of, whose version counter
-            rises with writes through the view. None for other tensors.
+        writes: counts writes through views and ``.data``, which share it with the tensor that they are views of:
+            torch's version counters do not see these writes. None without views.
         keeps_grad_placed: whether a hook brings the tensor's gradient to the tensor's placements.
         is_expanded: whether the tensor is the result of ``expand``, which may not be written to.
 
@@ -139,7 +144,7 @@ class RaggedDTensor(DTensor):
     """
 
     layout_ref: tuple[GroupLayout, str] | None = None
-    counter: torch.Tensor | None = None
+    writes: WriteCount | None = None
     keeps_grad_placed: bool = False
     is_expanded: bool = False
 
@@ -390,7 +395,7 @@ class RaggedDTensor(DTensor):
             local, self._spec, self.layout_ref, self.requires_grad, is_parameter
         )
         # Attributes of the user are copied, but not the mark of a hook, which the copy does not have.
-        for name in vars(self).keys() - {"keeps_grad_placed", "counter"}:
+        for name in vars(self).keys() - {"keeps_grad_placed", "writes"}:
             # setdefault keeps what `_rebuild` has set.
             vars(clone).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         # A gradient that waits for a reduction has no values yet.
@@ -418,7 +423,7 @@ class RaggedDTensor(DTensor):
         kwargs = kwargs or {}
         result = _rule_of(func)(func, args, kwargs)
         if func.is_view or func is torch.ops.aten.detach.default:
-            _share_counter(args[0], result)
+            _share_count(args[0], result)
         elif func._schema.is_mutable:
             _count_write(func, args, kwargs)
         return result
@@ -437,26 +442,24 @@ class RaggedDTensor(DTensor):
         return tensor_shard(piece_in(self), self.boxes, index)
 
 
-def _share_counter(source: Any, views: Any) -> None:
-    """Let views of a tensor count writes where the tensor does: torch does not see them below the dispatch."""
+def _share_count(source: Any, views: Any) -> None:
+    """Let views of a tensor count their writes where the tensor does."""
     if isinstance(source, RaggedDTensor):
-        counter = piece_in(source) if source.counter is None else source.counter
+        if source.writes is None:
+            source.writes = WriteCount()
         for view in views if isinstance(views, (list, tuple)) else (views,):
             if isinstance(view, RaggedDTensor):
-                view.counter = counter
+                view.writes = source.writes
 
 
 def _count_write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise the version counters of tensors that an operator has written through a view or ``.data``."""
-    counters = []
+    """Count a write by an operator."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(tensor, RaggedDTensor) and tensor.counter is not None:
-                    counters.append(tensor.counter)
-    if counters:
-        increment_versions(counters)
+                if isinstance(tensor, RaggedDTensor) and tensor.writes is not None:
+                    tensor.writes.number += 1
 
 
 register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only

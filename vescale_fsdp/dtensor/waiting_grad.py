@@ -1,8 +1,8 @@
 """Gradients that wait for a reduction: tensors without values that can be zeroed, and refuse everything else by name.
 
 Under ``no_sync`` a parameter's gradients are summed in the runtime's buffer. Its ``.grad`` must then be something:
-``zero_grad`` does nothing where ``.grad`` is None, so the sum would survive it. `waiting_grad` makes this tensor. torch's
-main branch has such a class, too (FSDPGrad).
+``zero_grad`` does nothing where ``.grad`` is None, so the sum would survive it. torch's main branch has such a class,
+too (FSDPGrad). `WaitingValues` is also ``.grad`` of a gathered parameter whose sharded parameter has a gradient.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class WaitingValues(torch.Tensor):
         like: a tensor of the gradient's shape, dtype and device.
         parameter: its name, for the error.
         zero: called by ``zero_()``.
+        is_gathered: whether the parameter is a gathered one, whose reduced gradient is at the sharded parameter.
         reduced: the gradient that earlier reductions have left, to which this one will be added.
 
     Attributes:
@@ -37,20 +38,23 @@ class WaitingValues(torch.Tensor):
     reduced: torch.Tensor | None
     added: torch.Tensor | None
     is_added_to: bool
+    is_gathered: bool
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[WaitingValues],
         like: torch.Tensor,
         parameter: str,
         zero: Callable[[], None],
         reduced: torch.Tensor | None = None,
+        *,
+        is_gathered: bool = False,
     ) -> WaitingValues:
         values: WaitingValues = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, dtype=like.dtype, device=like.device
         )
         values.parameter, values.zero, values.reduced = parameter, zero, reduced
-        values.added, values.is_added_to = None, False
+        values.added, values.is_added_to, values.is_gathered = None, False, is_gathered
         return values
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
@@ -62,7 +66,9 @@ class WaitingValues(torch.Tensor):
     ) -> Any:
         first = args[0]
         if func in (aten.detach.default, aten.alias.default):
-            return WaitingValues(first, first.parameter, first.zero, first.reduced)
+            return WaitingValues(
+                first, first.parameter, first.zero, first.reduced, is_gathered=first.is_gathered
+            )
         if func is aten.zero_.default:
             first.zero()
             return first
@@ -81,6 +87,14 @@ class WaitingValues(torch.Tensor):
 
     def refusal(self, reader: str) -> LifecycleError:
         """Return the error for an operator or optimizer that reads the gradient."""
+        if self.is_gathered:
+            return LifecycleError(
+                "Gradients are at the sharded parameters, and cannot be read at gathered ones.",
+                expected="module.reshard() before gradients are read or clipped",
+                got=reader,
+                where=f"gradient of {self.parameter}",
+                todo="call module.reshard(), and look the parameters up again",
+            )
         return LifecycleError(
             "Gradients are read that are not reduced yet: the last backward ran without gradient synchronization.",
             expected="a backward with synchronization before gradients are read, clipped or stepped",

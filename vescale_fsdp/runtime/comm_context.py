@@ -518,6 +518,9 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Wait until the module has its full parameters."""
         self._comm.wait(self._groups)
+        for group in self._groups:
+            for param in group.params:
+                param.show_grad()
 
 
 class GradientReductionHandle:
@@ -546,11 +549,16 @@ class GradientReductionHandle:
             while self._messages:
                 flags, groups = self._messages.pop(0)  # popped, so that a second wait is a no-op
                 flags.wait()
-                # Only a rank with unused parameters reads the message: on an accelerator, reading blocks the host.
-                if any(group.has_deferred_grads for group in groups):
-                    used = iter(self._comm.read_used(flags))
+                # On an accelerator, reading blocks the host: only a rank with unused parameters reads the message.
+                if self._comm.streams is None or any(group.has_deferred_grads for group in groups):
+                    read = iter(self._comm.read_used(flags))
                     for group in groups:
-                        group.apply_deferred_grads(list(islice(used, len(group.params))))
+                        used = list(islice(read, len(group.params)))
+                        if group.has_deferred_grads:
+                            group.apply_deferred_grads(used)
+                        # The last flag of each group: whether any rank has found a write through ``.data``.
+                        if next(read) and self._comm.streams is None:
+                            group.writes.is_compared = True
             self._comm.wait_for_host_copies()
             self._done()
         except RuntimeError as error:  # torch raises it if a collective fails

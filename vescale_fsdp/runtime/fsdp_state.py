@@ -108,7 +108,9 @@ class FSDPState:
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
-        self._begin_node = -1  # sequence number of the autograd node on the inputs of the last call; -1: no node
+        self._begin_node = (
+            -1
+        )  # sequence number of the autograd node on the inputs of the last call; -1: no node
         # Whether the state that load_state_dict is loading contains the unit's own tensors, which an earlier, failed
         # load has partly overwritten.
         self._loads_own = False
@@ -366,7 +368,9 @@ class FSDPState:
 
     @_eager
     def _post_backward(self, begin: Moment) -> None:
-        if torch.is_grad_enabled():  # create_graph=True: the unit stays gathered for the backward of this backward
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True: the unit stays gathered for the backward of this backward
             return
         self.schedule.pass_by(begin)
         self._leave_backward()
@@ -375,6 +379,8 @@ class FSDPState:
         """Count one forward call as passed by the backward; after the last one, reshard and reduce the unit."""
         self._outstanding = max(0, self._outstanding - 1)  # it is 0 if `forget_iteration` ran in between
         if self._outstanding == 0:
+            for group in self.groups:
+                group.check_not_stale("backward")
             self._reshard_in_backward()  # first, so that the full buffer's memory is free for the reduction
             self.schedule.leave_backward(self)
 

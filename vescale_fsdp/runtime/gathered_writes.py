@@ -12,16 +12,17 @@ Every unsharded Parameter has a version counter of its own, which gathers do not
     gather of the same values                     the counter is set back: saved tensors are valid again
     gather after a write to the shard             the counter stays: torch raises, as for an unsharded model, if a
     (an optimizer's step, a load)                 backward needs the values before the write
+    gather after a write through ``.data``        the counter is set back: a backward reads the new values, as for an
+    of the sharded parameter                      unsharded model
 
-All ranks must write the same values. Ranks compare names and bits of written parameters through the log of `OrderWatch`
-(`GatheredWrites.notes`). A write through ``.data`` raises no counter. Only the owners of the elements see it, so on the
-CPU ranks report it to each other with the flags of used parameters, and from then on compare the group's values at every
-reshard.
+All ranks must write the same values. Ranks compare names and bits of written parameters through the log of
+`OrderWatch`. A write through ``.data`` raises no counter. Only the owners of the elements see it, so on the CPU ranks
+report it to each other with the flags of used parameters, and from then on compare the group's values at every reshard.
+On an accelerator the host does not wait for values: such writes are kept, and not compared.
 """
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,9 @@ class _Steps:
     def have_written(self, params: Iterable[ManagedParam], after: int) -> bool:
         """Return whether an optimizer of these parameters has stepped after the step with this number."""
         later = [optimizer for optimizer, step in self._of.items() if step > after]
-        stepped = {id(each) for optimizer in later for group in optimizer.param_groups for each in group["params"]}
+        stepped = {
+            id(each) for optimizer in later for group in optimizer.param_groups for each in group["params"]
+        }
         return any(id(param.sharded) in stepped for param in params)
 
 
@@ -77,12 +80,18 @@ class GatheredWrites:
         self.is_compared = self.was_written_raw = False
         # When the last gather began: `_epoch_of` the parameters, and the number of the last step.
         self._epoch: list[int] = []
+        self._raw = 0  # number of writes through ``.data`` of the sharded parameters
         self._step = 0
         # When the unsharded parameters were set on the modules: their versions, and a fingerprint of the values of a
         # group that does not gather its shard's values.
         self._opened: list[int] = []
         self._fingerprint: str | None = None
         self._valid: list[int] = []  # versions at the last reshard: those of tensors that autograd has saved
+
+    def take_raw(self) -> bool:
+        """Return whether a write without a version was found since the last call."""
+        was_written, self.was_written_raw = self.was_written_raw, False
+        return was_written
 
     def forget(self) -> None:
         """Drop the versions, since the group makes new unsharded parameters."""
@@ -98,11 +107,11 @@ class GatheredWrites:
                 version + (moved[at] or moved[at + size] or moved[at + 2 * size])
                 for at, version in enumerate(self._valid)
             ]
-        self._epoch, self._step = epoch, _steps.last
+        self._epoch, self._raw, self._step = epoch, _raw_writes_to(params), _steps.last
 
     def is_stale(self, params: Sequence[ManagedParam]) -> bool:
         """Return whether sharded parameters were written since the last gather began to read them."""
-        if _epoch_of(params) != self._epoch:
+        if _epoch_of(params) != self._epoch or _raw_writes_to(params) != self._raw:
             return True
         return self._step != _steps.last and _steps.have_written(params, self._step)
 
@@ -143,9 +152,13 @@ class GatheredWrites:
             pairs = zip(group.params, versions, self._opened, strict=True)
             touched = {param.slot.fqn for param, now, before in pairs if now != before}
         replaced = group.return_to_buffer()
-        if replaced:  # by ``p.data = tensor``: autograd has saved the values before, which the buffer no longer has
+        if (
+            replaced
+        ):  # by ``p.data = tensor``: autograd has saved the values before, which the buffer no longer has
             increment_versions(
-                each for param, each in zip(group.params, unsharded, strict=True) if param.slot.fqn in replaced
+                each
+                for param, each in zip(group.params, unsharded, strict=True)
+                if param.slot.fqn in replaced
             )
             touched |= replaced
         if group.refuses_writes is not None:
@@ -157,7 +170,7 @@ class GatheredWrites:
         raw = group.write_back(touched)
         if not touched and not raw and not self.is_compared:
             return None, []
-        self._epoch = _epoch_of(group.params)
+        self._epoch, self._raw = _epoch_of(group.params), _raw_writes_to(group.params)
         self.was_written_raw |= bool(raw)
         if group.compute_dtype != group.shard.dtype and (touched or raw):
             _warn_of_rounding(group)
@@ -178,6 +191,12 @@ def _epoch_of(params: Sequence[ManagedParam]) -> list[int]:
     return versions_of(tensors) + [param.generation for param in params]
 
 
+def _raw_writes_to(params: Sequence[ManagedParam]) -> int:
+    """Return how often the sharded parameters were written through views and ``.data``."""
+    counts = [param.sharded.writes for param in params]  # type: ignore[attr-defined]  # a RaggedDTensor
+    return sum([count.number for count in counts if count is not None])
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers, in shared memory."""
     if tensor.is_complex():
@@ -189,7 +208,8 @@ def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits; the host waits for an accelerator."""
     # A copy, because numpy would forbid to free the storage.
     values = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return xxhash.xxh3_64_hexdigest(values.view(-1).view(torch.uint8).numpy())
+    array: Any = values.view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(array)
 
 
 def _refusal(group: ParamGroup, names: Iterable[str], what: str, todo: str) -> LifecycleError:

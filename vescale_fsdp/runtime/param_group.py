@@ -101,7 +101,9 @@ class ManagedParam:
     unsharded: nn.Parameter | None = None
     watched: bool = False  # whether ``unsharded`` has a `GradHook`
     attributes: dict[str, Any] = field(default_factory=dict)  # the users', of both Parameters
-    trained: bool = True  # whether ``unsharded`` required a gradient when it was set on the modules
+    # Whether ``unsharded`` required a gradient when it was last set on the modules; None: never set.
+    trained: bool | None = None
+    gathered_grad: WaitingValues | None = None  # ``.grad`` of ``unsharded`` after `FSDPModule.unshard`
     # While gradients wait for a reduction: what is shown as ``.grad`` of the two Parameters.
     waiting: tuple[RaggedDTensor, WaitingValues | None] | None = None
     generation: int = 0  # how often ``sharded`` or ``piece`` was replaced
@@ -125,12 +127,12 @@ class ManagedParam:
 
     def take_unsharded(self, unsharded: nn.Parameter) -> None:
         """Make ``unsharded`` the unsharded parameter."""
-        self.unsharded, self.watched = unsharded, False
+        self.unsharded, self.watched, self.trained = unsharded, False, None
         note_gathered(unsharded, self.slot.fqn)
         self.share_attributes()
 
     def share_attributes(self) -> None:
-        """Let both Parameters have the user's attributes: one dictionary, unless a subclass stores its tensors there."""
+        """Let both Parameters have the user's attributes: one dictionary, unless a subclass stores tensors there."""
         attributes = vars(self.sharded)
         if attributes is not self.attributes:  # the sharded parameter was replaced, or swapped by Module.to
             for name in self.attributes.keys() - attributes.keys() - {"keeps_grad_placed"}:
@@ -138,11 +140,31 @@ class ManagedParam:
             self.attributes = attributes
         if self.unsharded is None or vars(self.unsharded) is attributes:
             return
-        if type(self.unsharded) is nn.Parameter or type(self.unsharded) is DTensor:
+        if type(self.unsharded) in _SHARE_ATTRIBUTES:
             self.unsharded.__dict__ = attributes
         else:
             for name in attributes.keys() - vars(self.unsharded).keys():
                 setattr(self.unsharded, name, attributes[name])
+
+    def show_grad(self) -> None:
+        """Let a reduced gradient be noticed at the unsharded parameter: it can be zeroed there, but not read."""
+        if (
+            type(self.unsharded) is nn.Parameter
+            and self.unsharded.grad is None
+            and self.sharded.grad is not None
+        ):
+            zero = functools.partial(_zero_grad_of, weakref.ref(self))
+            shown = WaitingValues(self.unsharded, self.slot.fqn, zero, is_gathered=True)
+            self.unsharded.grad = self.gathered_grad = shown
+
+    def hide_grad(self) -> None:
+        """End `show_grad`; a gradient that was set to None meanwhile is None at the sharded parameter, too."""
+        shown, self.gathered_grad = self.gathered_grad, None
+        assert shown is not None and self.unsharded is not None
+        if self.unsharded.grad is shown:
+            self.unsharded.grad = shown.added
+        elif not shown.is_added_to:
+            self.sharded.grad = None
 
     def post_hooks(self) -> list[Callable[[Any], Any]]:
         """Return the user's hooks for accumulated gradients, of both Parameters."""
@@ -169,6 +191,7 @@ class ManagedParam:
             module._parameters[name] = parameter
 
 
+_SHARE_ATTRIBUTES: tuple[type, ...] = (nn.Parameter, DTensor)  # a Parameter of a DTensor is of the class DTensor
 # The key is the id of the sharded Parameter, so that this dictionary keeps no Parameter alive.
 _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
@@ -497,6 +520,11 @@ class ParamGroup:
             full = param.unsharded
             assert full is not None
             # The user may have frozen or unfrozen the parameter since the last gather.
+            if (
+                param.trained is not None
+                and full.requires_grad != param.trained == param.sharded.requires_grad
+            ):
+                param.sharded.requires_grad_(full.requires_grad)  # through the unsharded parameter
             param.trained = param.sharded.requires_grad
             if full.requires_grad != param.trained:
                 full.requires_grad_(param.trained)
@@ -514,10 +542,19 @@ class ParamGroup:
         """Return whether the shard was written since the last gather."""
         if self.writes.is_stale(self.params):
             return True
-        for param in self.params:  # a loop is faster than any(..)
-            if piece_in(param.sharded) is not param.piece:  # p.data = tensor
-                return True
-        return False
+        replaced = [piece_in(param.sharded) is not param.piece for param in self.params]  # p.data = tensor
+        return True in replaced
+
+    def check_not_stale(self, phase: str) -> None:
+        """Raise if the shard was written while the unit's forward or backward computed with the gathered values."""
+        if self.state is GroupState.UNSHARDED and self.is_stale():
+            raise LifecycleError(
+                f"Sharded parameters were written during their unit's {phase}, which computes with gathered values.",
+                expected="writes to the module's parameters, which are gathered then",
+                got=f"a write to a sharded parameter of {self.label[1:-1]}: {self.params[0].slot.fqn}, ..",
+                where=phase,
+                todo=f"look the parameter up in the module inside the {phase} (module.weight), or write outside of it",
+            )
 
     def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
         """Free the full buffer and set the sharded parameters on the modules.
@@ -546,6 +583,8 @@ class ParamGroup:
             assert param.unsharded is not None
             if param.unsharded.requires_grad != param.trained:  # frozen or unfrozen while it was gathered
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
+            if param.gathered_grad is not None:
+                param.hide_grad()
             param.set_on_modules(param.sharded)
             unsharded.append(param.unsharded)
         report = self.writes.close(self, unsharded)
@@ -578,14 +617,22 @@ class ParamGroup:
         """Why writes to gathered parameters cannot be kept, and what to do; None if they can."""
         if self.policy_gather is None:
             return None
-        return "a gather of 8-bit codes", "write to the sharded parameter outside of unshard() and forward: p.copy_(..)"
+        return (
+            "a gather of 8-bit codes",
+            "write to the sharded parameter outside of unshard() and forward: p.copy_(..)",
+        )
 
     def fingerprint(self) -> str | None:
         """Return a digest of this rank's part of the gathered values; None if the shard has these values.
 
         Only on the CPU: on an accelerator, the host would wait.
         """
-        if self.policy_gather is None or self.full is None or self.device.type != "cpu" or is_fake(self.shard):
+        if (
+            self.policy_gather is None
+            or self.full is None
+            or self.device.type != "cpu"
+            or is_fake(self.shard)
+        ):
             return None
         start, stop = self.layout.shard_range(self.comm.rank)
         return digest_of(self.full.flat[start:stop])
@@ -630,7 +677,9 @@ class ParamGroup:
             increment_versions([param.piece for param in self.params if param.slot.fqn in touched])
         for param in found:
             _copy_written(self._gathered_piece(param), param.piece)
-        return [param.slot.fqn for param in found if param.slot.fqn not in touched and not param.slot.is_scattered]
+        return [
+            param.slot.fqn for param in found if param.slot.fqn not in touched and not param.slot.is_scattered
+        ]
 
     def _differing(self) -> list[ManagedParam]:
         """Return the parameters of which this rank's part differs from the shard; on the CPU."""
@@ -720,7 +769,9 @@ class ParamGroup:
             is_kept = param.sharded.grad is shown
             if full is not None and param.unsharded is not None:
                 if param.unsharded.grad is full:
-                    param.unsharded.grad = None
+                    param.unsharded.grad = (
+                        full.added
+                    )  # a gradient that `take_grad` or `collect_grads` has still to take
                 elif not full.is_added_to:  # cleared through the unsharded parameter
                     is_kept, param.sharded.grad = False, None
             if param.sharded.grad is shown:
@@ -827,9 +878,7 @@ class ParamGroup:
                 or (
                     # If no rank has used the parameter, the piece is zeros, which do not change an existing gradient.
                     # But a user's hook must not be called then.
-                    param.sharded.grad is not None
-                    and settings.on_delivery is None
-                    and not param.post_hooks()
+                    param.sharded.grad is not None and settings.on_delivery is None and not param.post_hooks()
                 )
             ):
                 delivered[fqn] = piece
@@ -910,8 +959,7 @@ class ParamGroup:
         # The host reads gradients at once if it adds them to existing ones, or calls a hook. Only then is the copy
         # blocking; otherwise `wait_for_host_copies` waits when the backward ends.
         read_at_once = self.comm.settings.on_delivery is not None or any(
-            param.sharded.grad is not None or param.post_hooks()
-            for param in self.params
+            param.sharded.grad is not None or param.post_hooks() for param in self.params
         )
         host.copy_(shard, non_blocking=self._is_pinned and not read_at_once)
         return host
@@ -932,6 +980,12 @@ class ParamGroup:
                 param.unsharded.grad = None
 
 
+def _zero_grad_of(param: weakref.ref[ManagedParam]) -> None:
+    alive = param()
+    if alive is not None and alive.sharded.grad is not None:
+        alive.sharded.grad.zero_()
+
+
 def _zero_waiting(group: weakref.ref[ParamGroup], fqn: str) -> None:
     alive = group()
     if alive is not None:
@@ -945,7 +999,9 @@ def _copy_written(values: torch.Tensor, piece: torch.Tensor) -> None:
         return
     there = piece.to(values.device)
     same = bits_of(values) == bits_of(there.to(values.dtype))
-    piece.copy_(torch.where(same, there, values)) if there is not piece else torch.where(same, piece, values, out=piece)
+    piece.copy_(torch.where(same, there, values)) if there is not piece else torch.where(
+        same, piece, values, out=piece
+    )
 
 
 def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:

@@ -128,7 +128,7 @@ class Schedule:
     def gather(self, unit: FSDPState) -> bool:
         """Start the all-gathers of a unit; return False if the unit is gathered or its gathers are in flight."""
         for group in unit.groups:
-            if group.state is GroupState.UNSHARDED and group.is_stale():
+            if not group.state.is_sharded and group.is_stale():
                 self.comm.reshard([group])  # an optimizer or a load has written the shard since the gather
         if not any(group.state.is_sharded for group in unit.groups):
             return False
@@ -221,6 +221,8 @@ class Schedule:
         if unit in self._ended:
             self._ended.remove(unit)  # of several calls of a unit, the backward reaches the last call first
         self._ended.append(unit)
+        for group in unit.groups:
+            group.check_not_stale("forward")
         if reshards and unit not in self._kept:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
@@ -424,6 +426,7 @@ class Schedule:
                     groups, flags = by_mesh.setdefault(group.data.mesh, ([], []))
                     groups.append(group)
                     flags.extend(used)
+                    flags.append(group.writes.take_raw())
         return [
             (self.comm.send_used(mesh, flags, groups[0].device), groups)
             for mesh, (groups, flags) in by_mesh.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -310,27 +311,46 @@ def test_refusals_are_of_torchs_types() -> None:
 
 
 class Sliced(nn.Module):
-    """Returns a view of what its layer made."""
+    """Returns a view of what its layer made, and keeps what it made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)[:, :3]
+        self.kept = self.layer(x) * 2
+        return self.kept[:, :3]
 
 
-def output_views() -> None:
-    model = fully_shard(Sliced(), mesh=cpu_mesh())
-    with pytest.warns(UserWarning, match=r"Sliced\b"):
-        model(models.batch(0, 0))
-    with torch.no_grad():
-        model(models.batch(0, 0))
+class Changed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x.mul_(2)
 
 
-def test_output_views_are_warned_of() -> None:
-    """An in-place operation on a returned view would drop the pre-backward hook; without gradients none is."""
-    run_ranks(1, output_views)
+def sliced_grads(shard: bool, way: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Sliced(), Changed() if way == "changed" else nn.Identity(), nn.Linear(3, 2))
+    if shard:
+        for module in (model[0], model):
+            fully_shard(module, mesh=cpu_mesh())
+    y = model(torch.linspace(-1, 1, 20).view(4, 5))
+    (model[0].kept if way == "kept" else y).pow(2).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads if grad is not None]
+
+
+def output_views(way: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ours, plain in zip(sliced_grads(True, way), sliced_grads(False, way), strict=True):
+            assert plain.any() and torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("way", ["changed", "kept"])
+def test_outputs_that_are_views(way: str) -> None:
+    """Changed in place by the caller, or with a loss on the tensor behind them: as on one device, without a warning."""
+    run_ranks(1, output_views, way)
 
 
 def what_tools_look_for() -> None:

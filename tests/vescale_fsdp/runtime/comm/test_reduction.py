@@ -149,7 +149,7 @@ def used_by_some(mesh_shape: tuple[int, ...]) -> None:
         model(rows(1), "a").pow(2).sum().backward()
         assert sending.call_count == reading.call_count == 2 - int(held)
         model(rows(2), "abce").pow(2).sum().backward()
-        assert (sending.call_count, reading.call_count) == (3 - int(held), 2 - int(held))
+        assert sending.call_count == reading.call_count == 3 - int(held)  # on the CPU reading is free
     for other in range(world):
         x = [
             torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + other)) for step in range(3)
@@ -235,7 +235,7 @@ def idle_units_as_stock() -> None:
         ours = idle_units(fully_shard, synced)
         assert ours[3][2] is not None and not ours[3][2].any() and ours[0][2] is None and ours[3][4] is None
         torch.testing.assert_close(ours, idle_plain(synced))
-        if not STOCK_HAS_ZEROS:
+        if not STOCK_HAS_ZEROS or not synced:  # FSDP2's zero_grad leaves what is not reduced
             continue
         for mine, stocks in zip(ours, idle_units(stock_fully_shard, synced), strict=True):
             assert [each is None for each in mine] == [each is None for each in stocks]

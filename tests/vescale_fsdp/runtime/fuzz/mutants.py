@@ -18,7 +18,6 @@ from vescale_fsdp.checkpoint import load
 from vescale_fsdp.runtime.comm.gradients import UnshardedGrads, UsedFlags
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.schedule import Schedule
 
 
 class Mutant(NamedTuple):
@@ -119,7 +118,7 @@ MUTANTS = {
         Program(optimizer="adamw", moves=(3,)),
     ),
     "an evaluation's weights": Mutant(
-        lambda: mock.patch.object(ParamGroup, "is_stale", lambda group: False),
+        lambda: mock.patch.object(ParamGroup, "is_stale", return_value=False),
         Program(steps=(Step(evaluates="no_grad", late=True), Step()), reshard=False),
     ),
 }

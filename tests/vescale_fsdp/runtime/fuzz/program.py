@@ -157,7 +157,7 @@ class Program(Printed):
         return sync if is_hybrid or sync == "no_sync" else "sync"
 
     def is_reduced(self, step: int) -> bool:
-        """Whether all gradients of a step are reduced at its end; else they wait for the next step, without a step now."""
+        """Whether all gradients of a step are reduced at its end. Otherwise the optimizer does not step."""
         return self.sync(step, len(self.steps[step].micros) - 1) == "sync"
 
     def runs(self, step: int, replica: int) -> tuple[bool, ...]:
