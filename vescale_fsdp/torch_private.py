@@ -414,6 +414,13 @@ def node_behind(tensor: torch.Tensor, *, after: int) -> torch.autograd.graph.Nod
     return tensor.grad_fn if base is None or base._sequence_nr() <= after else base
 
 
+def wrapper_like(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass without memory, with the shape, dtype and device of ``like`` (torch 2.11-2.15)."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, like.shape, dtype=like.dtype, device=like.device
+    )
+
+
 def is_replicated(module: torch.nn.Module) -> bool:
     """Return whether ``torch.distributed._composable.replicate`` manages a module (torch 2.11-2.13)."""
     return "replicate" in _parallelisms_of(module)

@@ -301,26 +301,6 @@ def test_front_doors_only_pass_on_names() -> None:
     assert [m for m in doors if has_code(m)] == []
 
 
-def test_no_folder_is_crowded() -> None:
-    """At most 14 files and folders in a folder, front doors (which only pass on names) not counted."""
-    held: dict[Path, set[str]] = {}
-    others = (file for folder in ("tests", "tools", "examples") for file in (ROOT / folder).rglob("*.py"))
-    inside = (file for module, file in SOURCES.items() if short(module) not in DOORS)
-    for file in (*inside, *others):
-        for entry in (file, *file.parents):
-            if entry.parent == ROOT or ROOT not in entry.parents:
-                break
-            if entry.name != "__init__.py":
-                held.setdefault(entry.parent, set()).add(entry.name)
-
-    limits = {ROOT / "vescale_fsdp": 17}
-    assert {
-        str(folder.relative_to(ROOT)): len(held[folder])
-        for folder in held
-        if len(held[folder]) > limits.get(folder, 14)
-    } == {}
-
-
 def offences(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
     """Module -> what `find` reports of it, for the modules with any report."""
     return {module: found for module in SOURCES if (found := find(module))}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.torch_private import local_of, wrapper_like
 
 aten = torch.ops.aten
 
@@ -50,9 +50,7 @@ class WaitingValues(torch.Tensor):
         *,
         is_gathered: bool = False,
     ) -> WaitingValues:
-        values: WaitingValues = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
+        values: WaitingValues = wrapper_like(cls, like)
         values.parameter, values.zero, values.reduced = parameter, zero, reduced
         values.added, values.is_added_to, values.is_gathered = None, False, is_gathered
         return values

@@ -443,11 +443,6 @@ class FSDPState:
             self.comm.explain(error)
             raise
 
-    def write_most_grads(self) -> None:
-        """Write the gradients that groups have kept into their buffers, where that frees memory."""
-        for group in self.groups:
-            group.write_most_grads()
-
     def forget_iteration(self) -> None:
         """Reset the counters, after an exception has ended a forward or a backward."""
         self._outstanding = self._methods_running = 0

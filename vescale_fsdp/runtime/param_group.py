@@ -811,11 +811,6 @@ class ParamGroup:
         with without_grad():
             self.grads.write_kept()
 
-    def write_most_grads(self) -> None:
-        """Write the kept gradients into the gradient buffer if that frees memory (`UnshardedGrads.write_most`)."""
-        with without_grad():
-            self.grads.write_most()
-
     def complete_grads(self) -> DBuffer:
         """Return the gradient buffer, filled with all gradients on the current stream, for `start_reduce`.
 

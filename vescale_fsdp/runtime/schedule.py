@@ -325,13 +325,9 @@ class Schedule:
         and gradients, and the gather would use the cores that compute. Nor before the reduction, which has then ended:
         its receive buffer would be in memory, too.
         """
-        # The backward of an embedding, which computes a gradient as large as the embedding, often follows the first.
-        is_first = bool(self._ended) and self._ended[0] is unit
         unit.reduce()
         if self.comm.streams is None and not unit.overlaps and unit.backward_prefetch is None:
             self._prefetch_in_backward(unit)
-        if is_first:
-            self._ended[-1].write_most_grads()
 
     def _prefetch_in_backward(self, unit: FSDPState) -> None:
         for following in self._next_in_backward(unit):

@@ -76,7 +76,11 @@ def written(name: str, options: dict[str, Any]) -> None:
     model[0].reshard()
     expected = plain[0].weight.detach()
     bound = 0.0 if "mp_policy" not in options else 2e-3
-    torch.testing.assert_close(full(model[0].weight), expected, rtol=0, atol=bound, equal_nan=True)
+    got = full(model[0].weight)
+    if name == "NaN":
+        assert got.isnan().all()
+    else:
+        torch.testing.assert_close(got, expected, rtol=0, atol=bound)
     assert torch.equal(full(model[0].bias), plain[0].bias)  # with all its digits
 
 
@@ -117,7 +121,7 @@ def written_by_one_rank(name: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     except LifecycleError as error:
-        return [type(error).__name__, str("write to weight" in str(error))]
+        return [type(error).__name__, str("weight" in f"{error.expected} {error.got}")]
     return []
 
 
@@ -184,7 +188,7 @@ def changed_between(way: str) -> str:
     try:
         loss.backward()
     except RuntimeError as error:
-        return "version" if "modified by an inplace operation" in str(error) else str(error)
+        return type(error).__name__
     return ""
 
 
@@ -192,7 +196,7 @@ def changed_between(way: str) -> str:
 def test_weights_that_change_between_forward_and_backward_raise_torchs_error(way: str) -> None:
     """Of units that were gathered again, and of the root, which stayed gathered; without a change nothing raises."""
     for found in run_ranks(2, changed_between, way):
-        assert found == ("version" if way else "")
+        assert found == ("RuntimeError" if way else "")
 
 
 # -- optimizers -------------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ def built_while_gathered(way: str) -> None:
     model.reshard()
     before = full(model[2].weight).clone()
     torch.optim.SGD(model[2].parameters(), lr=0.1).step()
-    assert not torch.equal(full(model[2].weight), before)
+    assert (full(model[2].weight) - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("way", ["unshard", "forward", "add_param_group"])

@@ -93,17 +93,6 @@ class UnshardedGrads:
         self._kept[slot.fqn] = grad
         self._made_on[self.streams.current()] = None
 
-    def write_most(self) -> None:
-        """Write the kept gradients if they fill at least half of the buffer.
-
-        For a root with an embedding and a head, before the backward of the embedding: without it there would be the
-        gradients of both and the buffer at the end. Allocated for less than half, as for a tied embedding, whose
-        gradients autograd still has to add, the buffer could cost more than it frees.
-        """
-        kept = sum(grad.numel() for grad in self._kept.values())
-        if 2 * kept >= sum(slot.numel for slot in self.layout.slots):
-            self.write_kept()
-
     def write_kept(self) -> None:
         """Write the kept gradients into the buffer: all first gradients with one fused copy, others by addition."""
         if self.streams is None or not self._kept:
