@@ -37,6 +37,7 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
 from vescale_fsdp.lazy import set_module
+from vescale_fsdp.optim.hidden_matrices import split_hidden
 from vescale_fsdp.optim.muon_plan import (
     WIRE_DTYPE,
     Bucket,
@@ -170,30 +171,47 @@ class Muon(StructuredOptimizer):
 
     @staticmethod
     def split_params(
-        model: torch.nn.Module, *, adamw: Sequence[str] = ("*embed*", "*head*")
+        model: torch.nn.Module, *, muon: str | Sequence[str] = (), adamw: str | Sequence[str] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Split a model's parameters into those for Muon (matrices and stacks) and those for AdamW (all others).
+        """Split a model's parameters into those for Muon (hidden matrices and stacks) and those for AdamW (all others).
+
+        The classes of modules decide, ties and shapes, and never names. Muon gets the matrices of linear, recurrent and
+        attention modules of torch, their subclasses, and `transformers.pytorch_utils.Conv1D`; and 3-D parameters of
+        other modules, which are stacks of matrices, such as experts. AdamW gets
+
+        - embeddings, and every module that is tied to one
+        - the input and output embeddings of transformers models, and the linear layer of their classifiers
+        - an output head that is not tied: the only linear weight with the shape of an embedding
+        - vectors, also those of a stack (biases of experts), filters of convolutions (as `torch.optim.Muon`, which
+          takes matrices only), and weights of norms
+        - a 2-D parameter of any other module, such as a table of positions or a router. Its class does not say what it
+          is, so a warning is logged that names it
+
+        Other output heads, such as the last linear layer of a classifier of your own, look like hidden layers: name
+        them in ``adamw``. Rank 0 logs at INFO, to the logger ``vescale_fsdp``, which parameters went where and why.
 
         Args:
-            model: a module. Parameters that do not require a gradient are omitted; a shared one is listed once.
-            adamw: name patterns (fnmatch) of matrices for AdamW: embeddings and output heads.
+            model: a module, before or after `fully_shard`. Parameters that do not require a gradient are omitted; a
+                shared one is listed once.
+            muon: name patterns (fnmatch) of parameters that Muon gets in any case.
+            adamw: name patterns of parameters that AdamW gets in any case.
 
         Returns:
             The parameters for Muon, and the parameters for AdamW.
+
+        Raises:
+            LayoutError: if a pattern matches no parameter, or a parameter is named in both arguments.
 
         Examples:
             >>> matrices, others = Muon.split_params(torch.nn.Linear(8, 4))
             >>> [p.shape for p in matrices], [p.shape for p in others]
             ([torch.Size([4, 8])], [torch.Size([4])])
+            >>> body_and_head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+            >>> [p.shape for p in Muon.split_params(body_and_head, adamw=["1.*"])[0]]
+            [torch.Size([8, 8])]
         """
-        matrices: list[torch.Tensor] = []
-        rest: list[torch.Tensor] = []
-        for fqn, param in model.named_parameters():
-            if not param.requires_grad:
-                continue
-            hidden = param.ndim in (2, 3) and not any(fnmatch.fnmatchcase(fqn, pattern) for pattern in adamw)
-            (matrices if hidden else rest).append(param)
-        return matrices, rest
+        patterns = [(each,) if isinstance(each, str) else tuple(each) for each in (muon, adamw)]
+        return split_hidden(model, muon=patterns[0], adamw=patterns[1])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, and create their state."""

@@ -430,26 +430,6 @@ def test_mistakes_are_refused_with_the_cure(
     assert got in str(caught.value.got) and todo in (caught.value.todo or "")
 
 
-def test_split_params_knows_roles() -> None:
-    """Hidden matrices go to Muon; embeddings, heads, norms and biases to AdamW; frozen ones nowhere."""
-    model = torch.nn.ModuleDict(
-        {
-            "embed": torch.nn.Embedding(10, 4),
-            "layer": torch.nn.Linear(4, 4),
-            "frozen": torch.nn.Linear(4, 4).requires_grad_(False),
-            "lm_head": torch.nn.Linear(4, 10, bias=False),
-        }
-    )
-    matrices, rest = Muon.split_params(model)
-
-    assert [id(p) for p in matrices] == [id(model["layer"].weight)]
-    assert {id(p) for p in rest} == {
-        id(model["embed"].weight),
-        id(model["layer"].bias),
-        id(model["lm_head"].weight),
-    }
-
-
 def test_schedulers_and_closures_work() -> None:
     """A learning-rate scheduler changes the step, and a closure's loss is returned."""
     param = torch.nn.Parameter(torch.eye(3))
@@ -479,7 +459,7 @@ def model_run(sharded: bool) -> dict[str, torch.Tensor]:
     if sharded:
         fully_shard(model[1], granularity=Muon.granularity(whole=["weight"]))
         fully_shard(model, granularity=Muon.granularity())
-    matrices, rest = Muon.split_params(model, adamw=["0.*"])
+    matrices, rest = Muon.split_params(model)
     optimizer = Muon(matrices, lr=0.02, adamw_params=rest, adamw=ADAMW)
     for step in range(3):
         tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(step))
