@@ -18,7 +18,7 @@ The class tree (each class also inherits from the builtin exception that a calle
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as requested
 
 Warnings with a class of their own, for filters: `PaddingWarning`, `GatherWarning`, `BoundNamesWarning`,
-`UntriedVersionWarning`.
+`UntriedVersionWarning`, `UnshardedWarning`.
 
 After one sentence, a message has up to four parts: the expected value, the actual value, the place, and the remedy. The
 error classes take the parts as arguments, store them as attributes, and build the text. For warnings, `explain` builds
@@ -260,6 +260,10 @@ class BoundNamesWarning(UserWarning):
 
 class UntriedVersionWarning(UserWarning):
     """The installed version of a training stack is one that this package was not tested with."""
+
+
+class UnshardedWarning(UserWarning):
+    """A training stack was to shard a model by this package, and has sharded nothing."""
 
 
 def optimizer_text() -> str:

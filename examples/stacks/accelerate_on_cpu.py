@@ -1,4 +1,4 @@
-"""Let accelerate do FSDP on CPUs, for trying things out; with accelerators none of this is needed.
+"""Let accelerate run stock FSDP2 on CPUs, which the examples compare with. `as_fsdp2` and `VescalePlugin` do without.
 
 accelerate 1.15 sets FSDP up for a list of distributed types which CPUs (``MULTI_CPU``) are not in, without a reason in
 its code. It reads the type once; said to be of the list, all else works: device and backend have been chosen before.

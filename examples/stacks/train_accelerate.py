@@ -39,6 +39,7 @@ def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
         "activation_checkpointing": options.activation_checkpointing,
     }
     if options.runtime == "fsdp2":
+        allow_fsdp_on_cpu()
         return FullyShardedDataParallelPlugin(**flags)
     return VescalePlugin(**flags, granularity={"*mlp*": Rows(8)})
 
@@ -60,7 +61,6 @@ def train(
         options: what to run.
         prepared: called with the sharded model before the first step.
     """
-    allow_fsdp_on_cpu()
     accelerator = Accelerator(
         cpu=True,
         fsdp_plugin=plugin_of(options),

@@ -28,8 +28,11 @@ from vescale_fsdp.integrations import as_fsdp2
 
 
 def runtime(options: Options) -> AbstractContextManager[Any]:
-    """The user's one line, or nothing."""
-    return nullcontext() if options.runtime == "fsdp2" else as_fsdp2(granularity={"*mlp*": Rows(8)})
+    """The user's one line, or what stock FSDP2 needs on CPUs."""
+    if options.runtime == "fsdp2":
+        allow_fsdp_on_cpu()
+        return nullcontext()
+    return as_fsdp2(granularity={"*mlp*": Rows(8)})
 
 
 def arguments(options: Options, **more: Any) -> dict[str, Any]:
@@ -96,7 +99,6 @@ def train(
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     args = TrainingArguments(**arguments(options))
-    allow_fsdp_on_cpu()
     with runtime(options):
         trainer = _Trainer(
             tiny_llama(tied=options.tied), args, train_dataset=Sequences(GLOBAL_BATCH * options.steps)

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stacks.options import GLOBAL_BATCH, Options, parse_options, write_losses
 from examples.stacks.tiny_llm import CONFIG, Sequences, tiny_llama
 from examples.stacks.train_trainer import Watched, arguments, runtime
@@ -70,7 +69,6 @@ def train(
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     args = SFTConfig(**arguments(options, max_length=32, dataset_num_proc=None))
-    allow_fsdp_on_cpu()
     sequences = Sequences(GLOBAL_BATCH * options.steps)
     rows = Dataset.from_list(
         [{"input_ids": sequences[i]["input_ids"].tolist()} for i in range(len(sequences))]

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
-from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stacks.options import Options
 from examples.stacks.tiny_llm import CONFIG
 from examples.stacks.train_accelerate import train
@@ -156,7 +155,6 @@ def prepare_by_hand(chosen: str) -> dict[str, Any]:
 
 def prepare_with(plugin: type[FullyShardedDataParallelPlugin]) -> dict[str, Any]:
     """The same in a process with an installation."""
-    allow_fsdp_on_cpu()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(fsdp_version=2))
     alone, model = (
         _layers(),
@@ -205,7 +203,6 @@ def test_installed_before_accelerate_is_imported(tmp_path: Path) -> None:
 
 def _fsdp1_inside() -> tuple[str, set[type]]:
     """A stack that is set to FSDP1 while `as_fsdp2` stands."""
-    allow_fsdp_on_cpu()
     model = nn.Linear(4, 4)
     with as_fsdp2():
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer, TrainingArguments
 
-from examples.stacks.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stacks.options import Options
 from examples.stacks.tiny_llm import Sequences, tiny_llama
 from examples.stacks.train_trainer import arguments, train
@@ -66,7 +65,6 @@ def test_gradients_at_one_nth_are_seen(folder: Path, stock: History) -> None:
 def _generates(folder: Path) -> tuple[list[int], list[int]]:
     """What the sharded model of a Trainer writes, and the same model whole."""
     args = TrainingArguments(**arguments(Options(folder, steps=2, save_at=100)))
-    allow_fsdp_on_cpu()
     with as_fsdp2():
         trainer = Trainer(tiny_llama(), args, train_dataset=Sequences(24))
         trainer.train()

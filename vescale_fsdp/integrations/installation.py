@@ -22,16 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import ModuleType
 
-from vescale_fsdp.errors import BoundNamesWarning, explain
+from vescale_fsdp.errors import BoundNamesWarning, UnshardedWarning, explain
 from vescale_fsdp.integrations.replaced_names import AfterImport, StandIn, bound_names, replace, restore
-from vescale_fsdp.integrations.stand_ins import (
-    ACCELERATOR_MODULE,
-    ACTIVE,
-    STAND_INS,
-    PatternRule,
-    Settings,
-    preparation_of_accelerate,
-)
+from vescale_fsdp.integrations.stand_ins import ACTIVE, STAND_INS, PatternRule, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
@@ -45,7 +38,10 @@ class Installation:
         stand_ins: the functions that this installation replaces.
 
     Examples:
+        >>> import torch
+        >>> import torch.distributed.fsdp
         >>> installation = install(granularity="rows:32")
+        >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(64, 64))  # what a stack does inside
         >>> installation.uninstall()
     """
 
@@ -56,31 +52,50 @@ class Installation:
         ACTIVE.append(settings)
         _installed.append(self)
         self._later: AfterImport | None = None
-        if ACCELERATOR_MODULE not in sys.modules:  # nothing of ours is called before it reads addresses
-            self._later = AfterImport(ACCELERATOR_MODULE, self._prepare_accelerate)
+        if _ACCELERATOR_MODULE not in sys.modules:  # no function that is replaced is called before its import
+            self._later = AfterImport(_ACCELERATOR_MODULE, self._replace_in_accelerate)
 
-    def _prepare_accelerate(self) -> None:
-        """Replace accelerate's preparation, which was imported after this installation."""
+    def _replace_in_accelerate(self) -> None:
+        """Replace functions of accelerate, which was imported after this installation."""
         self._settings.checked.add("accelerate")
-        if check_version("accelerate"):
-            self._stand_ins += (preparation_of_accelerate(),)
-            replace(self._stand_ins[-1:])
+        added = _stand_ins_of_accelerate(check_version("accelerate"))
+        self._stand_ins += added
+        replace(added)
 
     def uninstall(self) -> None:
         """End this installation. The end of the last installation restores torch's names. A second call does nothing.
 
         Warns:
             UserWarning: if a pattern of its granularity matched no parameter of any ``fully_shard`` call.
+            UnshardedWarning: if no model was sharded, or met that this package has sharded.
         """
+        if self._end():
+            self._warn()
+
+    def _end(self) -> bool:
+        """End this installation without a warning, as after an error. Returns False if it has ended already."""
         try:
             _installed.remove(self)  # atomic: if two threads end this installation, only one thread continues
-        except ValueError:  # it has ended already
-            return
+        except ValueError:
+            return False
         # Before `restore`, so that a stand-in that another thread calls meanwhile calls torch's function.
         ACTIVE.remove(self._settings)
         if self._later is not None:
             self._later.end()
         restore(self._stand_ins)
+        return True
+
+    def _warn(self) -> None:
+        """Warn about what the user has asked for, and no stack has done."""
+        if not self._settings.settled.is_set():
+            text = explain(
+                "An installation of vescale_fsdp has ended, and nothing was sharded.",
+                expected="a call of torch.distributed.fsdp.fully_shard by the training stack",
+                got="none",
+                todo="let the stack choose FSDP2 (accelerate: fsdp_version=2; Trainer: fsdp=True, fsdp_config="
+                "{'version': 2}), start it with torchrun, and build its trainer inside as_fsdp2()",
+            )
+            warnings.warn(text, UnshardedWarning, stacklevel=_callers_level())
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}
         if unmatched:
@@ -97,6 +112,7 @@ class Installation:
 
 
 _installed: list[Installation] = []
+_ACCELERATOR_MODULE = "accelerate.accelerator"
 
 
 def install(
@@ -123,7 +139,10 @@ def install(
             warning is issued when the stack shards a model.
 
     Examples:
+        >>> import torch
+        >>> import torch.distributed.fsdp
         >>> installation = install(granularity="rows:32")
+        >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(64, 64))  # what a stack does inside
         >>> installation.uninstall()
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
@@ -156,6 +175,9 @@ def as_fsdp2(
 ) -> Iterator[Installation]:
     """Context manager: calls `install` at the start, and ends the installation at the end, also after an exception.
 
+    Warns:
+        UnshardedWarning: at the end, if nothing was sharded in the block.
+
     Examples:
         >>> import torch
         >>> import torch.distributed.fsdp
@@ -167,11 +189,19 @@ def as_fsdp2(
         >>> isinstance(model, FSDPModule)
         True
     """
-    installation = install(granularity=granularity, padding_policy=padding_policy)
+    with _ended(install(granularity=granularity, padding_policy=padding_policy)) as installation:
+        yield installation
+
+
+@contextmanager
+def _ended(installation: Installation) -> Iterator[Installation]:
+    """Context manager: end an installation, without warnings after an exception."""
     try:
         yield installation
-    finally:
-        installation.uninstall()
+    except BaseException:
+        installation._end()
+        raise
+    installation.uninstall()
 
 
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
@@ -181,8 +211,8 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
         stacks: imported stacks whose version was tested; other versions may not have these functions.
     """
     by_stack: dict[str, tuple[StandIn, ...]] = {}
-    if "accelerate" in stacks:
-        by_stack["accelerate"] = (preparation_of_accelerate(),)
+    if _ACCELERATOR_MODULE in sys.modules:
+        by_stack["accelerate"] = _stand_ins_of_accelerate("accelerate" in stacks)
     # transformers imports its modules lazily, so its loader may not be imported although transformers is.
     if "transformers" in stacks and "transformers.core_model_loading" in sys.modules:
         # Imported here, since these modules import transformers and peft.
@@ -198,6 +228,14 @@ def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
 
         by_stack["verl"] = VERL
     return by_stack
+
+
+def _stand_ins_of_accelerate(is_tested: bool) -> tuple[StandIn, ...]:
+    """Return the functions to replace in accelerate; only public ones in a version that was not tested."""
+    # Imported here, since the module imports accelerate.
+    from vescale_fsdp.integrations.accelerate_stand_ins import CHOICE, PREPARATION
+
+    return (PREPARATION, CHOICE) if is_tested else (PREPARATION,)
 
 
 def _callers_level() -> int:
@@ -232,8 +270,5 @@ def ours_within(
         and vars(module).get(stand_in.name) is stand_in.original
     )
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
-    installation = Installation(Settings(rule, padding_policy), [stand_in._replace(homes=homes)])
-    try:
+    with _ended(Installation(Settings(rule, padding_policy), [stand_in._replace(homes=homes)])):
         yield
-    finally:
-        installation.uninstall()

@@ -25,6 +25,7 @@ import difflib
 import fnmatch
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.checkpoint.formats.dcp import state_dict as our_state_dict
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, identified_by_address
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.integrations.replaced_names import StandIn
@@ -96,6 +97,8 @@ class Settings:
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
     checked: set[str] = field(default_factory=set)  # stacks whose version was checked, to warn only once
+    # Set once a sharded model was met, or a warning has said that none was.
+    settled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         check_rule(self.granularity)
@@ -103,6 +106,13 @@ class Settings:
 
 # Settings of the active installations, oldest first. Only the module `installation` changes this list.
 ACTIVE: list[Settings] = []
+
+
+def settle() -> None:
+    """Note in all active installations that they need no warning about unsharded models at their end."""
+    for settings in tuple(ACTIVE):  # a copy, since another thread may end an installation
+        settings.settled.set()
+
 
 # The module of transformers that shards a model for ``from_pretrained``, which then loads weights into the shards.
 _LOADER_MODULE = "transformers.distributed.fsdp"
@@ -126,6 +136,7 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
     # Without None: stacks pass None for a policy that the user has not chosen, which our function does not accept.
     chosen = {name: value for name, value in kwargs.items() if value is not None}
+    settle()
     return our_fully_shard(module, **{**added, **chosen})
 
 
@@ -146,6 +157,7 @@ def distribute_tensor(
     if is_placed and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
         # torch's function, too, returns a tensor itself if it already has these placements.
         return tensor  # type: ignore[return-value]
+    settle()
     return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
 
@@ -202,7 +214,7 @@ def _is_sharded(module: object) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _has_shards(model: nn.Module) -> bool:
+def has_shards(model: nn.Module) -> bool:
     """Return whether a model has sharded modules or ragged parameters."""
     # Modules are checked too, since between forward and backward they have unsharded parameters.
     return any(map(_is_sharded, model.modules())) or any(
@@ -222,30 +234,12 @@ def _choice(
     @functools.wraps(torchs)
     def call(*args: Any, **kwargs: Any) -> Any:
         subject = args[0] if args else kwargs.get(argument)
-        return (ours if subject is not None and is_ours(subject) else torchs)(*args, **kwargs)
+        if subject is None or not is_ours(subject):
+            return torchs(*args, **kwargs)
+        settle()
+        return ours(*args, **kwargs)
 
     return call
-
-
-ACCELERATOR_MODULE = "accelerate.accelerator"
-
-
-@functools.cache
-def preparation_of_accelerate() -> StandIn:
-    """Return what replaces accelerate's preparation of models and optimizers, in a process that has imported it.
-
-    accelerate (1.15) gives an optimizer the parameters of a model that is sharded already by their addresses.
-    """
-    from accelerate.accelerator import Accelerator
-
-    original = Accelerator._prepare_fsdp2
-
-    @functools.wraps(original)
-    def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        with identified_by_address():
-            return original(self, *args, **kwargs)
-
-    return StandIn(original, prepare, (f"{ACCELERATOR_MODULE}:Accelerator",))
 
 
 # The modules in which each name is replaced: torch's modules that export the name, but not those that only use it
@@ -281,7 +275,7 @@ STAND_INS = (
     StandIn(_torch_from_local, staticmethod(from_local), ("torch.distributed.tensor:DTensor",)),
     *(
         StandIn(
-            torchs, _choice(torchs, ours, "model", _has_shards), ("torch.distributed.checkpoint.state_dict",)
+            torchs, _choice(torchs, ours, "model", has_shards), ("torch.distributed.checkpoint.state_dict",)
         )
         for torchs, ours in (
             (torch_state_dict.set_model_state_dict, our_state_dict.set_model_state_dict),
