@@ -58,8 +58,9 @@ from vescale_fsdp.checkpoint.state.host_copies import (
     memory_of,
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
+from vescale_fsdp.errors import ArgumentError
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_id
@@ -257,11 +258,10 @@ class AsyncSaver:
         taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
         where, waits_s = type(path).__name__, EXIT_TIMEOUT_S  # until the arguments are known to be valid
-        is_timeout_valid = False
         try:
             check_exit_timeout(exit_timeout_s)
-            waits_s, is_timeout_valid = exit_timeout_s, True
-            where = path.where if isinstance(path, Storage) else str(path)
+            waits_s = exit_timeout_s
+            where = path_text(path)
             self.drain()  # the previous save still reads the staging buffer
             storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
             where = storage.where
@@ -307,9 +307,9 @@ class AsyncSaver:
 
         # Submitted after an error too: the other ranks wait in `agree` for this rank to report the error.
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=waits_s)
-        if error is not None and not (is_timeout_valid and isinstance(error, Exception)):
+        if isinstance(error, ArgumentError) or (error is not None and not isinstance(error, Exception)):
             self._last.is_read = True  # the exit must not report an error that is raised here
-            raise error  # Ctrl-C stops the trainer now, not only in `handle.wait()`
+            raise error  # a mistake in the call, or Ctrl-C, stops the trainer now, not only in `handle.wait()`
         return SaveHandle(self._last)
 
     def drain(self) -> None:
@@ -375,7 +375,8 @@ def async_save(
         error of a failed save.
 
     Raises:
-        ValueError: if ``exit_timeout_s`` is negative or not a number. The handles of the other ranks raise too.
+        ArgumentError: for an argument that is not accepted, such as a state in the place of the path. The handles of
+            the other ranks raise too.
 
     Examples:
         >>> import torch

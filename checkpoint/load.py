@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules, is_meta
 from vescale_fsdp.checkpoint.state.matching.result import Match, Strict, TensorRead
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_parent, open_storage
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.dtensor.half_loaded import mark_half_loaded, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -209,7 +209,7 @@ def load(
     """
     coordinator = coordinator_for(process_group)
     alike: dict[str, Json] = {"init": init is not None}  # functions of different ranks cannot be compared
-    with coordinator.together(f"opening {path}", _NOTHING_LOADED, alike, is_first=True):
+    with coordinator.together(f"opening {path_text(path)}", _NOTHING_LOADED, alike, is_first=True):
         # All arguments are checked inside the block, so that all ranks raise.
         check_choices(verify, read)
         patterns = None if include is None else _as_tuple(include)

@@ -67,7 +67,7 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, remove_leftovers
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.errors import ArgumentError
 
@@ -151,13 +151,13 @@ class CheckpointManager:
         self._coordinator = coordinator_for(process_group)
         alike: dict[str, Json] = {}
         # All arguments are checked inside the block, so that all ranks raise.
-        with self._coordinator.together(f"looking at {root}", "nothing was written", alike):
+        with self._coordinator.together(f"looking at {path_text(root)}", "nothing was written", alike):
             if export_every < 1:
                 raise ArgumentError(
                     f"export_every cannot be {export_every}.",
                     expected="at least 1",
                     got=export_every,
-                    where=str(root),
+                    where=path_text(root),
                 )
             check_choice(check_replicas)
             check_exit_timeout(exit_timeout_s)
@@ -272,7 +272,9 @@ class CheckpointManager:
         """Run `work` on rank 0; raise on all ranks if the step does not exist. A collective."""
         self._wait_together()  # the step may be the one that is still being saved
         doing = f"{doing} step {step} of {self._root.where}"
-        with self._coordinator.together(doing, "the step may be incomplete", alike={"step": step}):
+        alike: dict[str, Json] = {}
+        with self._coordinator.together(doing, "the step may be incomplete", alike):
+            alike["step"] = step = _step_number(step)
             if self._coordinator.rank == 0:
                 if step not in committed_steps(self._root, abandoned=True):
                     raise no_such_step(self._root, step)
@@ -320,7 +322,7 @@ class CheckpointManager:
     def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
         """Check the arguments, and decide with all ranks whether the step is saved. A collective."""
         try:
-            step = operator.index(step)  # refuses floats, accepts numpy's integers
+            step = _step_number(step)
             if step < 0:
                 raise ArgumentError(
                     "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
@@ -668,7 +670,15 @@ class CheckpointManager:
                     "patience_s is not a time.", expected=">= 0", got=patience_s, where=self._root.where
                 )
             patterns = (include,) if isinstance(include, str) else include
-            wanted = None if step is None else operator.index(step)  # refuses floats, as in `save`
+            if isinstance(state, (int, str, os.PathLike)):
+                raise ArgumentError(
+                    "A number or a path is no state to fill.",
+                    expected="a state, such as {'model': model, 'optimizer': optimizer}",
+                    got=repr(state),
+                    where=self._root.where,
+                    todo="manager.restore(state), or manager.restore(state, step=5)",
+                )
+            wanted = None if step is None else _step_number(step)
             # Added after their checks; ranks compare the arguments when the block ends.
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
             if self._ram is not None and self._coordinator.rank == 0:
@@ -714,3 +724,21 @@ class CheckpointManager:
                 later = {number: digest for number, digest in digests.items() if digest is not None}
         self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
         self._schedule.restored(step)
+
+
+def _step_number(step: object) -> int:
+    """Return the number of a step; integers of numpy and torch are accepted, floats are not.
+
+    Raises:
+        ArgumentError: for another value, such as a state that was passed in place of the number.
+    """
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ArgumentError(
+            "This is not the number of a step.",
+            expected="an integer",
+            got=repr(step) if isinstance(step, (str, float)) else f"a value of type {type(step).__name__}",
+            todo="pass the number first: manager.save(step, state), manager.should_save(step), manager.pin(step); to "
+            "restore, manager.restore(state, step=5)",
+        ) from error

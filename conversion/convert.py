@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.moves.carried_state import (
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits, Progress, no_progress
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.run_plan import Outcome, run_plan
-from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.source import Source, check_source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -138,6 +138,7 @@ def convert(
         announce: called once, before the first write, with the total number of tensor bytes.
 
     Raises:
+        ArgumentError: if ``source`` is not an opened checkpoint, such as a path.
         ConversionError: if the target is refused, the format cannot store the state, or the model class that
             config.json names does not load the resulting Hugging Face folder. No file has its final name then.
         CorruptCheckpointError: if the source is damaged.
@@ -150,6 +151,7 @@ def convert(
         >>> len(report.state.views), open_source("as_dcp").kind
         (1, 'dcp')
     """
+    check_source(source, "convert(open_source(path), target, kind)")
     options, target = options or ConvertOptions(), os.fspath(target)
     with gc_paused():  # scanning the objects of a large plan takes seconds
         _check_is_whole(source, kind, options)

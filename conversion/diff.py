@@ -13,7 +13,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import NAMES_OF_FILE
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.moves.carried_state import find_model, model_state, unwrapped_names
 from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
-from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.source import Source, check_source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
 from vescale_fsdp.checkpoint.moves.tensor_view import (
     SourceView,
@@ -89,6 +89,7 @@ def diff(
         progress: called with bytes read since the last call.
 
     Raises:
+        ArgumentError: if a side is not an opened checkpoint, such as a path.
         ConversionError: if neither side has a tensor, or no tensor has the prefix.
         CorruptCheckpointError: if a file is damaged.
 
@@ -101,6 +102,8 @@ def diff(
         >>> differences[0].text, compared
         ('1 of 4 values differ', 1)
     """
+    for side in (a, b):
+        check_source(side, "diff(open_source(path), open_source(other_path))")
     tolerance = _Tolerance(rtol, atol, ignore_dtype)
     left, right = matched_views(a, b, model_prefix)
     has_others = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]

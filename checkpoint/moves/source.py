@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTenso
 from vescale_fsdp.checkpoint.moves.verified_reads import StripedFile, VerifiedReads
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
 
 if TYPE_CHECKING:
@@ -51,6 +51,17 @@ class _Interval(NamedTuple):
     stop: int
     file: str
     offset: int
+
+
+def check_source(given: object, call: str) -> None:
+    """Raise ArgumentError if a value is not a `Source`, such as a path; ``call`` is the right call."""
+    if not isinstance(given, Source):
+        raise ArgumentError(
+            "This is not an opened checkpoint.",
+            expected="a Source, as open_source returns it",
+            got=repr(given) if isinstance(given, str) else f"a value of type {type(given).__name__}",
+            todo=call,
+        )
 
 
 @dataclass

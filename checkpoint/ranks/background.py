@@ -113,9 +113,10 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
     """Check an ``exit_timeout_s`` argument.
 
     Raises:
-        ValueError: for negative numbers and NaN.
+        ArgumentError: for negative numbers, NaN, and values that are no numbers.
     """
-    if not exit_timeout_s >= 0:  # not `< 0`, which is False for NaN
+    # Not `< 0`, which is False for NaN.
+    if not isinstance(exit_timeout_s, (int, float)) or not exit_timeout_s >= 0:
         raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
 
 

@@ -24,13 +24,34 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) 
     """
     if isinstance(path, Storage):
         return path
+    text = checked_path(path)
+    folder = _on_disk(text)
+    return _open_url(text) if folder is None else LocalStorage(folder, neighbors=neighbors)
+
+
+def checked_path(path: object) -> str:
+    """Return a path or URL as a text.
+
+    Raises:
+        ArgumentError: if ``path`` is not a path, or is empty.
+    """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str) or not text:
         raise ArgumentError(
-            "This is not a path.", expected="a folder or a URL, as str or os.PathLike", got=repr(path)
+            "This is not a path.",
+            expected="a folder or a URL, as str or os.PathLike",
+            got=repr(path) if isinstance(path, str) else path_text(path),
+            # torch.save and dcp.save take the state first.
+            todo="pass the path first: save(path, state), load(path, state), CheckpointManager(root)",
         )
-    folder = _on_disk(text)
-    return _open_url(text) if folder is None else LocalStorage(folder, neighbors=neighbors)
+    return text
+
+
+def path_text(path: object) -> str:
+    """Return a path or URL as a text for messages; for another object its type, since it may be a whole state."""
+    if isinstance(path, Storage):
+        return path.where
+    return str(path) if isinstance(path, (str, os.PathLike)) else f"a value of type {type(path).__name__}"
 
 
 def open_store(url: str) -> Storage:

@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
+from vescale_fsdp.checkpoint.storage.open import checked_path, open_parent, open_store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
@@ -112,7 +112,7 @@ def locate(
         step: as in `open_source`.
         may_be_run: False if ``url`` must be the checkpoint itself.
     """
-    url = os.fspath(url)
+    url = checked_path(url)
     # Without slashes at the end, the last part of the URL is a name. "/" itself stays.
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)

@@ -252,6 +252,13 @@ def plan_report(
         >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
         [(2, '3%'), (8, '58%')]
     """
+    if isinstance(shards, int):
+        raise LayoutError(
+            "Numbers of shards are a list.",
+            expected="a list, such as [8, 64]",
+            got=shards,
+            todo=f"pass [{shards}]",
+        )
     if not shards:
         raise LayoutError(
             "There is nothing to plan for.",

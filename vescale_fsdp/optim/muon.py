@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.piece_map import PieceMap, local_grad, local_part_of, local_tensor, pieces_of
-from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.errors import ArgumentError, LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
 from vescale_fsdp.lazy import set_module
@@ -122,6 +122,13 @@ class Muon(StructuredOptimizer):
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
         bucket_bytes: int = 8 << 20,  # 8 MiB
     ) -> None:
+        if isinstance(lr, (list, tuple)):
+            raise ArgumentError(
+                "The learning rate of Muon cannot be a list.",
+                expected="a number",
+                got=f"{len(lr)} values",
+                todo="Muon(matrices, lr=0.02, adamw_params=others): other parameters are named",
+            )
         # Momentum must be in [0, 1), like a beta. float, since a learning rate may be a tensor.
         check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
         if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:  # 100, as in torch.optim.Muon

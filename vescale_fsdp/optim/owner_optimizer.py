@@ -36,7 +36,7 @@ from vescale_fsdp.optim.owner_trial import (
     leaves_of,
     state_after_a_step,
 )
-from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, as_groups
+from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, as_groups, check_class
 
 _STEPPED = "stepped"  # name of our own state: 1 from the owner's first step on
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # dtypes that store numbers exactly
@@ -57,6 +57,7 @@ class OwnerOptimizer(StructuredOptimizer):
         options: the other arguments of ``kind``, for all groups.
 
     Raises:
+        ArgumentError: if the first argument is not a class, as when the parameters come first.
         LayoutError: if a parameter is cut over several ranks.
         UnsupportedOpError: if the state of the class has values other than tensors and numbers; if its step needs more
             than parameters and dense gradients (a closure, gradients with a graph), communicates, or depends on all
@@ -75,6 +76,7 @@ class OwnerOptimizer(StructuredOptimizer):
     pickled: ClassVar[tuple[str, ...]] = ("_adamw", "_kind", "_options")
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
+        check_class("OwnerOptimizer", kind, params)
         self._kind, self._options = kind, options
         self._inner: torch.optim.Optimizer | None = None  # made at the first step
         self._plain: dict[torch.Tensor, nn.Parameter] = {}  # the owned parameters of `_inner`

@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
-from vescale_fsdp.errors import CheckpointError, LayoutError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, LayoutError
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
@@ -355,12 +355,45 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def check_class(wrapper: str, kind: object, params: object) -> None:
+    """Check the first arguments of an optimizer that wraps another one: the class, then the parameters.
+
+    Args:
+        wrapper: name of the optimizer that wraps.
+
+    Raises:
+        ArgumentError: if ``kind`` is not a class, such as parameters or an optimizer that was made already.
+    """
+    if isinstance(kind, type):
+        return
+    meant = "torch.optim.AdamW"  # an example
+    if isinstance(params, type):
+        meant = params.__qualname__
+    elif isinstance(kind, torch.optim.Optimizer):
+        meant = type(kind).__qualname__
+    raise ArgumentError(
+        f"{wrapper} takes an optimizer class first, and then the parameters.",
+        expected="a class",
+        got=f"a value of type {type(kind).__name__}",
+        where=wrapper,
+        todo=f"{wrapper}({meant}, model.parameters(), ...)",
+    )
+
+
 def as_groups(params: Any) -> list[dict[str, Any]]:
     """Convert the ``params`` argument of an optimizer to param groups; empty if it has no parameters.
 
     Raises:
         LayoutError: if ``params`` is one tensor instead of an iterable.
+        ArgumentError: if it is a module, or contains lists, as the result of `Muon.split_params` does.
     """
+    if isinstance(params, torch.nn.Module):
+        raise ArgumentError(
+            "An optimizer takes parameters, not a model.",
+            expected="an iterable of parameters or param groups",
+            got=type(params).__name__,
+            todo="pass model.parameters()",
+        )
     if isinstance(params, torch.Tensor):
         raise LayoutError(
             "An optimizer takes an iterable of parameters.",
@@ -369,6 +402,13 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             todo="pass [param]",
         )
     items = list(params)
+    if any(isinstance(item, list) for item in items):
+        raise ArgumentError(
+            "An optimizer takes one list of parameters.",
+            expected="an iterable of parameters or param groups",
+            got=f"{len(items)} lists",
+            todo="matrices, others = Muon.split_params(model); Muon(matrices, adamw_params=others)",
+        )
     if items and isinstance(items[0], dict):
         return [dict(group) for group in items]  # copies, since torch adds defaults to the dicts
     # No group without parameters: all parameters may be in adamw_params. With no group at all, torch raises an error.

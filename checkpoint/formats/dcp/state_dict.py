@@ -36,7 +36,7 @@ from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.collectives.process_groups import device_for_messages
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 from vescale_fsdp.torch_private import fqn_of, local_of, spec_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -57,12 +57,21 @@ def set_model_state_dict(
         >>> model.weight.sum().item()
         6.0
     """
+    _check_model(model, "set_model_state_dict(model, model_state_dict)")
     plain, full = _split_options(options)
     if full is not None:
         template = get_model_state_dict(model)
         model_state_dict = _cut(template, model_state_dict, full.broadcast_from_rank0)
         _materialize(model, template, model_state_dict)
     return _torch_set_model(model, model_state_dict, options=plain)
+
+
+def _check_model(model: object, call: str) -> None:
+    """Raise ArgumentError for a state in the place of the model."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            "The model comes first.", expected="an nn.Module", got=type(model).__name__, todo=f"call {call}"
+        )
 
 
 def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, Any]) -> None:
@@ -100,6 +109,7 @@ def set_optimizer_state_dict(
         >>> saved = get_optimizer_state_dict(model, optimizer)
         >>> set_optimizer_state_dict(model, optimizer, saved)
     """
+    _check_model(model, "set_optimizer_state_dict(model, optimizers, optim_state_dict)")
     optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     plain, full = _split_options(options)
     if full is not None:
