@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,7 +26,8 @@ from vescale_fsdp.views.index_maps import Permute, Reshape
 
 SCHEMES = ("fp8-128x128", "mxfp4")
 _KEEP = "keep"
-# Weights of embeddings, routers, norms and heads, which published models of these schemes keep as floats.
+# Weights of embeddings, routers, norms and heads, which published models of these schemes keep as floats. Files do not
+# say which modules own their weights, so names and the vocabulary's size decide.
 _NOT_LINEAR = re.compile(
     r"(^|\.)(\w*embed\w*|wte|wpe|\w*head|output|score|classifier|\w*norm\w*|ln_\w+|\w*router|\w*gate)\.weight"
 )
@@ -77,8 +78,12 @@ class QuantizeRules:
         quantized = {pattern: scheme != _KEEP for pattern, scheme in patterns.items()}
         return cls(str(schemes.pop()), default is not None, quantized)
 
-    def includes(self, info: TensorInfo) -> bool:
+    def includes(self, info: TensorInfo, vocab_sizes: Collection[int] = ()) -> bool:
         """Return whether a tensor is to be quantized.
+
+        Args:
+            info: the tensor.
+            vocab_sizes: by default, matrices with this number of rows are embeddings or heads, whatever their names.
 
         Raises:
             ConversionError: if a pattern selects a matrix that cannot be quantized.
@@ -100,7 +105,7 @@ class QuantizeRules:
             is_usual = _EXPERTS.fullmatch(info.name) is not None
         else:
             is_linear = info.name.endswith(".weight") and _NOT_LINEAR.search(info.name) is None
-            is_usual = len(shape) == 2 and is_linear
+            is_usual = len(shape) == 2 and is_linear and shape[0] not in vocab_sizes
         return self.has_default and fits and is_usual
 
 
@@ -130,7 +135,8 @@ def newly_quantized(
             raise _bad(
                 "patterns that match a tensor", pattern, "list the names with: vescale-convert inspect SRC"
             )
-    chosen = {name: None for name, info in infos.items() if rules.includes(info)}
+    vocab_sizes = set(_vocab_sizes(config))
+    chosen = {name: None for name, info in infos.items() if rules.includes(info, vocab_sizes)}
     if not chosen:
         raise _bad(_WANTED[rules.scheme], f"none among {some(infos)}", "name them: --quantize PATTERN=SCHEME")
     replacements: dict[str, tuple[TensorView, str]] = {}
@@ -154,6 +160,15 @@ def newly_quantized(
             "weight_block_size": [128, 128],
         }
     return state.with_replaced(replacements, chosen.keys()), {**settings, "modules_to_not_convert": kept}
+
+
+def _vocab_sizes(config: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the sizes of the vocabularies that a config.json and its parts name."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _vocab_sizes(value)
+        elif key == "vocab_size" and isinstance(value, int):
+            yield value
 
 
 def _codes_and_scales(

@@ -81,6 +81,25 @@ def test_fp8_as_transformers_makes_it(tmp_path: Path) -> None:
     assert FineGrainedFP8Config(**config["quantization_config"]).weight_block_size == [128, 128]
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_a_vocabulary_of_any_name_stays(part: bool, tmp_path: Path) -> None:
+    """T5's ``shared``, and heads: told by the rows that config.json gives, also in the settings of a part."""
+    tensors = {
+        "shared.weight": _weights(384, 128),
+        "k.weight": _weights(128, 128),
+        "out.weight": _weights(384, 128),
+    }
+    source = _folder(tmp_path / "hf", tensors)
+    sizes = {"vocab_size": 384}
+    (source / "config.json").write_text(json.dumps({"text_config": sizes} if part else sizes))
+    found, config = _convert(source, quantize=["fp8-128x128"])
+
+    assert {name for name, tensor in found.items() if tensor.dtype == FP8} == {"k.weight"}
+    assert config["quantization_config"]["modules_to_not_convert"] == ["out", "shared"]
+    chosen, _ = _convert(source, quantize=["shared.weight=fp8-128x128"])
+    assert {name for name, tensor in chosen.items() if tensor.dtype == FP8} == {"shared.weight"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_fp8_to_floats_as_transformers_does(tmp_path: Path, dtype: torch.dtype) -> None:
     """Blocks, rows, one scale, stacked experts, exponents for scales; and every code there is."""
