@@ -266,20 +266,19 @@ class UnshardedWarning(UserWarning):
     """A training stack was to shard a model by this package, and has sharded nothing."""
 
 
-def optimizer_text() -> str:
-    """Return the optimizer whose step is running, for an error message; "" if none is."""
-    # The stack says it exactly. A name that a hook had stored would stay after a step that failed.
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        kind = type(frame.f_locals.get("self"))
-        # By name, because this module does not import torch.
-        if any(
-            (base.__module__, base.__name__) == ("torch.optim.optimizer", "Optimizer")
-            for base in kind.__mro__
-        ):
-            return f", in a step of {kind.__module__}.{kind.__qualname__}"
-        frame = frame.f_back
-    return ""
+# Packages whose lines a user cannot change, by the first part of a module's name.
+_INSIDE = ("vescale_fsdp", "torch", "contextlib")
+
+
+def callers_level() -> int:
+    """Return the ``stacklevel`` with which the calling function's warnings name the line of the user's code.
+
+    This is the nearest line outside of this package, torch and `contextlib`. No result depends on it.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def explain(

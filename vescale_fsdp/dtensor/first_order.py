@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.errors import UnsupportedOpError, optimizer_text
+from vescale_fsdp.errors import UnsupportedOpError
 
 
 def first_order(source: torch.Tensor, make: Callable[[], torch.Tensor], where: str) -> torch.Tensor:
     """Return a gradient whose graph leads to ``source`` and whose backward is refused.
 
-    Without a graph autograd's error would speak of "element 0 of tensors", and name neither parameter nor optimizer.
+    Without a graph autograd's error would speak of "element 0 of tensors", and name no parameter.
     A class that asks whether its gradients have a graph would step otherwise than on one process, without a word.
 
     Args:
@@ -38,7 +38,7 @@ class _FirstOrder(torch.autograd.Function):
             "The gradient of a sharded parameter cannot be differentiated.",
             expected="derivatives of first order: ranks reduce gradients without a graph, as under FSDP2",
             got="a backward through a gradient that create_graph=True has made",
-            where=f"gradient of {ctx.where}{optimizer_text()}",
+            where=f"gradient of {ctx.where}",
             todo="use an optimizer of first derivatives. A product of the Hessian and a vector is also the difference "
             "of two gradients: at p + eps * vector and at p, divided by eps",
         )

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import ModuleType
 
-from vescale_fsdp.errors import BoundNamesWarning, UnshardedWarning, explain
+from vescale_fsdp.errors import BoundNamesWarning, UnshardedWarning, callers_level, explain
 from vescale_fsdp.integrations.replaced_names import AfterImport, StandIn, bound_names, replace, restore
 from vescale_fsdp.integrations.stand_ins import ACTIVE, STAND_INS, PatternRule, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
@@ -95,7 +95,7 @@ class Installation:
                 todo="let the stack choose FSDP2 (accelerate: fsdp_version=2; Trainer: fsdp=True, fsdp_config="
                 "{'version': 2}), start it with torchrun, and build its trainer inside as_fsdp2()",
             )
-            warnings.warn(text, UnshardedWarning, stacklevel=_callers_level())
+            warnings.warn(text, UnshardedWarning, stacklevel=callers_level())
         rule = self._settings.granularity
         unmatched = rule.unmatched() if isinstance(rule, PatternRule) else {}
         if unmatched:
@@ -108,7 +108,7 @@ class Installation:
                 ),
                 todo="begin the pattern with *",
             )
-            warnings.warn(text, stacklevel=_callers_level())
+            warnings.warn(text, stacklevel=callers_level())
 
 
 _installed: list[Installation] = []
@@ -147,12 +147,7 @@ def install(
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
     imported = {package for package in TRIED if package in sys.modules}
-    level = _callers_level() + 1  # as seen from `check_version`
-    tested = set()
-    for package in imported:  # not a comprehension, which is a frame of its own before Python 3.12
-        if check_version(package, level):
-            tested.add(package)
-    by_stack = _stand_ins_of(tested)
+    by_stack = _stand_ins_of({package for package in imported if check_version(package)})
     padding = padding_policy if padding_policy is not None else PaddingPolicy()
     settings = Settings(rule, padding, imported)
     stand_ins = (*STAND_INS, *(stand_in for each in by_stack.values() for stand_in in each))
@@ -165,7 +160,7 @@ def install(
             todo="call install() before those modules are imported, or import the names inside their functions. If a "
             "module never calls these functions on your model, ignore this warning",
         )
-        warnings.warn(text, BoundNamesWarning, stacklevel=_callers_level())
+        warnings.warn(text, BoundNamesWarning, stacklevel=callers_level())
     return Installation(settings, stand_ins)
 
 
@@ -236,15 +231,6 @@ def _stand_ins_of_accelerate(is_tested: bool) -> tuple[StandIn, ...]:
     from vescale_fsdp.integrations.accelerate_stand_ins import CHOICE, PREPARATION
 
     return (PREPARATION, CHOICE) if is_tested else (PREPARATION,)
-
-
-def _callers_level() -> int:
-    """Return the ``stacklevel`` at which a warning names the code that called this module, directly or by ``with``."""
-    level, frame = 1, sys._getframe(1)
-    own = (__file__, contextmanager.__code__.co_filename)
-    while frame.f_back is not None and frame.f_code.co_filename in own:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
-from vescale_fsdp.errors import UntriedVersionWarning, explain
+from vescale_fsdp.errors import UntriedVersionWarning, callers_level, explain
 
 # For each package, the versions with which `make test-stacks` passed. README, docs/stacks.md, docs/compatibility.json
 # and pyproject's extras list the same versions (checked by tests/vescale_fsdp/integrations/test_tried_versions.py).
@@ -31,12 +31,11 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 TRIED_MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType({"sglang": ("0.5.23",), "vllm": ("0.33.0",)})
 
 
-def check_version(package: str, stacklevel: int = 3) -> bool:
+def check_version(package: str) -> bool:
     """Return whether the installed version of a stack was tested. If not, issue an `UntriedVersionWarning`.
 
     Args:
         package: name of the stack.
-        stacklevel: of the warning, as seen from this function; by default, the code that called the caller.
     """
     try:
         installed = version(package)
@@ -53,6 +52,6 @@ def check_version(package: str, stacklevel: int = 3) -> bool:
             todo="compare a few losses with stock FSDP2, or install a version that docs/compatibility.md lists",
         ),
         UntriedVersionWarning,
-        stacklevel=stacklevel,
+        stacklevel=callers_level(),
     )
     return False

@@ -11,7 +11,6 @@ planning again. They are never applied automatically, because each of them chang
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError, PaddingWarning, some
+from vescale_fsdp.errors import LayoutError, PaddingWarning, callers_level, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -116,15 +115,11 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
 def _warn_once(layout: GroupLayout, policy: PaddingPolicy) -> None:
     """Warn about a layout's padding. Cached, so that equal layers of a model warn once."""
     remedies = remedy_texts(find_remedies(layout, policy.warn_above, policy.scatter), layout)
-    # The warning names the line of the user's code that called this package, not a line of the package.
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals["__name__"].startswith("vescale_fsdp."):
-        frame, level = frame.f_back, level + 1
     warnings.warn(
         f"padding is {_numbers(layout)}. Remedies: {'; '.join(remedies)}. "
         f"PaddingPolicy(warn_above=...) changes this limit.",
         PaddingWarning,
-        stacklevel=level,
+        stacklevel=callers_level(),
     )
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError, optimizer_text
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
@@ -148,16 +148,13 @@ class RaggedShard(Placement):
 
     # What torch's ``redistribute`` calls to make shards of a stock DTensor (torch 2.11-2.15).
     def _replicate_to_shard(self, *args: Any, **kwargs: Any) -> NoReturn:
-        optimizer = optimizer_text()
-        way_out = "vescale_fsdp.dtensor.redistribute does"
         raise UnsupportedOpError(
             "torch's redistribute cannot make ragged pieces.",
             expected="placements of torch",
             got=str(self),
-            where=f"DTensor.redistribute{optimizer}",
-            todo=f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {way_out}"
-            if optimizer
-            else way_out,
+            where="DTensor.redistribute",
+            todo="vescale_fsdp.dtensor.redistribute does. In an optimizer of torch: step whole matrices with "
+            f"{OWNER_OPTIMIZER}",
         )
 
     _reduce_shard_value = _replicate_to_shard

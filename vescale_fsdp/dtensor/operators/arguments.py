@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, spec_with
-from vescale_fsdp.errors import UnsupportedOpError, optimizer_text
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import OWNER_OPTIMIZER
 from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import DTensorSpec, local_of, piece_in
@@ -27,6 +27,9 @@ OUTSIDE_FORWARD = (
     "module.unshard() before it"
 )
 
+
+# The remedy if an optimizer has called an operator that is refused.
+IN_OPTIMIZER = f"In an optimizer's step, step whole matrices: {OWNER_OPTIMIZER}"
 
 # What errors about ``out=`` tensors expected.
 SAME_SHAPE = "an out= tensor of the result's shape"
@@ -43,19 +46,16 @@ def refuse(
     where = "a ragged tensor"
     if tensor is not None:
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
-    where += (optimizer := optimizer_text())
     if todo is None:
         todo = (
             f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
         )
-    if optimizer:
-        todo = f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {todo}"
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
         expected=expected,
         got=str(func),
         where=where,
-        todo=todo,
+        todo=f"{todo}. {IN_OPTIMIZER}",
     )
 
 
@@ -140,7 +140,7 @@ def refuse_written(func: torch._ops.OpOverload, like: RaggedDTensor | None, name
         func,
         like,
         f"it writes to {name!r}, which is not ragged",
-        todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: its moments are full tensors; shard them with "
+        todo=f"{OUTSIDE_FORWARD}. If the moments of an optimizer are full tensors: shard them with "
         "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
         "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
         "gather first with .full_tensor()",

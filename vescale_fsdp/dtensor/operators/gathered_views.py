@@ -10,7 +10,6 @@ cost, all ranks meet first (see `dtensor.meeting`), and ``set_implicit_gathers(F
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,11 +18,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.operators import combining
-from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, refuse, written_names
+from vescale_fsdp.dtensor.operators.arguments import IN_OPTIMIZER, OUTSIDE_FORWARD, refuse, written_names
 from vescale_fsdp.dtensor.operators.replicated_results import as_result
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import GatherWarning, UnsupportedOpError, explain, format_bytes, optimizer_text
-from vescale_fsdp.layout.placement import OWNER_OPTIMIZER
+from vescale_fsdp.errors import GatherWarning, UnsupportedOpError, callers_level, explain, format_bytes
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, dispatch_to_subclass, local_of, pytree
 
@@ -93,20 +91,9 @@ def _announce(func: torch._ops.OpOverload, tensors: Sequence[DTensor], like: Rag
             "set_implicit_gathers(False) makes such operators raise",
         ),
         GatherWarning,
-        stacklevel=_frames_to_caller(),
+        stacklevel=callers_level(),
     )
     _warned.add(func)  # after the warning, which a filter may turn into an error
-
-
-def _frames_to_caller() -> int:
-    """Return the `stacklevel` of the nearest caller outside of torch and this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in ("torch", "vescale_fsdp"):
-            break
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 # -- views ----------------------------------------------------------------------------------------------
@@ -182,14 +169,12 @@ def _check_not_written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
 
 
 def _refuse(func: torch._ops.OpOverload, view: GatheredView, why: str, todo: str) -> NoReturn:
-    if optimizer := optimizer_text():
-        todo = f"step whole matrices: {OWNER_OPTIMIZER}. In an optimizer of your own: {todo}"
     raise UnsupportedOpError(
         f"{func} cannot be computed on a view of a sharded tensor: {why}.",
         expected=READING,
         got=str(func),
-        where=f"view of shape {tuple(view.shape)} of a {view.source}{optimizer}",
-        todo=todo,
+        where=f"view of shape {tuple(view.shape)} of a {view.source}",
+        todo=f"{todo}. {IN_OPTIMIZER}",
     )
 
 
