@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -487,6 +487,27 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
     loader = type(module)._load_from_state_dict
     hooks = len(module._load_state_dict_pre_hooks)
     return hooks <= num_own_hooks and loader is torch.nn.Module._load_from_state_dict
+
+
+class NotForTorchSave(torch.storage.TypedStorage):
+    """A part of a pickle that ``torch.save`` refuses; every other pickler stores it, and restores it as None.
+
+    torch.save stores storages apart from the pickle, so it asks each for its memory. Here this raises the error that
+    ``refusal`` returns (torch 2.11-2.15).
+    """
+
+    def __new__(cls, refusal: Callable[[], Exception]) -> NotForTorchSave:
+        return object.__new__(cls)
+
+    def __init__(self, refusal: Callable[[], Exception]) -> None:
+        self._refusal = refusal
+
+    @property
+    def _untyped_storage(self) -> NoReturn:
+        raise self._refusal()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def operator_names() -> list[str]:

@@ -51,6 +51,7 @@ from vescale_fsdp.layout.placement import OWNER_OPTIMIZER, RaggedShard
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import (
     DTensorSpec,
+    NotForTorchSave,
     dispatch_to_subclass,
     grad_dtype_of,
     local_of,
@@ -348,11 +349,9 @@ class RaggedDTensor(DTensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The protocol identifies the caller: only torch.save uses this one, while pickle, multiprocessing and DCP's
-        # process writer use a later one.
         is_parameter = isinstance(self, torch.nn.Parameter)
         local = piece_in(self).detach()  # without the attribute `_AS_GIVEN`
-        if protocol == torch.serialization.DEFAULT_PROTOCOL and _pieces_in_torch_save:
+        if _pieces_in_torch_save:
             boxes = tuple((box.offsets, box.sizes) for box in self.boxes)
             return _rebuild_piece, (
                 local,
@@ -362,16 +361,19 @@ class RaggedDTensor(DTensor):
                 self.requires_grad,
                 is_parameter,
             )
-        if protocol == torch.serialization.DEFAULT_PROTOCOL:
-            raise UnsupportedOpError(
-                "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
-                expected="a checkpoint of the global tensor",
-                got="torch.save (pickle protocol 2), which would store this rank's piece only",
-                where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
-                todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
-                "or torch.save(tensor.full_tensor()) on one rank",
-            )
-        return _rebuild, (local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+        # pickle, multiprocessing and DCP's process writer store the piece; torch.save raises, whatever its protocol.
+        guard = NotForTorchSave(self._torch_save_refusal)
+        return _rebuild, (local, self._spec, self.layout_ref, self.requires_grad, is_parameter, guard)
+
+    def _torch_save_refusal(self) -> UnsupportedOpError:
+        return UnsupportedOpError(
+            "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
+            expected="a checkpoint of the global tensor",
+            got="torch.save, which would store this rank's piece only",
+            where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
+            todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
+            "or torch.save(tensor.full_tensor()) on one rank",
+        )
 
     def share_memory_(self) -> NoReturn:
         """Raise: torch's method would crash the process, because this tensor has no storage of its own."""
@@ -473,6 +475,7 @@ def _rebuild(
     layout_ref: tuple[GroupLayout, str] | None,
     requires_grad: bool,
     is_parameter: bool,
+    guard: object = None,
 ) -> torch.Tensor:
     """Return an unpickled or copied tensor. Pickles contain this function's name."""
     tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)

@@ -157,7 +157,8 @@ def copies() -> None:
     assert torch.equal(twin.grad.full_tensor(), plain((6, 4))) and twin.tag == ["a user's"]  # type: ignore[union-attr,attr-defined]
     assert twin.grad is not sliced.grad and twin.tag is not sliced.tag  # type: ignore[attr-defined]
     for original in (tensor, parameter, within_tensor, sliced):
-        for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        pickled = (pickle.loads(pickle.dumps(original, protocol)) for protocol in (2, 5))
+        for twin in (copy.deepcopy(original), *pickled):
             assert isinstance(twin, torch.nn.Parameter) is isinstance(original, torch.nn.Parameter)
             assert isinstance(twin, RaggedDTensor) and twin.placements == tensor.placements
             assert twin.requires_grad == original.requires_grad and twin.layout_ref == tensor.layout_ref
@@ -181,9 +182,11 @@ def torch_saves() -> list[str]:
     tensor = distribute_tensor(plain((6, 4)), cpu_mesh(), [RaggedShard((0,), (1, 2))])
     texts = []
     for thing in (tensor, {"model": {"w": torch.nn.Parameter(tensor)}}):
-        with pytest.raises(UnsupportedOpError) as caught:
-            torch.save(thing, io.BytesIO())
-        texts.append(str(caught.value))
+        for how in ({}, {"pickle_protocol": 5}, {"_use_new_zipfile_serialization": False}):
+            with pytest.raises(UnsupportedOpError) as caught:
+                torch.save(thing, io.BytesIO(), **how)
+            texts.append(str(caught.value))
+    assert torch.equal(copy.copy(tensor).to_local(), tensor.to_local())
     buffer = io.BytesIO()
     torch.save(tensor.full_tensor(), buffer)
     buffer.seek(0)
