@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
-from types import ModuleType
+from itertools import count
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -43,6 +44,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 
 # torch 2.11-2.15: maps names of parameters to their names in state dicts, without the parts that torch's wrappers add.
 from torch.distributed.checkpoint.state_dict import _get_fqns
+
+# torch 2.11-2.15: the function that runs each ``dcp.save``; `storage_writer_in_use` recognizes it on the stack.
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -88,7 +92,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 # torch 2.11-2.13: recognizes tensor subclasses whose values are in inner tensors, and which have no storage.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
-from vescale_fsdp.errors import MisuseError, UnsupportedOpError
+from vescale_fsdp.errors import UnsupportedOpError
 
 # torch 2.11-2.13: torch stores FSDP2's state of a module under this key, the function without its decorator.
 _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
@@ -198,39 +202,14 @@ def _call_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: 
     return result
 
 
-# Modules of torch's data parallelisms -> the names that users know.
-_TAKERS = {
-    "torch.distributed.fsdp._fully_shard._fsdp_init": "torch.distributed.fsdp.fully_shard (FSDP2)",
-    "torch.distributed.fsdp._fully_shard._fsdp_param": "torch.distributed.fsdp.fully_shard (FSDP2)",
-    "torch.distributed.fsdp._flat_param": "torch.distributed.fsdp.FullyShardedDataParallel (FSDP1)",
-    "torch.nn.parallel.distributed": "torch.nn.parallel.DistributedDataParallel",
-}
-
-
-# `refuse_takers` and `refuse_set_state_dict` read their callers' frames, because torch's functions would corrupt or
-# hang a job, and nothing else distinguishes their calls. They raise or do nothing: no answer depends on the caller.
-def refuse_takers(what: str) -> None:
-    """Raise if one of torch's data parallelisms is wrapping a module or parameter of this package (torch 2.11-2.13).
-
-    torch's wrappers call methods of modules and parameters before they change anything; these methods of this package
-    call this function. Without it, a wrapper would raise an unclear error about mesh axes or operators, or none.
-
-    Raises:
-        MisuseError: names the wrapper, and ``what`` it would have wrapped.
-    """
-    # The caller's caller, and one frame more, because FSDP1 calls through a helper.
-    frame = sys._getframe(2)
-    names = [part.f_globals.get("__name__") for part in (frame, frame.f_back) if part is not None]
-    taker = next((_TAKERS[name] for name in names if name in _TAKERS), None)
-    if taker is not None:
-        raise MisuseError(
-            f"{taker} cannot wrap modules and parameters that vescale_fsdp has sharded.",
-            expected="vescale_fsdp.fully_shard alone: it reduces gradients over all ranks of its mesh",
-            got=what,
-            where=taker,
-            todo="remove the wrapper, import fully_shard from vescale_fsdp wherever the model is sharded, and build "
-            "the model again; for replicas, add a mesh axis: init_device_mesh(device, (replicas, shards))",
-        )
+def taken_by_ddp(
+    ddp: torch.nn.parallel.DistributedDataParallel, module: torch.nn.Module
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield name and parameter of what a DistributedDataParallel takes of its module (torch 2.11-2.15)."""
+    delayed = set(map(id, ddp._delay_all_reduce_params))
+    for name, param in module.named_parameters():
+        if name not in ddp.parameters_to_ignore or id(param) in delayed:
+            yield name, param
 
 
 def autograd_engine_callback(callback: Callable[[], None]) -> None:
@@ -448,6 +427,33 @@ def fqn_of(model: torch.nn.Module, name: str) -> str:
     return next(iter(_get_fqns(model, name)))  # a set of one name: only FSDP1's flat parameters have several
 
 
+def frame_of(function: Callable[..., Any], most: int | None = None) -> FrameType | None:
+    """Return the nearest frame that runs a function of torch, above the function that calls this one; None if none.
+
+    The only look at callers in this package, besides `errors.callers_level`. It serves two checks that nothing else
+    can make, `storage_writer_in_use` and `refuse_set_state_dict`. Both raise or do nothing.
+
+    Args:
+        most: number of frames to look at; None: all.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in count() if most is None else range(most):
+        if frame is None or frame.f_code is function.__code__:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def storage_writer_in_use() -> object | None:
+    """Return the storage writer of the ``dcp.save`` that this thread runs; None if it runs none (torch 2.11-2.15).
+
+    DCP passes only a name and a tensor to the hook that plans a tensor, and the plan has torch's classes only. So
+    before a file is written, nothing else leads to the writer.
+    """
+    frame = frame_of(_save_state_dict)
+    return None if frame is None else frame.f_locals["storage_writer"]
+
+
 def refuse_set_state_dict(what: str) -> None:
     """Raise if the caller's caller shards full tensors for torch's ``set_*_state_dict`` (torch 2.11-2.15).
 
@@ -456,8 +462,7 @@ def refuse_set_state_dict(what: str) -> None:
     Raises:
         UnsupportedOpError: names the functions to call instead.
     """
-    # Frame 2 is the caller's caller. A frame has the code of its function, but not the function itself.
-    if sys._getframe(2).f_code is _distribute_tensors.__code__:
+    if frame_of(_distribute_tensors, most=2) is not None:
         raise UnsupportedOpError(
             "torch's set_*_state_dict cannot shard full tensors for ragged parameters.",
             expected="the function of the same name in vescale_fsdp.checkpoint.state_dict",
@@ -502,8 +507,8 @@ class NotForTorchSave(torch.storage.TypedStorage):
     def __init__(self, refusal: Callable[[], Exception]) -> None:
         self._refusal = refusal
 
-    @property
-    def _untyped_storage(self) -> NoReturn:
+    @property  # type: ignore[override]
+    def _untyped_storage(self) -> NoReturn:  # type: ignore[override]
         raise self._refusal()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[None], tuple[()]]:

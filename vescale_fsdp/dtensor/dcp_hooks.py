@@ -16,7 +16,6 @@ ragged tensors do not need these attributes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +23,12 @@ import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.spec import inner_box, is_ragged_spec, ragged_axis
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
-from vescale_fsdp.torch_private import DTensorSpec
+from vescale_fsdp.torch_private import DTensorSpec, storage_writer_in_use
 
 
 def chunk_of_box(box: Box) -> ChunkStorageMetadata:
@@ -50,7 +48,7 @@ def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTens
     Raises:
         CheckpointError: if the storage writer of the current ``dcp.save`` would lose some of the boxes.
     """
-    _check_writer(_writer_in_use(), fqn, spec)
+    _check_writer(storage_writer_in_use(), fqn, spec)
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
@@ -103,20 +101,6 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
             check_storage_writer(writer, value)
         elif isinstance(value, DTensor) and is_ragged_spec(value._spec.placements):
             _check_writer(writer, name, value._spec)
-
-
-def _writer_in_use() -> StorageWriter | None:
-    """Return the storage writer of the ``dcp.save`` on the call stack, or None."""
-    # DCP passes only a name and a tensor to the hook (torch 2.11-2.13), and the plan that the coordinator gets contains
-    # torch's classes only. So before a file is written, the writer can only be found in the callers' frames.
-    frame = inspect.currentframe()
-    while frame is not None:
-        for value in frame.f_locals.values():
-            # `issubclass` of the type, because isinstance would load lazy objects among the callers' variables.
-            if issubclass(type(value), StorageWriter):
-                return value  # type: ignore[no-any-return]
-        frame = frame.f_back
-    return None
 
 
 def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:

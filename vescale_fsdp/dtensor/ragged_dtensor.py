@@ -17,8 +17,11 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vescale_fsdp.collectives.operations import broadcast_in_place
@@ -44,7 +47,7 @@ from vescale_fsdp.dtensor.spec import (
     spec_with,
 )
 from vescale_fsdp.dtensor.waiting_grad import waiting_in
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError
+from vescale_fsdp.errors import MisuseError, PlacementError, UnsupportedOpError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import OWNER_OPTIMIZER, RaggedShard
@@ -58,8 +61,8 @@ from vescale_fsdp.torch_private import (
     local_slot,
     piece_in,
     refuse_set_state_dict,
-    refuse_takers,
     register_foreach_type,
+    taken_by_ddp,
 )
 
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -331,12 +334,28 @@ class RaggedDTensor(DTensor):
     def _local_tensor(self, local: torch.Tensor) -> None:
         local_slot.__set__(self, local)
 
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the tensor of the global shape is contiguous, as in torch."""
-        # FSDP2 and other wrappers call this method before they shard a parameter. They are refused here, because a
-        # ragged parameter is already sharded.
-        refuse_takers(f"a ragged parameter of shape {tuple(self.shape)}")
-        return super().is_contiguous(*args, **kwargs)
+    # torch's FSDP reads the next three attributes of parameters, and not those of other classes. They are how it is
+    # refused before it shards a ragged parameter, while parameters that it is told to ignore stay.
+
+    @property
+    def _fsdp_orig_uid(self) -> NoReturn:
+        # FSDP2 reads it of each parameter that it is about to shard (torch 2.12-2.15).
+        raise _refuse_wrapper(_FSDP2, f"a parameter of shape {tuple(self.shape)}")
+
+    @property
+    def _fsdp_flattened(self) -> bool:
+        # FSDP1 reads it of each parameter, in its constructor only (torch 2.11-2.15).
+        self._is_in_fsdp1_constructor = True  # until `_check_wrapper`
+        return False
+
+    @property
+    def _is_flat_param(self) -> bool:
+        # FSDP1's constructor reads it of each parameter that it is about to flatten, and later calls of all.
+        if self._is_in_fsdp1_constructor:
+            raise _refuse_wrapper(_FSDP1, f"a parameter of shape {tuple(self.shape)}")
+        return False
+
+    _is_in_fsdp1_constructor = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -707,6 +726,51 @@ class _Redistribute(torch.autograd.Function):
 
 
 # -- what is refused ----------------------------------------------------------------------------------
+
+# Names of torch's data parallelisms -> how to make them leave parameters out.
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_FSDP1 = "torch.distributed.fsdp.FullyShardedDataParallel (FSDP1)"
+_FSDP2 = "torch.distributed.fsdp.fully_shard (FSDP2)"
+_LEFT_OUT = {
+    _DDP: "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, their names)",
+    _FSDP1: "FullyShardedDataParallel(model, ignored_states=the modules that vescale_fsdp has sharded)",
+    _FSDP2: "fully_shard(model, ignored_params=the parameters that vescale_fsdp has sharded)",
+}
+
+
+def _refuse_wrapper(wrapper: str, got: str) -> MisuseError:
+    """Return the error for a data parallelism of torch that takes a ragged parameter. The caller raises it."""
+    return MisuseError(
+        f"{wrapper} cannot take parameters that vescale_fsdp has sharded.",
+        expected="vescale_fsdp.fully_shard alone: it reduces gradients over all ranks of its mesh",
+        got=got,
+        where=wrapper,
+        todo="remove the wrapper, import fully_shard from vescale_fsdp wherever the model is sharded, and build "
+        "the model again; for replicas, add a mesh axis: init_device_mesh(device, (replicas, shards)). To wrap the "
+        f"other parameters of the model only: {_LEFT_OUT[wrapper]}",
+    )
+
+
+def _check_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Raise if DistributedDataParallel has taken ragged parameters of the module that it registers as its own.
+
+    It would broadcast them, or wait for gradients that this package reduces.
+
+    Raises:
+        MisuseError: names the parameters.
+    """
+    if isinstance(wrapper, DistributedDataParallel) and module is not None:
+        taken = [name for name, param in taken_by_ddp(wrapper, module) if isinstance(param, RaggedDTensor)]
+        if taken:
+            raise _refuse_wrapper(_DDP, f"{len(taken)} parameters: {some(taken)}")
+    elif isinstance(wrapper, FullyShardedDataParallel) and module is not None:
+        # The constructor has flattened its parameters, and the ragged parameters in the module were left out.
+        for param in module.parameters():
+            if isinstance(param, RaggedDTensor):
+                param._is_in_fsdp1_constructor = False
+
+
+register_module_module_registration_hook(_check_wrapper)
 
 
 def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str) -> None:

@@ -27,7 +27,7 @@ from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHa
 from vescale_fsdp.runtime.consensus import reach_consensus, require_uncompared
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of, states_of
 from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
-from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED
 
 if TYPE_CHECKING:
     # For type checkers, nn.Module is a base, so that both `sharded(x)` and `sharded.unshard()` are accepted: every
@@ -219,16 +219,6 @@ class FSDPModule(_Base):
             return handle
         handle.wait()
         return None
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """Iterate as in nn.Module.
-
-        Raises:
-            MisuseError: if another data parallelism of torch calls this method to wrap the module.
-        """
-        if not recurse:  # the calls by torch's wrappers pass recurse=False
-            refuse_takers(f"a {type(self).__name__} inside the module")
-        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as Module.zero_grad does: reduced ones, and those that wait for a reduction (`no_sync`)."""

@@ -157,7 +157,7 @@ def safetensors_save(folder: str, rows: bool, how: str) -> tuple[str, bool]:
     planner = {"own planner": OwnPlanner(), "cached plans": DefaultSavePlanner(enable_plan_caching=True)}.get(
         how
     )
-    blind = mock.patch.object(dcp_hooks, "_writer_in_use", return_value=None)
+    blind = mock.patch.object(dcp_hooks, "storage_writer_in_use", return_value=None)
     try:
         with blind if how == "unasked" else nullcontext():
             if how == "behind":
