@@ -69,7 +69,7 @@ from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, remove_l
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
-from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.errors import ArgumentError, callers_level
 
 _EXPORTS = "exports"  # folder under the root for exported steps
 _log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class CheckpointManager:
         """Raise if the root cannot be used; warn if it can only be read."""
         problem = self._root.check_root()
         if problem is not None and self._coordinator.rank == 0:
-            warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=3)
+            warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=callers_level())
 
     def clean(self, *, older_than_s: float | None = None) -> list[str]:
         """Remove the leftovers of killed jobs on disk and in memory; a collective. The first save cleans the disk too.
@@ -238,7 +238,9 @@ class CheckpointManager:
                     remove_leftovers(self._root, _EXPORTS)
                 except Exception as error:  # noqa: BLE001  no committed step depends on this cleanup
                     problem = f"{type(error).__name__}: {error}"
-                    warnings.warn(f"leftovers under {self._root.where} stay: {problem}", stacklevel=3)
+                    warnings.warn(
+                        f"leftovers under {self._root.where} stay: {problem}", stacklevel=callers_level()
+                    )
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending, without steps that a rollback has abandoned (see `restore`)."""
@@ -440,7 +442,7 @@ class CheckpointManager:
                 warnings.warn(
                     f"another job holds {self._root.where}: the steps after step {restored.step} were not marked as "
                     "abandoned, and a restart takes them again. Give each run its own root",
-                    stacklevel=4,
+                    stacklevel=callers_level(),
                 )
         if self._ram is not None and changed is None:
             changed = RunFile.new()  # steps in memory belong to a branch of the run file
@@ -547,7 +549,7 @@ class CheckpointManager:
                     warnings.warn(
                         f"step {record.step} is saved, but its record could not be written: "
                         f"{type(error).__name__}: {error}",
-                        stacklevel=4,
+                        stacklevel=callers_level(),
                     )
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 

@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, some
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, callers_level, some
 
 _FIRST_PAUSE_S = 0.01  # pause before the second listing; each further pause is twice as long
 _LAST_PAUSE_S = 0.5  # longest pause between two listings
@@ -277,7 +277,7 @@ class StepSearch:
         """Issue the collected warnings, on rank 0 alone."""
         texts, self._warnings = self._warnings, []  # cleared first: a warning filter may raise below
         for text in texts if self._coordinator.rank == 0 else ():
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=callers_level())
 
     def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
         """Return an error that lists the steps that each rank sees."""

@@ -32,6 +32,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 # torch 2.11-2.15: sees every operator of a thread.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vescale_fsdp.errors import callers_level
+
 Given = ParamSpec("Given")
 T = TypeVar("T")
 
@@ -163,7 +165,7 @@ def compiles_on(device_type: str) -> bool:
 def _compiles(device_type: str, is_own: bool) -> bool:
     reason = why_not_compiled(device_type) if is_own else "the process is a fork"
     if reason is not None:
-        warnings.warn(f"functions on {device_type} run uncompiled: {reason}", stacklevel=2)
+        warnings.warn(f"functions on {device_type} run uncompiled: {reason}", stacklevel=callers_level())
     return reason is None
 
 
@@ -272,7 +274,7 @@ class CompiledFunction:
             self._cannot_compile = True
             warnings.warn(
                 f"{self._function.__qualname__} runs uncompiled, because torch.compile failed: {error}",
-                stacklevel=2,
+                stacklevel=callers_level(),
             )
             return False
         self._kinds.add(kind)

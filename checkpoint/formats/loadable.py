@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, callers_level
 
 
 class Loadable(ABC):
@@ -175,7 +175,7 @@ class NativeCheckpoint(Loadable):
             warnings.warn(
                 f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: only {saved} ranks saved "
                 "one. Pass merge= to PerRank to derive this rank's value.",
-                stacklevel=5,
+                stacklevel=callers_level(),
             )
         if merging:
             everyone = self._reader.per_rank_values()

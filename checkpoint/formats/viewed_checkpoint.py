@@ -55,7 +55,7 @@ from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
-from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.errors import CheckpointError, callers_level, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -165,7 +165,7 @@ class ViewedCheckpoint(Loadable):
                 self._quantized |= {new for new, stored in aliases.items() if stored in self._quantized}
                 matched = self._match(state, include)
         for text in texts:
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=callers_level())
         return matched
 
     def _use_names_in_memory(self, modules: Collection[nn.Module]) -> bool:

@@ -62,7 +62,7 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ArgumentError, CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, callers_level
 
 NO_COPIES = "a step in memory could not be copied to other nodes, so the loss of a node may lose the step"
 
@@ -256,7 +256,7 @@ class RamTier:
         """
         with coordinator.together(f"warning that {problem}", "steps on disk are not affected"):
             if error is not None and (self._warns or not isinstance(error, CheckpointError)):
-                warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=5)
+                warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=callers_level())
 
     def _finish_copies(self, coordinator: Coordinator) -> None:
         """Wait for all copies, and warn about failed copies; a collective."""
@@ -279,7 +279,7 @@ class RamTier:
         error = self._copy_error()
         # The same ranks as in `_warn`, which is a collective: rank 0, and ranks with an error of their own.
         if error is not None and (self._warns or not isinstance(error, CheckpointError)):
-            warnings.warn(f"{NO_COPIES}: {_text_of(error)}", stacklevel=3)
+            warnings.warn(f"{NO_COPIES}: {_text_of(error)}", stacklevel=callers_level())
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
         """Remove a step from the memory of all nodes; a collective.
@@ -343,7 +343,7 @@ class RamTier:
                     warnings.warn(
                         f"RamTier(replicas={self.replicas}) keeps {self.num_copies} copies, because there are only "
                         f"{len(set(nodes))} nodes with different memory file systems",
-                        stacklevel=5,
+                        stacklevel=callers_level(),
                     )
         self._seen = weakref.ref(coordinator)  # weak, so that the group of a failed job can be freed
 

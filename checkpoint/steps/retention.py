@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.steps.save_policy import BestOf
 from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, list_steps, remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ArgumentError, CheckpointError, some
+from vescale_fsdp.errors import ArgumentError, CheckpointError, callers_level, some
 from vescale_fsdp.lazy import set_module
 
 
@@ -124,7 +124,7 @@ def remove_chosen(root: Storage, choose: Callable[[list[StepFolder]], list[int]]
     if problems:
         warnings.warn(
             f"the new step is saved, but older steps could not be removed from {root.where}: {some(problems)}",
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
+from vescale_fsdp.errors import callers_level
 
 RUN_FILE_NAME = "run.json"
 BRANCH_DIGITS = 8  # the branch's id is this many hex digits at the start of a save_id
@@ -118,7 +119,7 @@ def read_run_file(root: Storage) -> RunFile | None:
         warnings.warn(
             f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): abandoned steps are restored again, and steps in "
             "memory are ignored",
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
         return None
 

@@ -68,6 +68,7 @@ LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 FIRST_ROW = {
     ("formats", "lazy"),
     ("pickled_paths", "lazy"),
+    ("torch_modes", "errors"),
     ("torch_private", "errors"),
 }
 # Strangers whatever their level: who begins so knows nothing of what begins so.

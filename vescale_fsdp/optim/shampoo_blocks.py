@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.errors import LayoutError, callers_level
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
 from vescale_fsdp.optim.structured_optimizer import batches_of, launches
@@ -230,7 +230,8 @@ def inverse_roots(
                 each_root.append(_roots(factor, root, eps, relative_eps))
             except torch.linalg.LinAlgError:
                 warnings.warn(
-                    "Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2
+                    "Shampoo: eigh did not converge; the block keeps its last inverse root",
+                    stacklevel=callers_level(),
                 )
                 each_root.append(last_root)
         roots = torch.cat(each_root)

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError, UnsupportedOpError, allows_untried
+from vescale_fsdp.errors import (
+    ArgumentError,
+    LifecycleError,
+    MisuseError,
+    UnsupportedOpError,
+    allows_untried,
+    callers_level,
+)
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import (
     AllGather,
@@ -273,7 +280,9 @@ class FSDPModule(_Base):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`; this is its former name in torch."""
-        warnings.warn("Use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=callers_level()
+        )
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError
+from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError, callers_level
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.data_mesh import DataMesh, data_mesh, default_mesh, device_of
@@ -252,8 +252,9 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
             todo="pass the data-parallel axes alone as mesh=",
         )
     if wanted == 1:
-        # stacklevel 3: the warning shows the line that calls `fully_shard`.
-        warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
+        warnings.warn(
+            "reshard_after_forward=1 keeps full parameters: it means False", stacklevel=callers_level()
+        )
     return wanted != 1  # with 1, each rank alone keeps a full copy, as with False
 
 

@@ -32,7 +32,7 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vescale_fsdp.errors import LifecycleError, some
+from vescale_fsdp.errors import LifecycleError, callers_level, some
 from vescale_fsdp.torch_modes import is_fake
 from vescale_fsdp.torch_private import increment_versions, local_of, set_versions, versions_of
 
@@ -240,5 +240,5 @@ def _warn_of_rounding(group: ParamGroup) -> None:
         f"Gathered parameters were written in {group.compute_dtype}, while shards are {group.shard.dtype}: the writes "
         "are kept, but updates below the rounding of the gathered dtype vanish. Write to the sharded parameters "
         "(outside of unshard() and forward) to keep all digits.",
-        stacklevel=2,
+        stacklevel=callers_level(),
     )

@@ -57,7 +57,7 @@ from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, callers_level, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
@@ -390,7 +390,7 @@ class RaggedReader(StorageReader):
                     todo="an optimizer before its first step has no state yet: pass the optimizer itself to "
                     "vescale_fsdp.checkpoint.load, as {'model': model, 'optimizer': optimizer}",
                 ),
-                stacklevel=2,
+                stacklevel=callers_level(),
             )
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -41,7 +41,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, callers_level
 
 _BUFFERS = 6  # segments in memory: one is received, one is assembled, four are written
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
@@ -101,7 +101,7 @@ def write_repository(
             all_warnings = (*plan_warnings, *class_warnings(plan))
             folder.begin()
             for warning in all_warnings:
-                warnings.warn(warning, stacklevel=3)
+                warnings.warn(warning, stacklevel=callers_level())
     with coordinator.together(f"making files for {storage.where}"):
         files = JointFiles(folder.working, plan, shards, coordinator, budget_bytes)
         files.lay_out()

@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint.state.host_copies import CopyStream, PinnedSlots, c
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, callers_level
 from vescale_fsdp.layout.geometry import boxes_of_range, round_up
 
 _RUN_BYTES = 4 << 20  # 4 MiB: consecutive stripes that one thread writes at a time
@@ -116,7 +116,7 @@ class NativeForm(Form):
             warnings.warn(
                 f"{storage.where} is saved; data of an older save could not be removed: "
                 f"{type(error).__name__}: {error}",
-                stacklevel=2,
+                stacklevel=callers_level(),
             )
         except BaseException as error:  # Ctrl-C: the user must know that the save is complete
             error.add_note(f"{storage.where} is saved and durable")

@@ -13,7 +13,7 @@ import torch
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.errors import CheckpointError, callers_level, some
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
@@ -95,7 +95,7 @@ class Match:
             warnings.warn(
                 f"{len(self.mismatched)} tensors keep their values, because they have another shape or dtype in "
                 f"{where}: {some(self.mismatched)}",
-                stacklevel=2,
+                stacklevel=callers_level(),
             )
         if not strict:
             return

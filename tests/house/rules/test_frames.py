@@ -84,8 +84,11 @@ def test_no_code_looks_at_frames() -> None:
 
 
 def test_what_is_found_decides_nothing_else() -> None:
-    """A level is a warning's, and the look-up has the uses that are listed."""
-    levels = list(_calls("callers_level"))
+    """A level is a warning's, every warning has it, and the look-up has the uses that are listed."""
+    levels = [around for _, around, _ in _calls("callers_level")]
     assert levels
-    assert all(isinstance(around, ast.keyword) and around.arg == "stacklevel" for _, around, _ in levels)
+    assert all(isinstance(around, ast.keyword) and around.arg == "stacklevel" for around in levels)
+    warned = [call for _, _, call in _calls("warn") if ast.unparse(call.func) == "warnings.warn"]
+    given = [keyword.value for call in warned for keyword in call.keywords if keyword.arg == "stacklevel"]
+    assert len(given) == len(warned) and {ast.unparse(each) for each in given} == {"callers_level()"}
     assert {function for function, _, _ in _calls("frame_of")} == USES
