@@ -82,6 +82,21 @@ def trained(model: nn.Module, rank: int, ranks: int) -> list[float]:
     return losses
 
 
+def with_ignored_part(shard: Callable[..., Any]) -> nn.Module:
+    """The middle is sharded without its Linear, which DDP takes with the outer layers."""
+    model = build()
+    model[1].append(nn.Linear(6, 6))
+    shard(model[1], mesh=cpu_mesh(), ignored_params=set(model[1][1].parameters()))
+    return ddp(model, broadcast_buffers=False)
+
+
+def around_ignored_part() -> dict[str, list[float]]:
+    return {
+        name: trained(with_ignored_part(shard), dist.get_rank(), dist.get_world_size())
+        for name, shard in (("ours", fully_shard), ("stock", torch_fully_shard))
+    }
+
+
 def around(wrapper: str, inner_first: bool) -> dict[str, list[float]]:
     """The losses of a model whose middle is sharded by each runtime, with the same wrapper around it."""
     warnings.simplefilter("ignore")  # torch's, of FSDP1 on a CPU
@@ -107,6 +122,12 @@ def test_a_wrapper_that_leaves_sharded_parameters_out_trains_right(wrapper: str)
 def test_a_part_that_fsdp1_leaves_out_is_sharded_later() -> None:
     """FSDP1 then meets parameters that its constructor has not seen."""
     _compare(run_ranks(2, around, "FSDP1", False))
+
+
+def test_ddp_takes_what_fully_shard_ignores() -> None:
+    """A sharded part around a replicated one, in a replicated model, as in PyTorch's test of ``ignored_params``."""
+    for losses in run_ranks(2, around_ignored_part):
+        assert losses["ours"] == losses["stock"]
 
 
 def _compare(ranks: list[dict[str, list[float]]]) -> None:
