@@ -1,17 +1,15 @@
 """Replacement for `torch.distributed.checkpoint.state_dict`, with the same names.
 
-The getters are torch's own. The setters have torch's signatures; unlike torch's setters, they can also load a full
-state dict into ragged shards.
+The functions have torch's signatures. In the getters, ranks compare their calls once for all tensors. Unlike torch's
+setters, those here can also load a full state dict into ragged shards.
 """
 
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-)
-
-from vescale_fsdp.checkpoint.formats.dcp.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,

@@ -27,9 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_fsdp.collectives.operations import broadcast_in_place
 from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
+from vescale_fsdp.dtensor.meeting import explained, meet
 from vescale_fsdp.dtensor.redistribute import (
     Redistribution,
     exchange,
+    groups_of_move,
+    move_text,
     redistribute_local,
     start_redistribution,
 )
@@ -52,6 +55,7 @@ from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import OWNER_OPTIMIZER, RaggedShard
 from vescale_fsdp.lazy import set_module
+from vescale_fsdp.torch_modes import is_traced
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     NotForTorchSave,
@@ -306,7 +310,7 @@ class RaggedDTensor(DTensor):
             grad_placements: placements of the incoming gradient; None: Replicate. With ``[Partial()]``, the backward
                 sums the gradient over the ranks by a reduce-scatter.
         """
-        replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        replicated = _moved(self, [Replicate()] * self.device_mesh.ndim, "full_tensor")
         return replicated.to_local(grad_placements=grad_placements)
 
     def data_ptr(self) -> int:
@@ -578,17 +582,20 @@ def distribute_tensor(
             "A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements
         )
     full = tensor.detach()  # the result is a leaf
+    groups = [] if src_data_rank is None or is_traced(full) else device_mesh.get_all_groups()
     if src_data_rank is not None:
         # Broadcast along every axis except the ragged axis, one after the other. A rank takes part only if its group
         # ranks on the later axes and on the ragged axis are those of the source: then the process group has a rank with
         # the values. `exchange` then sends the pieces along the ragged axis. The tensor is cloned, because broadcasts
         # write to it, and need it contiguous.
+        meet(groups, move_text(f"distribute_tensor from rank {src_data_rank}", spec, spec))
         full = full.clone(memory_format=torch.contiguous_format)
         group_ranks = group_ranks_in(device_mesh)
         others = [other for other in range(device_mesh.ndim) if other != axis]
         for index, other in enumerate(others):
             if all(group_ranks[later] == src_data_rank for later in (*others[index + 1 :], axis)):
-                wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
+                with explained(groups):
+                    wait_for(broadcast_in_place(full, device_mesh.get_group(other), src_data_rank))
     inner = inner_box(spec)
     # A box that is cut in a later dim is strided, and pieces are flat.
     part = full[inner.slices()].contiguous()
@@ -606,7 +613,8 @@ def distribute_tensor(
             inner.sizes,
             device_mesh.get_group(axis),
         )
-        local = Redistribution(steps).wait()
+        with explained(groups):
+            local = Redistribution(steps).wait()
     return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
 
 
@@ -650,9 +658,14 @@ def redistribute(
     """
     if async_op:
         return PendingTensor(tensor, placements)
+    return _moved(tensor, placements, "redistribute")
+
+
+def _moved(tensor: DTensor, placements: Sequence[Placement], call: str) -> DTensor:
+    """Return a DTensor under other placements, for a function of the user that is named ``call``."""
     target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
     if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
-        return _Redistribute.apply(tensor, target)  # type: ignore[no-any-return]
+        return _Redistribute.apply(tensor, target, call)  # type: ignore[no-any-return]
     return tensor.redistribute(placements=placements)
 
 
@@ -672,11 +685,14 @@ class PendingTensor:
     def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
         self._source = tensor
         self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+        self._groups = [] if is_traced(local_of(tensor)) else groups_of_move(tensor._spec, self._target)
+        meet(self._groups, move_text("redistribute", tensor._spec, self._target))
         self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
 
     def wait(self) -> DTensor:
         """Wait for the redistribution and return the tensor under its new placements."""
-        return wrap_like(self._move.wait(), self._target, like=self._source)
+        with explained(self._groups):
+            return wrap_like(self._move.wait(), self._target, like=self._source)
 
 
 # -- autograd -----------------------------------------------------------------------------------------
@@ -691,7 +707,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return redistribute_local(local_of(grad), grad._spec, ctx.spec), None
+        return redistribute_local(local_of(grad), grad._spec, ctx.spec, "backward of from_local"), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -709,20 +725,22 @@ class _ToLocal(torch.autograd.Function):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
-        ctx.spec = tensor._spec
+    def forward(ctx: Any, tensor: DTensor, target: DTensorSpec, call: str) -> DTensor:
+        ctx.spec, ctx.call = tensor._spec, call
         if tensor._spec.placements == target.placements:
             # A view, because autograd treats an input that is returned unchanged specially.
             return wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
-        return wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
+        local = redistribute_local(local_of(tensor), tensor._spec, target, call)
+        return wrap_like(local, target, like=tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
         # Each rank has one summand of a Partial tensor. The gradient of every summand equals the gradient of the sum,
         # so the gradient is Replicate.
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
-        return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None
+        local = redistribute_local(local_of(grad), grad._spec, target, f"backward of {ctx.call}")
+        return wrap_like(local, target), None, None
 
 
 # -- what is refused ----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from vescale_fsdp.collectives.operations import (
     traced_operator,
 )
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
-from vescale_fsdp.dtensor.meeting import meet
+from vescale_fsdp.dtensor.meeting import explained, meet
 from vescale_fsdp.dtensor.spec import (
     inner_box,
     is_ragged_spec,
@@ -132,16 +132,42 @@ def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTens
     return Redistribution(_move(local.detach(), source, target))  # autograd is in `ragged_dtensor`
 
 
+def groups_of_move(source: DTensorSpec, target: DTensorSpec) -> list[dist.ProcessGroup]:
+    """Return the process groups over which a redistribution communicates, in the order of mesh axes."""
+    pairs = list(enumerate(zip(source.placements, target.placements, strict=True)))
+    # Replicas cut their own part. Every other change sends.
+    axes = {axis for axis, (have, want) in pairs if have != want and not have.is_replicate()}
+    if source.placements != target.placements and is_ragged_spec(source.placements):
+        axis, _ = ragged_axis(source.placements)
+        if not _same_cut(source, target, axis):  # the ragged axis is gathered, and cut again
+            axes.add(axis)
+    # If several axes shard one dim, torch moves all of them together.
+    dims = {
+        placement.dim
+        for _, (have, want) in pairs
+        for placement in (have, want)
+        if have != want and type(placement) is Shard
+    }
+    axes |= {axis for axis, (have, _) in pairs if type(have) is Shard and have.dim in dims}
+    return [source.mesh.get_group(axis) for axis in sorted(axes)]
+
+
+def move_text(call: str, source: DTensorSpec, target: DTensorSpec) -> str:
+    """Return a call that redistributes a tensor as text, the same on all ranks."""
+    have, want = (", ".join(map(str, spec.placements)) for spec in (source, target))
+    return f"{call} on shape {tuple(source.shape)} from ({have}) to ({want})"
+
+
 def redistribute_local(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, call: str = ""
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, call: str
 ) -> torch.Tensor:
     """Redistribute a tensor from ``source`` to ``target``.
 
     Args:
         local: this rank's part of the tensor under ``source``.
         source, target: specs with the same mesh and the same global shape.
-        call: if not empty, the ranks of the mesh meet before they communicate (see the module `meeting`), except while
-            torch.compile records: then the graph has them meet.
+        call: the function that communicates. Its ranks meet first (see the module `meeting`); while torch.compile
+            records, the graph has them meet.
 
     Returns:
         The local tensor under ``target``. It shares no memory with ``local``, unless nothing changes.
@@ -151,9 +177,10 @@ def redistribute_local(
     """
     if is_traced(local) and source.placements != target.placements:
         return _traced_redistribution()(local, _registered(source, target, call))
-    if call:
-        meet(source.mesh, call)
-    return start_redistribution(local, source, target).wait()
+    groups = groups_of_move(source, target)
+    meet(groups, move_text(call, source, target))
+    with explained(groups):
+        return start_redistribution(local, source, target).wait()
 
 
 # Arguments of `redistribute_local` by the text that stands for them in graphs of torch.compile.

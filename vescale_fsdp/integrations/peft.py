@@ -23,6 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import integrations as peft_integrations
 from torch import nn
 
+from vescale_fsdp.dtensor.meeting import one_meeting
 from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.integrations.replaced_names import StandIn
@@ -50,9 +51,10 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # parameters must be ragged, since `_gathered` gathers ragged ones only
-    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
-        with _gathered(layer):
-            layer.merge(safe_merge=safe_merge)
+    with one_meeting("merge_and_unload"):
+        for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+            with _gathered(layer):
+                layer.merge(safe_merge=safe_merge)
     return model.unload()
 
 

@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 
 
 class StandIn(NamedTuple):
-    """A function, its replacement, and the modules and classes that export the function: its homes."""
+    """A function, its replacement, and the modules and classes that export the function: its homes.
+
+    Attributes:
+        is_needed: whether modules that keep the original must be told. False: its results are the same.
+    """
 
     original: Callable[..., Any]
     ours: Callable[..., Any]
     homes: tuple[str, ...]  # ``module`` or ``module:Class``; homes that are not imported are skipped
+    is_needed: bool = True
 
     @property
     def name(self) -> str:
@@ -110,7 +115,7 @@ def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:
     """
     stand_ins = tuple(stand_ins)
     # Compared by id, since values in modules may define == in any way.
-    originals = {id(stand_in.original) for stand_in in stand_ins}
+    originals = {id(stand_in.original) for stand_in in stand_ins if stand_in.is_needed}
     homes = {home for stand_in in stand_ins for home in stand_in.homes}
     names_by_module: dict[str, list[str]] = {}
     # A copy of the table, because other threads may import while this loop runs.

@@ -8,6 +8,9 @@ Each function calls either this package's function or torch's:
     share_comm_ctx                   all modules were sharded by this package
     distribute_tensor                a placement is a RaggedShard
     DTensor.from_local               a placement is a RaggedShard
+    get_model_state_dict             the model has sharded modules or ragged parameters
+    get_optimizer_state_dict         the model has sharded modules or ragged parameters
+    get_state_dict                   the model has sharded modules or ragged parameters
     set_model_state_dict             the model has sharded modules or ragged parameters
     set_optimizer_state_dict         the model has sharded modules or ragged parameters
     set_state_dict                   the model has sharded modules or ragged parameters
@@ -242,6 +245,24 @@ def _choice(
     return call
 
 
+def _of_state_dicts(torchs: Callable[..., Any], ours: Callable[..., Any], *, is_needed: bool) -> StandIn:
+    """Return what replaces a function of `torch.distributed.checkpoint.state_dict`."""
+    home = "torch.distributed.checkpoint.state_dict"
+    return StandIn(torchs, _choice(torchs, ours, "model", has_shards), (home,), is_needed)
+
+
+_GETTERS = (
+    (torch_state_dict.get_model_state_dict, our_state_dict.get_model_state_dict),
+    (torch_state_dict.get_optimizer_state_dict, our_state_dict.get_optimizer_state_dict),
+    (torch_state_dict.get_state_dict, our_state_dict.get_state_dict),
+)
+_SETTERS = (
+    (torch_state_dict.set_model_state_dict, our_state_dict.set_model_state_dict),
+    (torch_state_dict.set_optimizer_state_dict, our_state_dict.set_optimizer_state_dict),
+    (torch_state_dict.set_state_dict, our_state_dict.set_state_dict),
+)
+
+
 # The modules in which each name is replaced: torch's modules that export the name, but not those that only use it
 # (pipelining, DCP's helpers), and modules of stacks that import the name at their top and call it on users' models.
 _FSDP2_HOMES = (
@@ -273,15 +294,8 @@ STAND_INS = (
         ),
     ),
     StandIn(_torch_from_local, staticmethod(from_local), ("torch.distributed.tensor:DTensor",)),
-    *(
-        StandIn(
-            torchs, _choice(torchs, ours, "model", has_shards), ("torch.distributed.checkpoint.state_dict",)
-        )
-        for torchs, ours in (
-            (torch_state_dict.set_model_state_dict, our_state_dict.set_model_state_dict),
-            (torch_state_dict.set_optimizer_state_dict, our_state_dict.set_optimizer_state_dict),
-            (torch_state_dict.set_state_dict, our_state_dict.set_state_dict),
-        )
-    ),
+    # torch's getters return the same, with a meeting of the ranks per tensor.
+    *(_of_state_dicts(torchs, ours, is_needed=False) for torchs, ours in _GETTERS),
+    *(_of_state_dicts(torchs, ours, is_needed=True) for torchs, ours in _SETTERS),
     StandIn(_torch_fsdp1_init, fsdp1_init, ("torch.distributed.fsdp:FullyShardedDataParallel",)),
 )

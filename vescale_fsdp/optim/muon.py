@@ -503,7 +503,7 @@ def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
         for t in cuts
         if t.part(shard).numel
     ]
-    return start_exchange(parts, bucket.gather_numels, bucket.ranks.group, _device(bucket, jobs))
+    return start_exchange(parts, bucket.gather_numels, bucket.ranks, _device(bucket, jobs))
 
 
 def _orthogonalize_arrived(
@@ -542,7 +542,7 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
         for t, result in zip(bucket.owned, results, strict=True)
     ]
     parts = [result[part.start : part.stop] for result, part in wanted if part.numel]
-    return start_exchange(parts, bucket.scatter_numels, bucket.ranks.group, _device(bucket, jobs))
+    return start_exchange(parts, bucket.scatter_numels, bucket.ranks, _device(bucket, jobs))
 
 
 def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.collectives.operations import all_to_all_into
 from vescale_fsdp.collectives.process_groups import new_group
 from vescale_fsdp.collectives.slice_exchange import Work
+from vescale_fsdp.dtensor.meeting import Meets, explained, meet
 from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.dtensor.spec import ranks_by_group_rank
 from vescale_fsdp.errors import LayoutError
@@ -227,7 +228,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     numbers = tuple(tuple(dist.get_group_rank(group, rank) for rank in row) for row in table)
     me = dist.get_rank()
     replica, shard = next((r, s) for r, row in enumerate(table) for s, rank in enumerate(row) if rank == me)
-    return Ranks(group, numbers, replica, shard)
+    return Ranks(group, mesh.get_group(axis), numbers, replica, shard)
 
 
 # -- assignment of matrices to ranks, by integers only ---------------------------------------------------
@@ -281,9 +282,14 @@ WIRE_DTYPE = torch.bfloat16  # matrices are sent and iterated in this dtype, as 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``. This rank is at (replica, shard)."""
+    """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``. This rank is at (replica, shard).
+
+    Attributes:
+        shard_group: the ranks of this rank's replica, whose log of collectives contains the exchanges too.
+    """
 
     group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
     numbers: tuple[tuple[int, ...], ...]
     replica: int
     shard: int
@@ -362,6 +368,7 @@ class Bucket:
 class Pending(NamedTuple):
     """A collective in flight. It refers to ``sent``, which must not be freed while the collective reads it."""
 
+    ranks: Ranks
     received: torch.Tensor  # 1D [sum(receive_numels)], bf16
     sent: torch.Tensor
     work: Work | None
@@ -369,14 +376,15 @@ class Pending(NamedTuple):
     def wait(self) -> torch.Tensor:
         """Wait for the collective; returns the received elements in the order of the sending ranks."""
         if self.work is not None:
-            self.work.wait()
+            with explained([self.ranks.shard_group]):
+                self.work.wait()
         return self.received
 
 
 def start_exchange(
     parts: Sequence[torch.Tensor],
     numels: tuple[list[int], list[int]],
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     device: torch.device,
 ) -> Pending:
     """Copy 1-D parts into one bf16 buffer, and start to send each part to its rank: an all-to-all.
@@ -384,7 +392,7 @@ def start_exchange(
     Args:
         parts: the non-empty parts, in the order of destination ranks.
         numels: numbers of elements to send to, and to receive from, each rank of the group.
-        group: the process group.
+        ranks: the ranks that exchange parts.
         device: device of the buffers.
     """
     sends, receives = numels
@@ -392,5 +400,6 @@ def start_exchange(
     if parts:  # foreach refuses empty lists
         foreach_copy_(list(sent.split([part.numel() for part in parts])), list(parts))
     received = torch.empty(sum(receives), dtype=WIRE_DTYPE, device=device)
-    work = all_to_all_into(received, sent, receives, sends, group)
-    return Pending(received, sent, work)
+    meet([ranks.group, ranks.shard_group], "exchange of updates", Meets.NEVER)
+    work = all_to_all_into(received, sent, receives, sends, ranks.group)
+    return Pending(ranks, received, sent, work)

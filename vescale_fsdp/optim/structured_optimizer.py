@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from vescale_fsdp.dtensor.meeting import one_meeting
 from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LayoutError
@@ -233,9 +234,10 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             raise
         # Copies between placements are collectives, so all ranks need the same order. The order in which states were
         # loaded may differ between ranks.
-        for param, parts in own.items():
-            if param in loaded:
-                copy_state(loaded[param], parts)
+        with one_meeting(f"load_state_dict of {type(self).__name__}"):
+            for param, parts in own.items():
+                if param in loaded:
+                    copy_state(loaded[param], parts)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Check recorded options and the names of state, so that a wrong checkpoint fails before tensors are read.

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.dtensor.meeting import one_meeting
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_sharded_with
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
@@ -395,7 +396,8 @@ class Quantized:
 
     def full(self) -> Quantized:
         """Return the full tensor's codes and scales, on every rank. Collective; it sends codes, not values."""
-        whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (self.codes, self.scales)]
+        with one_meeting("Quantized.full"):
+            whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (self.codes, self.scales)]
         return Quantized(self.codec, *whole)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.collectives.operations import all_gather_each
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
-from vescale_fsdp.dtensor.meeting import observe
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UsedFlags
@@ -147,8 +146,6 @@ class CommContext:
         if comm.mesh.size() > 1 and has_store:
             if comm.mesh not in self.watches:
                 self.watches[comm.mesh] = OrderWatch(comm.mesh)
-                # Operators on parameters outside of forward communicate, too: their order is logged with the units'.
-                observe(comm.mesh, self.watches[comm.mesh])
             comm.watch = self.watches[comm.mesh]
             comm.watch.over.add(comm)
 

@@ -2,7 +2,8 @@
 
 If ranks differ in a granularity, a policy or the model, a gather puts pieces at wrong offsets: values are wrong without
 an error, or a collective aborts. So before the first gather every rank describes its layouts and settings in lines of
-text, and the ranks of a mesh compare a digest of the lines: one all-reduce per mesh axis.
+text, and the ranks of a mesh compare a digest of the lines: one meeting (`dtensor.meeting`) and one all-reduce per mesh
+axis.
 
     digests are equal   no other communication, now or later
     digests differ      every rank knows this from the all-reduce; then ranks exchange hashes of their lines, and the
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives.process_groups import ranks_per_node
+from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import ranks_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -153,6 +155,9 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         LifecycleError: if lines differ, on all ranks of the mesh.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if is_fake(torch.empty(0, device=mesh.device_type)):
+        return 0  # under FakeTensorMode no values are computed or sent
+    meet(groups, "first use of a sharded model")
     digest = _hash("\n".join(lines))
     differing, own_per_node, per_node = False, ranks_per_node(), 0
     for group in groups:
@@ -160,8 +165,6 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         # The flag goes with them, so that a rank raises even if its lines are equal along the axes that follow.
         values = [digest, -digest, int(differing), own_per_node, -own_per_node]
         extremes = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
-        if is_fake(extremes):
-            continue  # under FakeTensorMode no values are computed or sent
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         high, minus_low, differed_before, most, minus_fewest = extremes.tolist()
         differing = bool(high != -minus_low or differed_before)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from vescale_fsdp.dtensor.meeting import meet, one_meeting
 from vescale_fsdp.errors import (
     ArgumentError,
     LifecycleError,
@@ -127,9 +128,13 @@ class FSDPModule(_Base):
             async_op: return an `UnshardHandle` at once; the parameters are set when its ``wait`` is called.
         """
         state = self._state()
-        # Ranks are compared before the first gather: if they differ, it would hang or mix up values.
-        if not state.agreed:
-            reach_consensus(states_of(*state.modules))
+        with one_meeting(f"unshard of {state.label}"):
+            # Pipelines unshard asynchronously, in every step: there, the order of collectives alone is compared.
+            if not async_op and any(group.state.is_sharded for group in state.groups):
+                meet([group.comm.shard_group for group in state.groups], "gather")
+            # Ranks are compared before the first gather: if they differ, it would hang or mix up values.
+            if not state.agreed:
+                reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()  # the optimizer may have written the shards just now
         state.schedule.gather(state)
         handle = UnshardHandle(state.comm, state.groups)

@@ -191,7 +191,10 @@ class ManagedParam:
             module._parameters[name] = parameter
 
 
-_SHARE_ATTRIBUTES: tuple[type, ...] = (nn.Parameter, DTensor)  # a Parameter of a DTensor is of the class DTensor
+_SHARE_ATTRIBUTES: tuple[type, ...] = (
+    nn.Parameter,
+    DTensor,
+)  # a Parameter of a DTensor is of the class DTensor
 # The key is the id of the sharded Parameter, so that this dictionary keeps no Parameter alive.
 _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 

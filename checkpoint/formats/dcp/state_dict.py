@@ -1,8 +1,9 @@
 """torch's ``get_*_state_dict`` and ``set_*_state_dict``, with setters that load a full state into any sharding.
 
-The getters are torch's own. With ``full_state_dict=True``, torch's setters call ``distribute_tensor``, which refuses
-placements of other libraries. The setters here first cut each full tensor to this rank's region, and then pass a
-sharded state to torch's setters. Their signatures are torch's.
+The getters call torch's, and their ranks meet once for all tensors (see `vescale_fsdp.dtensor.meeting`); in torch's own
+getters ranks meet once per tensor. With ``full_state_dict=True``, torch's setters call ``distribute_tensor``, which
+refuses placements of other libraries. The setters here first cut each full tensor to this rank's region, and then pass
+a sharded state to torch's setters. Their signatures are torch's.
 
     options                                what each rank passes             what is sent between ranks
     full_state_dict                        the whole state                   nothing
@@ -16,17 +17,17 @@ allocated, in the model's dtypes; all other tensors stay on the meta device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as _torch_get_model
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as _torch_get_optimizer
+from torch.distributed.checkpoint.state_dict import get_state_dict as _torch_get
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as _torch_set_model
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
 from torch.distributed.tensor import DTensor
@@ -35,13 +36,33 @@ from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import home_device
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.collectives.process_groups import device_for_messages
+from vescale_fsdp.dtensor.meeting import meet, one_meeting
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 from vescale_fsdp.torch_private import fqn_of, local_of, spec_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+Given = ParamSpec("Given")
+T = TypeVar("T")
 
 
+def _in_one_meeting(function: Callable[Given, T]) -> Callable[Given, T]:
+    """Return a function whose ranks meet once, for all tensors that it gathers or sends."""
+
+    @functools.wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> T:
+        with one_meeting(function.__name__):
+            return function(*args, **kwargs)
+
+    return call
+
+
+get_model_state_dict = _in_one_meeting(_torch_get_model)
+get_optimizer_state_dict = _in_one_meeting(_torch_get_optimizer)
+get_state_dict = _in_one_meeting(_torch_get)
+
+
+@_in_one_meeting
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -90,6 +111,7 @@ def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, An
         model.load_state_dict(values, strict=False, assign=True)
 
 
+@_in_one_meeting
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -118,6 +140,7 @@ def set_optimizer_state_dict(
     _torch_set_optimizer(model, optimizers, optim_state_dict, options=plain)
 
 
+@_in_one_meeting
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -138,6 +161,7 @@ def set_state_dict(
     has_model = [bool(model_state_dict)]  # a list, since the broadcast writes its result in place
     if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
         # Rank 0 decides, since other ranks pass empty dicts also if there is a model state.
+        _meet_all()
         dist.broadcast_object_list(has_model, src=0)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     if has_model[0]:
@@ -156,6 +180,12 @@ def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, 
         return options, None
     plain = dataclasses.replace(options, full_state_dict=False, broadcast_from_rank0=False, cpu_offload=False)
     return plain, options
+
+
+def _meet_all() -> None:
+    """Return once all ranks have come, before rank 0 sends a state to them."""
+    assert dist.group.WORLD is not None
+    meet([dist.group.WORLD], "broadcast_from_rank0")
 
 
 class _Stub(NamedTuple):
@@ -190,6 +220,7 @@ def _cut(template: Any, full: Any, broadcast: bool) -> Any:
     if broadcast:  # rank 0 sends the structure, with stubs in place of tensors
         full = full if dist.get_rank() == 0 else None
         from_rank_0 = [None if full is None else _stubs(full)]
+        _meet_all()
         dist.broadcast_object_list(from_rank_0, src=0)
         skeleton = from_rank_0[0]
 

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dtensor.meeting import meet
+from vescale_fsdp.dtensor.meeting import explained, meet
 from vescale_fsdp.dtensor.operators.arguments import (
     cut_like,
     first_ragged,
@@ -40,7 +40,12 @@ from vescale_fsdp.dtensor.operators.arguments import (
 )
 from vescale_fsdp.dtensor.operators.replicated_results import replicated
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.redistribute import redistribute_local, start_redistribution
+from vescale_fsdp.dtensor.redistribute import (
+    groups_of_move,
+    move_text,
+    redistribute_local,
+    start_redistribution,
+)
 from vescale_fsdp.dtensor.spec import inner_box, ragged_axis, ranks_in, spec_with
 from vescale_fsdp.errors import format_bytes
 from vescale_fsdp.layout.geometry import RunLengths, numel_of
@@ -77,14 +82,15 @@ def carry_out(func: torch._ops.OpOverload, moves: Sequence[Sending]) -> list[tor
     if any(map(is_traced, locals_)):
         # Recorded one by one: each recorded message meets where the graph runs.
         arrived = [
-            redistribute_local(local, *pair, call)
-            for local, pair, call in zip(locals_, pairs, calls, strict=True)
+            redistribute_local(local, *pair, str(func)) for local, pair in zip(locals_, pairs, strict=True)
         ]
     else:
+        groups = [group for pair in pairs for group in groups_of_move(*pair)]
         # Lists have equal entries by the dozen, and only distinct ones tell ranks apart.
-        meet(moves[0].tensor.device_mesh, f"{'; '.join(dict.fromkeys(calls))} x {len(calls)}")
-        started = [start_redistribution(local, *pair) for local, pair in zip(locals_, pairs, strict=True)]
-        arrived = [each.wait() for each in started]
+        meet(groups, f"{'; '.join(dict.fromkeys(calls))} x {len(calls)}")
+        with explained(groups):
+            started = [start_redistribution(local, *pair) for local, pair in zip(locals_, pairs, strict=True)]
+            arrived = [each.wait() for each in started]
     for move in moves:
         keep_grad_placed(move.tensor)
     return [move.finish(local) for move, local in zip(moves, arrived, strict=True)]
@@ -95,10 +101,9 @@ _logged: set[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = set()
 
 def _described(func: torch._ops.OpOverload, source: DTensorSpec, target: DTensorSpec) -> str:
     """Return a message of an operator as text, and log it if no other had these placements."""
-    have, want = (", ".join(map(str, spec.placements)) for spec in (source, target))
     meta = source.tensor_meta
     assert meta is not None
-    text = f"{func} on shape {tuple(meta.shape)} from ({have}) to ({want})"
+    text = move_text(str(func), source, target)
     if (source.placements, target.placements) not in _logged:
         _logged.add((source.placements, target.placements))
         nbytes = format_bytes(numel_of(meta.shape) * meta.dtype.itemsize)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives.operations import all_reduce_in_place
 from vescale_fsdp.collectives.slice_exchange import wait_for
+from vescale_fsdp.dtensor.meeting import Meets, reducing
 from vescale_fsdp.dtensor.operators import combining, gathered_views
 from vescale_fsdp.dtensor.operators.arguments import (
     Unlike,
@@ -50,6 +51,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_modes import NULL_CONTEXT, is_traced
 from vescale_fsdp.torch_private import local_of, piece_in
 
 aten = torch.ops.aten
@@ -421,5 +423,9 @@ def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             axes = {axis for axis, p in enumerate(t.placements) if not p.is_replicate()}
             cut_axes.setdefault(t.device_mesh, set()).update(axes)
     for mesh, axes in cut_axes.items():
-        for axis in sorted(axes):  # sorted, so that all ranks run the collectives in the same order
-            wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis)))
+        # Sorted, so that all ranks run the collectives in the same order.
+        groups = [mesh.get_group(axis) for axis in sorted(axes)]
+        # No meeting: a gradient scaler runs this in every step.
+        with NULL_CONTEXT if is_traced(found_inf) else reducing(groups, str(func), Meets.NEVER):
+            for group in groups:
+                wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, group))

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives.operations import broadcast_in_place
 from vescale_fsdp.collectives.slice_exchange import wait_for
+from vescale_fsdp.dtensor.meeting import explained, meet
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     check_written,
@@ -72,8 +73,10 @@ class _StreamCounter:
             # The seed is broadcast as an int64 tensor, so it must fit into 63 bits.
             seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF if self.seed is None else self.seed
             state = torch.tensor([seed, self.next_stream], dtype=torch.int64, device=mesh.device_type)
-            for group in groups:
-                wait_for(broadcast_in_place(state, group, 0))
+            meet(groups, "first random values without manual_seed")
+            with explained(groups):
+                for group in groups:
+                    wait_for(broadcast_in_place(state, group, 0))
             self.seed, self.next_stream = state.tolist()
             self._agreeing.update(groups)
         assert self.seed is not None

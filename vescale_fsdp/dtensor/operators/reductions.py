@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives.operations import all_reduce_in_place, gathered
 from vescale_fsdp.collectives.slice_exchange import wait_for
+from vescale_fsdp.dtensor.meeting import Meets, one_meeting, reducing
 from vescale_fsdp.dtensor.operators import combining, whole_tensors
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
@@ -40,6 +42,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import RunLengths, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_modes import NULL_CONTEXT, is_traced
 from vescale_fsdp.torch_private import NormPartial, foreach_norm_of, piece_in
 
 
@@ -216,10 +219,32 @@ def _merged(
 
 def _all_reduced(call: _Call, total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce a tensor in place over the ranks that own different parts of the call's tensor, and return it."""
-    for axis, placement in enumerate(call.tensor.placements):
-        if not placement.is_replicate():  # replicas have equal parts, which must be counted once
-            wait_for(all_reduce_in_place(total, op, call.tensor.device_mesh.get_group(axis)))
+    groups = _groups_of(call.tensor)
+    with _meeting(groups, call.func, total):
+        for group in groups:
+            wait_for(all_reduce_in_place(total, op, group))
     return total
+
+
+def _groups_of(tensor: RaggedDTensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that own different parts. Replicas have equal parts, which must be counted once."""
+    return [
+        tensor.device_mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    ]
+
+
+def _meeting(
+    groups: Sequence[dist.ProcessGroup],
+    func: torch._ops.OpOverload,
+    answer: torch.Tensor,
+    meets: Meets = Meets.FIRST,
+) -> AbstractContextManager[None]:
+    """Return the context in which an operator reduces ``answer``, which has the same shape on all ranks."""
+    if is_traced(answer):
+        return NULL_CONTEXT
+    return reducing(groups, f"{func} with a result of shape {tuple(answer.shape)}", meets)
 
 
 def _cut_sum(call: _Call) -> torch.Tensor:
@@ -360,12 +385,19 @@ _OVER_CUT: dict[str, Callable[[_Call], Any]] = {
 _Total = Callable[[_Call], Any]
 
 
-def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-    """Gather ``answer`` from all ranks that own different parts of the tensor: [num_ranks, *answer.shape]."""
-    answers = answer.unsqueeze(0)
-    for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # replicas have equal answers, which must be counted once
-            answers = gathered(answers, tensor.device_mesh.get_group(axis)).flatten(0, 1)
+def _gather_answers(
+    answer: torch.Tensor, tensor: RaggedDTensor, func: torch._ops.OpOverload, meets: Meets = Meets.FIRST
+) -> torch.Tensor:
+    """Gather ``answer`` from all ranks that own different parts of the tensor: [num_ranks, *answer.shape].
+
+    Args:
+        func: the operator, for `dtensor.meeting`.
+        meets: which of several such calls meet.
+    """
+    answers, groups = answer.unsqueeze(0), _groups_of(tensor)
+    with _meeting(groups, func, answer, meets):
+        for group in groups:
+            answers = gathered(answers, group).flatten(0, 1)
     return answers
 
 
@@ -373,7 +405,7 @@ def _sum(call: _Call) -> DTensor:
     """Run sum or nansum over all dims."""
     total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
     local = total(piece_in(call.tensor), dtype=call.options.get("dtype"))
-    answers = _gather_answers(local, call.tensor)
+    answers = _gather_answers(local, call.tensor, call.func)
     # dtype, because the user may have chosen a narrow integer dtype, which torch would widen.
     return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
 
@@ -383,7 +415,7 @@ def _mean(call: _Call) -> DTensor:
     local = torch.sum(piece_in(call.tensor), dtype=call.options.get("dtype"))
     if not (local.is_floating_point() or local.is_complex()):
         call.func(piece_in(call.tensor))  # raises torch's own error for integers
-    total = _gather_answers(local, call.tensor).sum(0)
+    total = _gather_answers(local, call.tensor, call.func).sum(0)
     return replicated(total / call.tensor.numel(), call.tensor)
 
 
@@ -392,7 +424,7 @@ def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tens
 
     def total(call: _Call) -> DTensor:
         answer = part(piece_in(call.tensor).reshape(-1), **call.options)
-        return replicated(whole(_gather_answers(answer, call.tensor)), call.tensor)
+        return replicated(whole(_gather_answers(answer, call.tensor, call.func)), call.tensor)
 
     return total
 
@@ -413,7 +445,7 @@ def _extreme(call: _Call, *, largest: bool) -> DTensor:
         answer = local.max() if largest else local.min()
     else:  # torch raises for an empty tensor
         answer = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
-    answers = _gather_answers(answer, call.tensor)
+    answers = _gather_answers(answer, call.tensor, call.func)
     return replicated(answers.max() if largest else answers.min(), call.tensor)
 
 
@@ -430,7 +462,7 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     if local.numel():
         index = local.argmax() if largest else local.argmin()
         value, index = local[index], index + tensor.piece.start
-    values, indices = _gather_answers(value, tensor), _gather_answers(index, tensor)
+    values, indices = (_gather_answers(each, tensor, call.func) for each in (value, index))
     best = values.max() if largest else values.min()
     hits = (values == best) | (values.isnan() & best.isnan())
     # The neutral value of an empty piece may equal the best value, but an empty piece has no index.
@@ -443,7 +475,9 @@ def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
     wide = local.to(torch.float64)  # so that combining the ranks' sums loses no bits of the result
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
     mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
-    answers = _gather_answers(torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor)
+    answers = _gather_answers(
+        torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor, call.func
+    )
     counts, means, squares = answers.unbind(-1)
     total = counts.sum()
     grand_mean = (counts * means).sum() / total
@@ -493,7 +527,9 @@ def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
     return torch.linalg.vector_norm(norms, order, dim=0)
 
 
-def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: float) -> list[DTensor]:
+def _pending_norms(
+    norms: Sequence[torch.Tensor], like: RaggedDTensor, order: float, meets: Meets = Meets.FIRST
+) -> list[DTensor]:
     """Return the norms of tensors cut like ``like`` as DTensors that are still Partial.
 
     The next operator on the norms runs the collective, so clipping a hundred gradients costs one collective. This is
@@ -502,7 +538,7 @@ def _pending_norms(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: fl
     """
     placements = [p if p.is_replicate() else NormPartial(order) for p in like.placements]
     spec = make_spec(like.device_mesh, placements, norms[0].shape, norms[0].dtype)
-    return [with_spec(norm, spec) for norm in norms]
+    return [with_spec(norm, spec, meets) for norm in norms]
 
 
 def _norm(call: _Call) -> DTensor:
@@ -513,7 +549,7 @@ def _norm(call: _Call) -> DTensor:
     local = _local_norm(piece_in(tensor), order, dtype)
     if 0 < order < math.inf:
         return _pending_norms([local], tensor, order)[0]
-    return replicated(_norm_of_norms(_gather_answers(local, tensor), order), tensor)
+    return replicated(_norm_of_norms(_gather_answers(local, tensor, call.func), order), tensor)
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -540,8 +576,8 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     for indices in together.values():
         local_norms = _local_norms([piece_in(tensors[i]) for i in indices], order, dtype)
         if len(indices) == len(tensors) and 0 < order < math.inf:
-            return _pending_norms(local_norms, tensors[0], order)
-        answers = _gather_answers(torch.stack(local_norms), tensors[indices[0]])
+            return _pending_norms(local_norms, tensors[0], order, Meets.NEVER)
+        answers = _gather_answers(torch.stack(local_norms), tensors[indices[0]], func, Meets.NEVER)
         whole_norms = _norm_of_norms(answers, order).unbind()
         assert home is not None
         spec = replicated(whole_norms[0], home)._spec
@@ -592,7 +628,8 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     like = left if isinstance(left, RaggedDTensor) else right
     if is_partial(like):
         raise refuse(func, like, "the tensor has pending sums")
-    # The pieces of the right tensor are brought to those of the left one, or the reverse.
-    is_same = func(*combining.brought(func, [(left, like), (right, like)]), *rest, **kwargs)
-    answer = torch.tensor(int(is_same), dtype=torch.int64, device=piece_in(like).device)
-    return bool(_gather_answers(answer, like).all().item())
+    with one_meeting(str(func)):
+        # The pieces of the right tensor are brought to those of the left one, or the reverse.
+        is_same = func(*combining.brought(func, [(left, like), (right, like)]), *rest, **kwargs)
+        answer = torch.tensor(int(is_same), dtype=torch.int64, device=piece_in(like).device)
+        return bool(_gather_answers(answer, like, func).all().item())

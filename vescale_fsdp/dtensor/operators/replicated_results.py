@@ -12,14 +12,17 @@ A plain tensor of several elements next to such a result raises, as next to a ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale_fsdp.dtensor.meeting import Meets, reducing
 from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, bind, is_partial, refuse, written_names
 from vescale_fsdp.dtensor.spec import make_spec
-from vescale_fsdp.torch_modes import is_traced
+from vescale_fsdp.torch_modes import NULL_CONTEXT, is_traced
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -28,12 +31,23 @@ from vescale_fsdp.torch_private import (
     local_slot,
 )
 
-# Operators of gradient clipping that keep a norm pending, so that the norms of all tensors cost one collective.
-_KEEP_PENDING = (torch.ops.aten.stack.default, torch.ops.aten.linalg_vector_norm.default)
+# The operator of gradient clipping that keeps norms pending, so that the norms of all tensors cost one collective.
+_KEEPS_PENDING = torch.ops.aten.stack.default
 
 
 class ReplicatedResult(DTensor):
-    """A replicated DTensor, or a pending norm, that an operator on ragged tensors returned."""
+    """A replicated DTensor, or a pending norm, that an operator on ragged tensors returned.
+
+    Attributes:
+        meets: whether ranks meet before a pending norm is reduced.
+    """
+
+    meets: Meets = Meets.FIRST
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        """Return the result under other placements, as torch's DTensor."""
+        with _reduction_of(self):
+            return super().redistribute(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -48,8 +62,9 @@ class ReplicatedResult(DTensor):
         dtensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if any(type(each) not in STOCK for each in dtensors):
             return NotImplemented  # a ragged tensor's rule decides
-        if func in _KEEP_PENDING and all(map(is_partial, dtensors)):
-            return _mapped(_ours, _by_torch(func, args, kwargs))
+        if func is _KEEPS_PENDING and all(map(is_partial, dtensors)):
+            meets = Meets.NEVER if any(_meets(each) is Meets.NEVER for each in dtensors) else Meets.FIRST
+            return _mapped(partial(_ours, meets=meets), _by_torch(func, args, kwargs))
         for each in dtensors:
             if isinstance(each, ReplicatedResult) and is_partial(each):
                 _reduce_in_place(each)
@@ -103,10 +118,28 @@ def as_result(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return with_spec(local, spec)
 
 
-def with_spec(local: torch.Tensor, spec: DTensorSpec) -> ReplicatedResult:
+def with_spec(local: torch.Tensor, spec: DTensorSpec, meets: Meets = Meets.FIRST) -> ReplicatedResult:
     """Return a result with a local tensor and a spec without shards."""
     result: Any = ReplicatedResult.__new__(ReplicatedResult, local, spec, requires_grad=False)
+    if meets is not Meets.FIRST:
+        result.meets = meets
     return result  # type: ignore[no-any-return]
+
+
+def _meets(result: DTensor) -> Meets:
+    return result.meets if isinstance(result, ReplicatedResult) else Meets.FIRST
+
+
+def _reduction_of(pending: ReplicatedResult) -> AbstractContextManager[None]:
+    """Return the context in which a pending norm is reduced; a null context for any other result."""
+    groups = [
+        pending.device_mesh.get_group(axis)
+        for axis, placement in enumerate(pending.placements)
+        if placement.is_partial()
+    ]
+    if not groups or is_traced(local_of(pending)):
+        return NULL_CONTEXT
+    return reducing(groups, f"norm with a result of shape {tuple(pending.shape)}", pending.meets)
 
 
 def _with_value(local: torch.Tensor, mesh: Any) -> ReplicatedResult:
@@ -131,7 +164,8 @@ def _check_plain(func: torch._ops.OpOverload, leaves: Sequence[Any], like: DTens
 def _reduce_in_place(pending: ReplicatedResult) -> None:
     """All-reduce a pending norm, and keep the result."""
     mesh = pending.device_mesh
-    reduced = _stock(pending).redistribute(placements=[Replicate()] * mesh.ndim)
+    with _reduction_of(pending):
+        reduced = _stock(pending).redistribute(placements=[Replicate()] * mesh.ndim)
     local_slot.__set__(pending, local_of(reduced))
     pending._spec = reduced._spec
 
@@ -176,6 +210,6 @@ def _stock(result: ReplicatedResult) -> DTensor:
     return DTensor(local_of(result), result._spec, requires_grad=result.requires_grad)  # type: ignore[call-arg]
 
 
-def _ours(result: Any) -> Any:
+def _ours(result: Any, meets: Meets) -> Any:
     is_stock = isinstance(result, DTensor) and not isinstance(result, ReplicatedResult)
-    return with_spec(local_of(result), result._spec) if is_stock else result
+    return with_spec(local_of(result), result._spec, meets) if is_stock else result

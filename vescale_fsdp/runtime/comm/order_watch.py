@@ -14,14 +14,16 @@ first reduction:
     a reduction
     note() raises                    <- names the first difference
 
-The logs of a step that has not ended are compared as well, if no collective was started for `BOUND_S` or a collective
-failed. If one log is the beginning of the other, one rank may only be slow. Otherwise the ranks are in a deadlock: the
-thread aborts their process groups (`break_group`), so pending collectives fail and all ranks raise.
+A step that does not end is compared by the logs of the process groups (`GroupLog`), which contain operators on sharded
+tensors too: if no collective was started for half of `BOUND_S`, if a collective failed, or if a rank waits for others
+in an operator. If one log is the beginning of the other, one rank may only be slow. Otherwise the ranks are in a
+deadlock: the thread aborts their process groups (`break_group`), so pending collectives fail and all ranks raise.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import queue
 import threading
@@ -29,13 +31,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.collectives.group_log import Difference, GroupLog, first_difference, log_of
 from vescale_fsdp.collectives.process_groups import break_group, closed_peers, ended_peers
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
@@ -43,10 +45,11 @@ from vescale_fsdp.torch_private import default_store
 if TYPE_CHECKING:
     from vescale_fsdp.runtime.comm.group_comm import GroupComm
 
-# Seconds without a new collective until the logs of a running step are compared; far longer than a slow step's pauses.
+# Seconds within which all ranks raise after they have started different collectives. A rank that has started none for
+# half of this time compares its log with other ranks; that is far longer than a slow step's pauses.
 BOUND_S = 30.0
-# How many times per BOUND_S an idle rank looks whether another rank has found a difference.
-_ALARMS_PER_BOUND = 4
+# How many times per BOUND_S an idle rank looks whether another rank asks for its log, or has found a difference.
+_LOOKS_PER_BOUND = 8
 # Seconds: longest wait before the first reduction after a forward. Short, so that a slow store does not delay steps.
 _SETTLE_S = 0.05
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
@@ -55,9 +58,7 @@ _ANSWER_S = 1.0  # seconds for which the store may take to answer after that
 # A log of this length is compared though no step has ended, because forwards without gradients end no step.
 _MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
-_PARTNERS = 8  # every late rank compares its log with this many first ranks of the mesh
 _KEPT_KEYS = 64  # number of steps whose digests stay in the store, for ranks that are behind
-_NOTHING = "nothing more"  # shown for a rank whose log is shorter than other ranks' logs
 _log = logging.getLogger(__name__)
 
 
@@ -86,6 +87,11 @@ class OrderWatch:
         counts[self._ranks] += 1
         ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
         self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        # Operators on parameters communicate over these groups too.
+        self._group_logs: list[GroupLog] = [log for log in map(log_of, groups) if log is not None]
+        for log in self._group_logs:
+            log.watches.add(self)
         self._entries: list[str] = []
         self._step = 0
         self._logs: dict[int, list[str]] = {0: self._entries}  # step -> log; this step and the two before
@@ -94,7 +100,6 @@ class OrderWatch:
         self._is_compared = threading.Event()  # set once the last step that ended is compared
         self._is_awaited = False  # whether the next reduction waits for `_is_compared`
         self._lock = threading.Lock()  # held while comparing, in the thread or in `explain`
-        self._shown: tuple[int, int] | None = None  # the last published step, and the length of its log
         self._is_concluding = False  # whether `_conclude` waits for other ranks' logs
         self._silent: list[int] = []  # ranks that have shown no sign since a collective failed
         _thread.watch(self)
@@ -109,6 +114,16 @@ class OrderWatch:
         """
         if self.error is not None:
             raise self.error
+        for log in self._group_logs:
+            log.add(entry)
+        self._append(entry)
+
+    def follow(self, log: GroupLog, entry: str) -> None:
+        """Add an operator that all ranks of a group run to the log, if they are all ranks of the mesh."""
+        if len(self._group_logs) == 1:  # otherwise it may be that only one of several replicas runs it
+            self._append(entry)
+
+    def _append(self, entry: str) -> None:
         self._entries.append(entry)
         self._last = time.monotonic()
         if len(self._entries) >= _MOST_ENTRIES:  # forwards without gradients end no step
@@ -249,33 +264,44 @@ class OrderWatch:
             Whether the comparison is complete: ranks differ, or all partners have published logs that agree.
         """
         if self.error is None and self._store.check([self._alarm]):
-            self._conclude(int(self._store.get(self._alarm)))
-        if self.error is not None or not (is_late or time.monotonic() - self._last > BOUND_S):
+            self._conclude()
+        last_s = max([self._last, *(log.last_s for log in self._group_logs)])
+        if self.error is not None or not (is_late or time.monotonic() - last_s > BOUND_S / 2):
             return self.error is not None
-        self._show()
-        # Each rank reads only the logs of the first ranks of the mesh and of the two ranks after it, to limit the load
-        # on the store. Since all ranks do this, at least one rank sees each difference.
-        index, size = self._ranks.index(self._rank), len(self._ranks)
-        partners = {*self._ranks[:_PARTNERS], *(self._ranks[(index + step) % size] for step in range(3))}
-        logs = self._shown_logs(self._step, partners)
-        if any(_differ(logs[self._rank], log) for log in logs.values()):
-            self._store.compare_set(self._alarm, "", str(self._step))  # keeps an earlier alarm
-            self._conclude(self._step)
-        return self.error is not None or len(logs) == len(partners)
+        is_complete = True
+        for log in self._group_logs:
+            log.publish()
+            difference, has_all = log.difference(log.partners())
+            if difference is not None:
+                return self._sound(difference)
+            is_complete = is_complete and has_all
+        return is_complete
+
+    def answer(self) -> bool:
+        """Publish the logs of the groups if a rank that waits has asked for them."""
+        for log in self._group_logs:
+            log.answer()
+        return True
+
+    def sound(self, difference: Difference) -> None:
+        """Abort the process groups of all ranks, and let all ranks raise; for a rank that waits in an operator."""
+        self.guarded(self._sound, difference)
+
+    def _sound(self, difference: Difference) -> bool:
+        self._store.compare_set(self._alarm, "", json.dumps(difference))  # keeps an earlier alarm
+        if self.error is None:
+            self._conclude()
+        return True
 
     @property
-    def _alarm(self) -> str:  # the store's key of the first step in which ranks differ
+    def _alarm(self) -> str:  # the store's key of the first step in which ranks differ, or of a difference
         return f"{self._key} alarm"
 
     def _show(self) -> None:
-        """Publish the logs of this step and of the two steps before it; a no-op if the log has not grown."""
-        shown = self._step, len(self._entries)
-        if self._shown == shown:
-            return
+        """Publish the logs of this step and of the two steps before it."""
         for step, entries in list(self._logs.items()):  # a copy: training may end a step meanwhile
             # The length comes first, because an empty log would otherwise be read as one empty entry.
             self._store.set(f"{self._key} {step} of {self._rank}", "\n".join([f"{len(entries)}", *entries]))
-        self._shown = shown
 
     def _shown_logs(self, step: int, ranks: Iterable[int]) -> dict[int, list[str]]:
         """Return the logs of a step by rank: this rank's log, and the logs that the given ranks have published."""
@@ -287,53 +313,31 @@ class OrderWatch:
                 logs[rank] = text.split("\n") if int(number) else []
         return logs
 
-    def _conclude(self, step: int) -> None:
-        """Abort the process groups, and set the error; called if ranks differ in ``step``."""
+    def _conclude(self) -> None:
+        """Abort the process groups, and set the error; called once there is an alarm."""
         sources = {self._rank, *self._ranks[:_MOST_LOGS]}
         # Twice the period with which idle ranks read the alarm: by then every rank has published its logs.
-        deadline = time.monotonic() + 2 * BOUND_S / _ALARMS_PER_BOUND
-        self._show()
+        deadline = time.monotonic() + 2 * BOUND_S / _LOOKS_PER_BOUND
+        self._is_concluding = True
         for group in {group for each in self.over for group in each.process_groups()}:
             break_group(group)  # ranks that wait for this rank then fail, and publish their logs too
-        self._is_concluding = True
-        while True:
-            self._show()
-            logs = self._shown_logs(step, sources)
-            if len(logs) == len(sources) or time.monotonic() > deadline:
+        self._show()
+        self._store.set(f"{self._key} heard by {self._rank}", "")
+        # This rank may host the store, which must last until the other ranks have read the alarm.
+        while not self._store.check([f"{self._key} heard by {rank}" for rank in sources]):
+            if time.monotonic() > deadline:
                 break
             if _thread.is_stopping:  # the interpreter exits, and `stop` waits for this thread
                 return
             time.sleep(0.02)  # so that reading puts little load on the store
-        self.error = _error(logs, self._ranks)
+        alarm = self._store.get(self._alarm).decode()
+        difference = (
+            first_difference(self._shown_logs(int(alarm), sources), self._ranks)
+            if alarm.isdecimal()
+            else json.loads(alarm)
+        )
+        self.error = LifecycleError(**difference)
         self._is_concluding = False
-
-
-def _differ(one: list[str], other: list[str]) -> bool:
-    """Return whether two logs differ in an entry that both have. A rank with a shorter log may only be slow."""
-    return any(left != right for left, right in zip(one, other, strict=False))
-
-
-def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
-    """Return an error with the first difference of these logs, and the ranks that have each variant of the entry."""
-    columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
-    index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
-    sides: dict[str, list[int]] = {}
-    if index is not None:
-        for rank, entry in zip(logs, columns[index], strict=True):
-            sides.setdefault(entry, []).append(rank)
-    # The variant of the lowest rank is shown as expected. [("", [])]: the logs at hand do not differ.
-    (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
-    # At most 5 variants are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
-    return LifecycleError(
-        "The ranks have started different collectives, or the same collectives in another order.",
-        expected=f"the same collective on all ranks; ranks {sorted(here)[:16]} started: {expected}",
-        got="; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
-        or f"another order on some of ranks {list(ranks)[:16]}, which have not published their logs",
-        where=f"collective {index} of a step",
-        todo="run the same units in the same order on every rank, even if a rank does not need their output, set the "
-        "same switches of units on all ranks, and restart: gradients of this step are wrong, and the process groups "
-        "were aborted",
-    )
 
 
 # How many watches were created for each tuple of ranks, per default process group: weak, because counts end with it.
@@ -378,7 +382,7 @@ class _Thread:
     def _run(self) -> None:
         while True:
             try:
-                item = self._steps.get(timeout=BOUND_S / _ALARMS_PER_BOUND)
+                item = self._steps.get(timeout=BOUND_S / _LOOKS_PER_BOUND)
             except queue.Empty:  # no step has ended for a while
                 if not self._look():
                     return
@@ -399,6 +403,7 @@ class _Thread:
             if not watches:
                 self._thread = None  # so that `watch` starts a new thread
         for watch in watches:
+            watch.guarded(watch.answer)
             watch.guarded(watch.look)
         return bool(watches)
 

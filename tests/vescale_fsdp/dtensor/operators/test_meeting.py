@@ -5,24 +5,31 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
-from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts, messages
+from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts
 from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import state_dict
+from vescale_fsdp.collectives import group_log
 from vescale_fsdp.dtensor import meeting, set_implicit_gathers
 from vescale_fsdp.dtensor.operators import gathered_views
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import GatherWarning, LifecycleError, UnsupportedOpError
+from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm import order_watch
 
+FULL = StateDictOptions(full_state_dict=True)
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.GatherWarning")
 
 
@@ -31,6 +38,13 @@ def pair() -> tuple[RaggedDTensor, RaggedDTensor]:
     first, second, *_ = cuts(dist.get_world_size()).values()
     mesh = cpu_mesh()
     return distribute_tensor(plain(SHAPE), mesh, [first]), distribute_tensor(plain(SHAPE, 1), mesh, [second])
+
+
+def meetings(mesh: DeviceMesh) -> int:
+    """How many calls of this rank have met the other ranks."""
+    met = meeting.meeting_of(mesh.get_group())
+    assert met is not None
+    return met.count
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
@@ -59,7 +73,8 @@ def alone(name: str, all_done: threading.Barrier) -> tuple[str, str]:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_calls_alone_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the operator and the absent rank within the bound; others raise at their next operator."""
-    monkeypatch.setattr(meeting, "BOUND_S", 0.3)
+    monkeypatch.setattr(meeting, "BOUND_S", 0.1)
+    monkeypatch.setattr(meeting, "ASK_S", 0.02)
     (first, _), (nothing, later) = run_threads(2, alone, name, threading.Barrier(2))
 
     assert name in first and "ranks 1" in first
@@ -75,8 +90,9 @@ def different() -> str:
     return str(caught.value.got)
 
 
-def test_different_operators_raise_everywhere() -> None:
+def test_different_operators_raise_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks name both operators; nothing is sent."""
+    monkeypatch.setattr(meeting, "ASK_S", 0.02)
     for text in run_threads(3, different):
         assert "aten.add_.Tensor" in text and "aten.mul_.Tensor" in text
 
@@ -86,7 +102,7 @@ def keys_left() -> int:
     x, y = pair()
     for _ in range(20):
         x.add_(y)
-    assert messages(cpu_mesh()) == 20
+    assert meetings(cpu_mesh()) == 20
     dist.barrier()
     return dist.distributed_c10d._get_default_store().num_keys()
 
@@ -96,34 +112,161 @@ def test_meetings_leave_nothing_in_the_store() -> None:
     assert max(run_threads(2, keys_left)) < 20
 
 
-class _Log:
-    """An observer that finds a difference once it is told to."""
+class _Watch:
+    """A watch that finds a difference once a rank waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, finds: bool) -> None:
         self.entries: list[str] = []
-        self.error: LifecycleError | None = None
+        self.found = LifecycleError("Ranks differ.")
+        self._finds, self._num_looks = finds, 0
 
-    def note(self, entry: str) -> None:
+    @property
+    def error(self) -> LifecycleError | None:
+        self._num_looks += 1
+        return self.found if self._finds and self._num_looks > 1 else None
+
+    def follow(self, log: group_log.GroupLog, entry: str) -> None:
         self.entries.append(entry)
-        if dist.get_rank() == 0:
-            self.error = LifecycleError("Ranks differ.")
 
 
 def observed() -> list[str]:
     x, _ = pair()
-    log = _Log()
-    meeting.observe(x.device_mesh, log)
+    log = group_log.log_of(x.device_mesh.get_group())
+    assert log is not None
+    watch, finder = cast(Any, _Watch(finds=False)), cast(Any, _Watch(finds=True))
+    log.watches.add(watch)
+    x.t(), x + 1, x.sum()
+    log.watches.add(finder)
     if dist.get_rank() == 0:
         with pytest.raises(LifecycleError) as caught:
             _ = x.t()
-        assert caught.value is log.error
-    return log.entries
+        assert caught.value is finder.found
+    return cast(list[str], watch.entries)
 
 
-def test_operators_are_in_the_order_of_collectives() -> None:
-    """What is sent is logged with a unit's collectives, and a rank that waits hears what the log has found."""
-    (entry,), nothing = run_threads(2, observed)
-    assert "aten.t.default" in entry and nothing == []
+def test_operators_are_in_the_order_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is in the order of a unit's collectives, and a rank that waits hears what a watch has found."""
+    monkeypatch.setattr(meeting, "ASK_S", 0.02)
+    for entries in run_threads(2, observed):
+        assert [entry.split()[0] for entry in entries] == ["aten.t.default", "aten.sum.default"]
+
+
+def late(has_warned: threading.Event) -> torch.Tensor:
+    """Rank 1 calls once rank 0 has waited for so long that it is reported."""
+    x, _ = pair()
+    if dist.get_rank() == 1:
+        assert has_warned.wait(timeout=30.0)
+    return x.full_tensor()
+
+
+def test_a_late_rank_is_reported_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning names the call and the rank; all ranks get their values."""
+    has_warned, warnings_given = threading.Event(), []
+    monkeypatch.setattr(meeting, "ASK_S", 0.02)
+    monkeypatch.setattr(meeting, "REPORT_S", 0.05)
+
+    def warn(_: str, text: str) -> None:
+        warnings_given.append(text)
+        has_warned.set()
+
+    monkeypatch.setattr(meeting._log, "warning", warn)
+    for full in run_threads(2, late, has_warned):
+        torch.testing.assert_close(full, plain(SHAPE))
+    (text,) = warnings_given
+    assert "full_tensor" in text and "ranks 1" in text
+
+
+def on_two_axes(all_done: threading.Barrier) -> tuple[str, str]:
+    """On a mesh of two axes, the last rank calls something else; then all ranks make the same call."""
+    mesh = cpu_mesh(2, 2)
+    x = distribute_tensor(plain(SHAPE), mesh, [RaggedShard.from_piece_numels((8, 3), (10, 14)), Shard(1)])
+    ends = []
+    for turn in range(2):
+        try:
+            x.sum() if turn == 0 and dist.get_rank() == 3 else x.full_tensor()
+            ends.append("")
+        except LifecycleError as error:
+            ends.append(str(error.got))
+        all_done.wait(timeout=30.0)
+    return ends[0], ends[1]
+
+
+def test_all_ranks_of_all_groups_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose own first group has met, since a rank that raises lets its later groups know; then all go on."""
+    monkeypatch.setattr(meeting, "ASK_S", 0.02)
+    for first, then in run_threads(4, on_two_axes, threading.Barrier(4)):
+        assert "full_tensor" in first and "sum" in first and then == ""
+
+
+# -- what it costs --------------------------------------------------------------------------------------
+
+
+class _Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any, requests: list[str]) -> None:
+        self._store, self._requests = store, requests
+
+    def __getattr__(self, name: str) -> Any:
+        self._requests.append(name)
+        return getattr(self._store, name)
+
+
+class _Own(torch.optim.SGD):
+    """An optimizer that gathers every parameter in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.full_tensor(), p.sum()
+
+
+def module_of(num_tensors: int, mesh: DeviceMesh) -> torch.nn.Module:
+    (cut, *_) = cuts(mesh.size()).values()
+    module = torch.nn.Module()
+    for index in range(num_tensors):
+        param = torch.nn.Parameter(distribute_tensor(plain(SHAPE, index), mesh, [cut]))
+        module.register_parameter(f"p{index}", param)
+    return module
+
+
+ROWS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "full_tensor": (lambda m: m.p0.full_tensor(), 1),
+    "twice": (lambda m: [m.p0.full_tensor() for _ in range(2)], 2),
+    "started": (lambda m: redistribute(m.p0, [Shard(0)], async_op=True).wait(), 1),
+    "local": (lambda m: redistribute(redistribute(m.p0, m.p0.placements), m.p0.placements), 0),
+    "state dict": (lambda m: state_dict.get_model_state_dict(m, options=FULL), 1),
+    "torch's": (lambda m: torch_state_dict.get_model_state_dict(m, options=FULL), 10),
+    "own step": (lambda m: _Own(m.parameters()).step(), 1),
+    "reductions": (lambda m: [p.sum() + p.max() for p in m.parameters()], 1),
+    "apart": (lambda m: [(p.sum(), p.full_tensor()) for p in m.parameters()], 20),
+    "clipped": (lambda m: torch.nn.utils.get_total_norm(m.parameters()).full_tensor(), 0),
+    "equal": (lambda m: torch.equal(m.p0, redistribute(m.p0, [Shard(0)])), 2),
+}
+
+
+def requests(row: str, lists: list[list[str]]) -> tuple[int, int]:
+    """The meetings of a row, and the requests of this rank."""
+    own = lists[dist.get_rank()]
+    module: Any = module_of(10, cpu_mesh())
+    met = meeting.meeting_of(cpu_mesh().get_group())
+    assert met is not None
+    met._store = _Counted(met._store, own)
+    module.p0.full_tensor()
+    dist.barrier()
+    own.clear()
+    before = met.count
+    ROWS[row][0](module)
+    return met.count - before, len(own)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_requests_to_the_store(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three per meeting and rank, and two more of the last rank; a call of many tensors is one meeting."""
+    monkeypatch.setattr(meeting, "ASK_S", 30.0)
+    (count, _), *others = found = run_threads(3, requests, row, [[] for _ in range(3)])
+    assert count == ROWS[row][1] and all(other[0] == count for other in others)
+    assert sum(number for _, number in found) == count * (3 * 3 + 2)
 
 
 # -- warnings and the switch ----------------------------------------------------------------------------
@@ -155,7 +298,7 @@ def test_each_operator_warns_once_with_its_cost() -> None:
 def refused() -> int:
     """With the switch off."""
     x, y = pair()
-    before = messages(x.device_mesh)
+    before = meetings(x.device_mesh)
     reads = [
         lambda: x.t(),
         lambda: x[:, 0],
@@ -167,7 +310,7 @@ def refused() -> int:
         with pytest.raises(UnsupportedOpError) as caught:
             read()
         assert "RaggedShard" in str(caught.value.where) and ".full_tensor()" in str(caught.value.todo)
-    assert messages(x.device_mesh) == before
+    assert meetings(x.device_mesh) == before
     (x + y).sum(0).add_(x[1])
     return len(reads)
 
@@ -201,9 +344,9 @@ def compiled(names: tuple[str, ...]) -> int:
         x, y = pair()
         with torch.no_grad():
             fn(x, y)
-            before = messages(x.device_mesh)
+            before = meetings(x.device_mesh)
             got = fn(x * 3, y * 2)
-            met += messages(x.device_mesh) > before
+            met += meetings(x.device_mesh) > before
         x, y = plain(SHAPE) * 3, plain(SHAPE, 1) * 2  # type: ignore[assignment]
         want = x * 2 if name == "gathered" else COMPILED[name](x, y)
         found = got.full_tensor() if isinstance(got, DTensor) else got
@@ -220,7 +363,7 @@ def test_compiled_operators_meet_where_they_run() -> None:
 @pytest.mark.part("numerics")
 def test_compiled_reductions_and_gathers() -> None:
     """Results that need other ranks' elements were uninitialized memory."""
-    assert run_ranks(2, compiled, tuple(COMPILED)) == [2, 2]
+    assert run_ranks(2, compiled, tuple(COMPILED)) == [3, 3]
 
 
 # -- in training ----------------------------------------------------------------------------------------
@@ -245,7 +388,8 @@ def logging_on_rank_0() -> str:
             if step == 1 and dist.get_rank() == 0:
                 _ = model[0].weight[:, 0]
 
-    with mock.patch.object(order_watch, "BOUND_S", 0.5), pytest.raises(LifecycleError) as caught:
+    soon = mock.patch.object(order_watch, "BOUND_S", 0.8), mock.patch.object(meeting, "ASK_S", 0.1)
+    with soon[0], soon[1], pytest.raises(LifecycleError) as caught:
         train()
     return f"{caught.value.expected} {caught.value.got}"
 
