@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.parts.simulated_accelerator import MemoryUse
 from vescale_fsdp import fully_shard
+from vescale_fsdp.collectives import group_log
 from vescale_fsdp.devices import ACCELERATORS, Accelerator
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
@@ -230,7 +231,8 @@ def mirrored(world_size: int) -> Iterator[MirroredGroup]:
     assert group is not None
     try:
         mirrors = dict.fromkeys(("cpu", "cuda"), Accelerator(frozenset({"mirror"})))
-        with _gaps_of_zeros(), _streams(), mock.patch.dict(ACCELERATORS, mirrors):
+        without_ranks = mock.patch.object(group_log, "WITHOUT_RANKS", {"mirror"})
+        with _gaps_of_zeros(), _streams(), mock.patch.dict(ACCELERATORS, mirrors), without_ranks:
             yield group  # type: ignore[misc]
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 import xxhash
@@ -33,7 +33,34 @@ _PARTNERS = (
 )
 _NOTHING = "nothing more"  # shown for a rank whose log is shorter than other ranks' logs
 
-Difference = dict[str, str]  # the parts of a LifecycleError, as text that other ranks can read in the store
+
+class Difference(NamedTuple):
+    """The first entry in which logs differ.
+
+    Args:
+        where: the number of the entry, in words.
+        sides: each variant of the entry with the ranks that have it; the first one has the lowest rank.
+    """
+
+    where: str
+    sides: list[tuple[str, list[int]]]
+
+    def texts(self) -> list[str]:
+        """Return each variant with its ranks as text."""
+        return [f"ranks {ranks} started: {entry}" for entry, ranks in self.sides]
+
+    def error(self) -> LifecycleError:
+        """Return the error that all ranks raise."""
+        first, *others = self.texts()
+        return LifecycleError(
+            "The ranks have started different collectives, or the same collectives in another order.",
+            expected=f"the same collective on all ranks; {first}",
+            got="; ".join(others),
+            where=self.where,
+            todo="call the same functions, and run the same units in the same order, on every rank, even if a rank "
+            "does not need the result (print and log it on one rank); set the same switches of units on all ranks. "
+            "Restart: the process groups were aborted, and gradients of this step are wrong",
+        )
 
 
 class Watch(Protocol):
@@ -179,18 +206,20 @@ class GroupLog:
         own = aligned[self._rank]
         if all(left == right for log in aligned.values() for left, right in zip(own, log, strict=False)):
             return None, is_complete
-        return first_difference(aligned, self.ranks), True
+        where = f"entry {{}} of the last {len(own)} collectives of a process group"
+        return first_difference(aligned, self.ranks, where), True
 
     def _key_of(self, rank: int) -> str:  # the store's key of a rank's log
         return f"{self.key} log of {rank}"
 
 
-def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int]) -> Difference:
-    """Return the parts of an error with the first difference of logs, and the ranks that have each variant.
+def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int], where: str) -> Difference:
+    """Return the first difference of logs.
 
     Args:
         logs: the logs at hand, by rank.
         ranks: the ranks whose logs are compared.
+        where: what the number of an entry counts, for `Difference`.
     """
     columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
     index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
@@ -198,27 +227,21 @@ def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int]) -> Dif
     if index is not None:
         for rank, entry in zip(logs, columns[index], strict=True):
             sides.setdefault(entry, []).append(rank)
-    # The variant of the lowest rank is shown as expected. [("", [])]: the logs at hand do not differ.
-    (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
-    # At most 5 variants are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
-    return {
-        "problem": "The ranks have started different collectives, or the same collectives in another order.",
-        "expected": f"the same collective on all ranks; ranks {sorted(here)[:16]} started: {expected}",
-        "got": "; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
-        or f"another order on some of ranks {list(ranks)[:16]}, which have not published their logs",
-        "where": f"collective {index} of those that were compared",
-        "todo": "call the same functions and run the same units in the same order on every rank, even if a rank does "
-        "not need the result (print and log it on one rank), set the same switches of units on all ranks, and "
-        "restart: the process groups were aborted, and gradients of this step are wrong",
-    }
+    else:  # the logs at hand do not differ
+        sides["another order on some of these ranks, which have not published their logs"] = list(ranks)
+    # At most 5 variants are kept, each with at most 16 ranks: a mesh may have thousands of ranks.
+    kept = [(entry, sorted(side)[:16]) for entry, side in sides.items()]
+    return Difference(where.format(index), sorted(kept, key=lambda side: min(side[1]))[:5])
 
 
+# Backends that imitate ranks which do not exist.
+WITHOUT_RANKS = frozenset({"fake"})
 _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = weakref.WeakKeyDictionary()
 
 
 def log_of(group: dist.ProcessGroup) -> GroupLog | None:
-    """Return the log of a group; None for a group of one rank, and for torch's "fake" groups without other ranks."""
+    """Return the log of a group; None for a group of one rank, and for groups whose other ranks do not exist."""
     log = _logs.get(group)
-    if log is None and group.size() > 1 and dist.get_backend(group) != "fake":
+    if log is None and group.size() > 1 and dist.get_backend(group) not in WITHOUT_RANKS:
         log = _logs[group] = GroupLog(group)
     return log

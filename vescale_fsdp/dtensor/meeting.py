@@ -200,7 +200,7 @@ class Meeting:
         difference, _ = self.log.difference(self._absent(name, self.log.partners()))
         # The verdict is read after the logs: ranks may have come, and gone on, meanwhile.
         if difference is not None and not self._store.check([_verdict(name)]):
-            self._decide(name, f"{difference['expected']}; {difference['got']}")
+            self._decide(name, "; ".join(difference.texts()))
             for watch in self.log.watches:
                 watch.sound(difference)
 
@@ -327,20 +327,20 @@ def meet(groups: Iterable[dist.ProcessGroup], call: str, meets: Meets = Meets.EA
         has_met = scope is not None and meeting in scope.met
         is_in_row = meets is Meets.FIRST and log.is_in_row
         if has_met or is_in_row or meets is Meets.NEVER:
-            # Another text than that of a call that meets: if ranks decide differently, their logs differ.
-            log.start(f"{call}, without a meeting", is_in_row=is_in_row)
-            continue
-        if failure is not None:
+            if failure is None:
+                # Another text than that of a call that meets: if ranks decide differently, their logs differ.
+                log.start(f"{call}, without a meeting", is_in_row=is_in_row)
+        elif failure is not None:
             meeting.refuse(failure)
-            continue
-        try:
-            meeting.attend(call)
-        except LifecycleError as error:
-            failure = error
-            continue
-        log.is_in_row = meets is Meets.FIRST
-        if scope is not None:
-            scope.met.add(meeting)
+        else:
+            try:
+                meeting.attend(call)
+            except LifecycleError as error:
+                failure = error
+                continue
+            log.is_in_row = meets is Meets.FIRST
+            if scope is not None:
+                scope.met.add(meeting)
     if failure is not None:
         raise failure
 

@@ -247,8 +247,11 @@ class RaggedDTensor(DTensor):
     ) -> DTensor:
         """Return the tensor under other placements of its mesh. Differentiable.
 
+        A collective, in which ranks meet first (see `vescale_fsdp.dtensor.meeting`), unless replicas are only cut.
+
         Raises:
             PlacementError: for another mesh, for placements that do not fit the tensor, and for a new Partial.
+            LifecycleError: if not all ranks call it.
             UnsupportedOpError: for options that only stock DTensor supports.
         """
         if async_op or forward_dtype is not None or backward_dtype is not None:
@@ -306,9 +309,14 @@ class RaggedDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the whole tensor on every rank, in new memory. A collective; differentiable.
 
+        Ranks meet before anything is sent (see `vescale_fsdp.dtensor.meeting`).
+
         Args:
             grad_placements: placements of the incoming gradient; None: Replicate. With ``[Partial()]``, the backward
                 sums the gradient over the ranks by a reduce-scatter.
+
+        Raises:
+            LifecycleError: if not all ranks call it.
         """
         replicated = _moved(self, [Replicate()] * self.device_mesh.ndim, "full_tensor")
         return replicated.to_local(grad_placements=grad_placements)
@@ -644,6 +652,7 @@ def redistribute(
 
     Raises:
         PlacementError: if the placements do not fit the mesh, or have a Partial where the tensor has none.
+        LifecycleError: if the call communicates, and not all ranks make it.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh

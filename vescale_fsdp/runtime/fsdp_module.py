@@ -35,6 +35,7 @@ from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHa
 from vescale_fsdp.runtime.consensus import reach_consensus, require_uncompared
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of, states_of
 from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
+from vescale_fsdp.torch_modes import is_fake
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED
 
 if TYPE_CHECKING:
@@ -126,12 +127,18 @@ class FSDPModule(_Base):
 
         Args:
             async_op: return an `UnshardHandle` at once; the parameters are set when its ``wait`` is called.
+
+        Raises:
+            LifecycleError: without ``async_op``, if not all ranks call it.
         """
         state = self._state()
         with one_meeting(f"unshard of {state.label}"):
             # Pipelines unshard asynchronously, in every step: there, the order of collectives alone is compared.
-            if not async_op and any(group.state.is_sharded for group in state.groups):
-                meet([group.comm.shard_group for group in state.groups], "gather")
+            to_gather = [
+                group for group in state.groups if group.state.is_sharded and not is_fake(group.shard)
+            ]
+            if not async_op:
+                meet([group.comm.shard_group for group in to_gather], "gather")
             # Ranks are compared before the first gather: if they differ, it would hang or mix up values.
             if not state.agreed:
                 reach_consensus(states_of(*state.modules))

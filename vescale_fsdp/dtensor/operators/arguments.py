@@ -48,7 +48,8 @@ def refuse(
         where = f"tensor of shape {tuple(tensor.shape)} placed ({', '.join(map(str, tensor.placements))})"
     if todo is None:
         todo = (
-            f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece"
+            f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor(), on all ranks, gathers it; .to_local() is this rank's flat "
+            "piece"
         )
     return UnsupportedOpError(
         f"{func} cannot be computed on ragged pieces: {why}.",
@@ -143,7 +144,7 @@ def refuse_written(func: torch._ops.OpOverload, like: RaggedDTensor | None, name
         todo=f"{OUTSIDE_FORWARD}. If the moments of an optimizer are full tensors: shard them with "
         "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
         "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
-        "gather first with .full_tensor()",
+        "gather first with .full_tensor(), on all ranks",
     )
 
 

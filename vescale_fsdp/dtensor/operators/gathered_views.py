@@ -76,7 +76,8 @@ def _announce(func: torch._ops.OpOverload, tensors: Sequence[DTensor], like: Rag
             func,
             like,
             "it needs the whole tensor, and set_implicit_gathers(False) was called",
-            todo=f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
+            todo=f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor(), on all ranks, gathers it; .to_local() is this rank's "
+            "flat piece",
         )
     if func in _warned or like.device_mesh.size() == 1:
         return

@@ -258,7 +258,7 @@ class OrderWatch:
 
         Args:
             is_late: whether this rank counts as late because its collective failed. Any rank is late if it has started
-                no collective for `BOUND_S`.
+                no collective for half of `BOUND_S`.
 
         Returns:
             Whether the comparison is complete: ranks differ, or all partners have published logs that agree.
@@ -331,12 +331,12 @@ class OrderWatch:
                 return
             time.sleep(0.02)  # so that reading puts little load on the store
         alarm = self._store.get(self._alarm).decode()
-        difference = (
-            first_difference(self._shown_logs(int(alarm), sources), self._ranks)
-            if alarm.isdecimal()
-            else json.loads(alarm)
-        )
-        self.error = LifecycleError(**difference)
+        if alarm.isdecimal():
+            logs = self._shown_logs(int(alarm), sources)
+            difference = first_difference(logs, self._ranks, "collective {} of a step")
+        else:
+            difference = Difference(*json.loads(alarm))
+        self.error = difference.error()
         self._is_concluding = False
 
 

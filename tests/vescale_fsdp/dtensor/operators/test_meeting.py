@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 from unittest import mock
 
@@ -151,6 +152,25 @@ def test_operators_are_in_the_order_of_collectives(monkeypatch: pytest.MonkeyPat
         assert [entry.split()[0] for entry in entries] == ["aten.t.default", "aten.sum.default"]
 
 
+def one_more() -> str:
+    """Rank 0 has started a collective that the other rank has not; then both make the same call."""
+    x, _ = pair()
+    log = group_log.log_of(x.device_mesh.get_group())
+    assert log is not None
+    if dist.get_rank() == 0:
+        log.start("gather ahead")
+    with pytest.raises(LifecycleError) as caught:
+        x.full_tensor()
+    return str(caught.value.got)
+
+
+def test_calls_after_other_collectives_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the messages of a gather in flight would meet those of the call."""
+    monkeypatch.setattr(meeting, "ASK_S", 0.02)
+    for text in run_threads(2, one_more):
+        assert "after 0 " in text and "after 1 " in text
+
+
 def late(has_warned: threading.Event) -> torch.Tensor:
     """Rank 1 calls once rank 0 has waited for so long that it is reported."""
     x, _ = pair()
@@ -221,6 +241,21 @@ class _Own(torch.optim.SGD):
                 p.full_tensor(), p.sum()
 
 
+class _Failing(torch.optim.SGD):
+    """An optimizer whose step fails on all ranks, after it has gathered a parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["params"][0].full_tensor()
+        raise ArithmeticError
+
+
+def after_a_failed_step(module: Any) -> None:
+    with suppress(ArithmeticError):
+        _Failing(module.parameters()).step()
+    for _ in range(2):
+        module.p0.full_tensor()
+
+
 def module_of(num_tensors: int, mesh: DeviceMesh) -> torch.nn.Module:
     (cut, *_) = cuts(mesh.size()).values()
     module = torch.nn.Module()
@@ -237,6 +272,7 @@ ROWS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "local": (lambda m: redistribute(redistribute(m.p0, m.p0.placements), m.p0.placements), 0),
     "state dict": (lambda m: state_dict.get_model_state_dict(m, options=FULL), 1),
     "torch's": (lambda m: torch_state_dict.get_model_state_dict(m, options=FULL), 10),
+    "failed step": (after_a_failed_step, 3),
     "own step": (lambda m: _Own(m.parameters()).step(), 1),
     "reductions": (lambda m: [p.sum() + p.max() for p in m.parameters()], 1),
     "apart": (lambda m: [(p.sum(), p.full_tensor()) for p in m.parameters()], 20),
