@@ -34,7 +34,7 @@ _PARTNERS = (
 _NOTHING = "nothing more"  # shown for a rank whose log is shorter than other ranks' logs
 
 
-class Difference(NamedTuple):
+class LogDifference(NamedTuple):
     """The first entry in which logs differ.
 
     Args:
@@ -71,7 +71,7 @@ class Watch(Protocol):
     def follow(self, log: GroupLog, entry: str) -> None:
         """Add a collective that is not the model's, and that all ranks of a group start, to the order."""
 
-    def sound(self, difference: Difference) -> None:
+    def sound(self, difference: LogDifference) -> None:
         """Abort the model's collectives on all ranks, and let all ranks raise."""
 
     def explain(self, failure: RuntimeError) -> None:
@@ -185,7 +185,7 @@ class GroupLog:
             self._rank
         }
 
-    def difference(self, ranks: Iterable[int]) -> tuple[Difference | None, bool]:
+    def difference(self, ranks: Iterable[int]) -> tuple[LogDifference | None, bool]:
         """Compare this log with the published logs of other ranks.
 
         Returns:
@@ -213,13 +213,13 @@ class GroupLog:
         return f"{self.key} log of {rank}"
 
 
-def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int], where: str) -> Difference:
+def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int], where: str) -> LogDifference:
     """Return the first difference of logs.
 
     Args:
         logs: the logs at hand, by rank.
         ranks: the ranks whose logs are compared.
-        where: what the number of an entry counts, for `Difference`.
+        where: what the number of an entry counts, for `LogDifference`.
     """
     columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
     index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
@@ -231,7 +231,7 @@ def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int], where:
         sides["another order on some of these ranks, which have not published their logs"] = list(ranks)
     # At most 5 variants are kept, each with at most 16 ranks: a mesh may have thousands of ranks.
     kept = [(entry, sorted(side)[:16]) for entry, side in sides.items()]
-    return Difference(where.format(index), sorted(kept, key=lambda side: min(side[1]))[:5])
+    return LogDifference(where.format(index), sorted(kept, key=lambda side: min(side[1]))[:5])
 
 
 # Backends that imitate ranks which do not exist.

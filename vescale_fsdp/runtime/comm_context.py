@@ -514,7 +514,11 @@ class UnshardHandle(TorchUnshardHandle):
 
     def wait(self) -> None:
         """Wait until the module has its full parameters."""
-        self._comm.wait(self._groups)
+        try:
+            self._comm.wait(self._groups)
+        except RuntimeError as error:  # torch raises it if a collective fails
+            self._comm.explain(error)
+            raise
         for group in self._groups:
             for param in group.params:
                 param.show_grad()

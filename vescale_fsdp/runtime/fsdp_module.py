@@ -396,6 +396,7 @@ class FSDPModule(_Base):
         """
         comms = [group.comm for group in self._groups(recurse)]
         if enable:
+            meet([comm.shard_group for comm in comms], "set_separate_reduce_scatter_group")
             separate_reductions(comms)
             return
         for comm in comms:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives.group_log import Difference, GroupLog, first_difference, log_of
+from vescale_fsdp.collectives.group_log import LogDifference, GroupLog, first_difference, log_of
 from vescale_fsdp.collectives.process_groups import break_group, closed_peers, ended_peers
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
@@ -283,11 +283,11 @@ class OrderWatch:
             log.answer()
         return True
 
-    def sound(self, difference: Difference) -> None:
+    def sound(self, difference: LogDifference) -> None:
         """Abort the process groups of all ranks, and let all ranks raise; for a rank that waits in an operator."""
         self.guarded(self._sound, difference)
 
-    def _sound(self, difference: Difference) -> bool:
+    def _sound(self, difference: LogDifference) -> bool:
         self._store.compare_set(self._alarm, "", json.dumps(difference))  # keeps an earlier alarm
         if self.error is None:
             self._conclude()
@@ -335,7 +335,7 @@ class OrderWatch:
             logs = self._shown_logs(int(alarm), sources)
             difference = first_difference(logs, self._ranks, "collective {} of a step")
         else:
-            difference = Difference(*json.loads(alarm))
+            difference = LogDifference(*json.loads(alarm))
         self.error = difference.error()
         self._is_concluding = False
 
