@@ -37,7 +37,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives.group_log import LogDifference, GroupLog, first_difference, log_of
+from vescale_fsdp.collectives.group_log import GroupLog, LogDifference, first_difference, log_of
 from vescale_fsdp.collectives.process_groups import break_group, closed_peers, ended_peers
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
