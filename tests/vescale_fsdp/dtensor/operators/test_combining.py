@@ -225,7 +225,7 @@ CALLS = {
     "row": 105,
     "foreach_add_": 55,
     "foreach_lerp_": 56,
-    "row view": 214,
+    "row view": 215,
     "norm": 73,
     "out": 96,
 }
