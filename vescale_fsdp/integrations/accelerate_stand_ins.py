@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import nn
 
 from vescale_fsdp.dtensor.ragged_dtensor import identified_by_address
-from vescale_fsdp.errors import UnshardedWarning, explain
+from vescale_fsdp.errors import UnshardedWarning, callers_level, explain
 from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.integrations.stand_ins import ACTIVE, has_shards, settle
 
@@ -77,7 +77,7 @@ def _prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     results = prepared if isinstance(prepared, tuple) else (prepared,)
     models = [each for each in results if isinstance(each, nn.Module)]
     if ACTIVE and models and not any(map(has_shards, models)):
-        warnings.warn(_unsharded(self, models[0]), UnshardedWarning, stacklevel=2)
+        warnings.warn(_unsharded(self, models[0]), UnshardedWarning, stacklevel=callers_level())
     if models:
         settle()
     return prepared
