@@ -53,6 +53,19 @@ def _reads_another_unit(program: Program, event: Event) -> bool:
     return bool(program.reader) and program.reads == "head" and program.unit == "norm_head"
 
 
+def _takes_gathered(program: Program, event: Event) -> bool:
+    """An optimizer gets parameters that may be gathered ones."""
+    is_sharded = event.moment in ("sharded", "micros", "graded") and not program.stays
+    takes = event.habit in ("optimizer.new", "optimizer.group") and event.handle != "kept"
+    return takes and (event.handle == "full" or not is_sharded)
+
+
+def _writes_what_gathers_itself(program: Program, event: Event) -> bool:
+    is_gathered = event.moment in ("gathered", "gathered_graded", "forward", "middle", "backward", "broken")
+    is_write = event.writes and event.target == "blocks.0.up.weight"
+    return program.unit == "self_gathering" and is_write and is_gathered
+
+
 LIMITS = (
     Limit(
         "Plain tensors as operands (`x @ p`) are refused, because they may differ between ranks.",
@@ -74,6 +87,12 @@ LIMITS = (
         "An optimizer built before `fully_shard` raises a `LifecycleError` at its first step",
         LifecycleError,
         lambda program, event: event.moment == "before" and event.habit == "optimizer.new",
+    ),
+    Limit("So does one that got parameters while they were gathered", LifecycleError, _takes_gathered),
+    Limit(
+        "Parameters that gather themselves cannot be written while they are gathered",
+        LifecycleError,
+        _writes_what_gathers_itself,
     ),
     Limit(
         "After an exception in a backward, the next forward raises a `LifecycleError` unless `reset_iter_state()` was",

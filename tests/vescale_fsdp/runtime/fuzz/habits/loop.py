@@ -164,6 +164,7 @@ class Loop:
         self._breaks = ""
         if self.program.resets:
             self.engine.reset(self.model)
+        self.model.zero_grad()
         self.optimizer.zero_grad()
         self._fire("broken")
 

@@ -243,8 +243,9 @@ def is_sound(program: Program) -> bool:
             program.tied and program.unit in ("norm_head", "self_gathering"),
             program.reads == "emb" and program.unit == "emb_head",
             program.max_norm and program.tied,
+            program.unit == "tp"
+            and program.penalty,  # torch's tensor parallelism has wrong second derivatives
             program.unit == "tp" and any(event.alone and not event.meets for event in program.events),
-            program.unit == "tp" and program.penalty,  # the process dies: DTensor reads what was freed
             program.penalty and (program.reader == "reentrant" or program.tiles),
             program.penalty and program.loss in ("aside", "chunked", "by_hand", "early"),
             program.sync == "no_all_reduce" and (program.unit != "hsdp" or program.micros == 1),
@@ -281,6 +282,8 @@ def _is_sound_event(program: Program, event: Event) -> bool:
             # torch's own DTensors over two meshes, in one operator
             event.habit == "copy.ema" and program.unit == "tp",
             event.habit == "freeze.on" and event.target != "blocks.0.code",
+            # plain training has a gradient for each part that is recomputed, sharded training one
+            event.habit.startswith("hook.after") and (program.tiles or program.reader == "reentrant"),
             event.kind == "hook" and event.target in ("all", "blocks.0.code"),
             event.kind in ("read", "write", "data") and event.target == "all",
             event.habit in ("write.row", "data.row", "read.rows") and event.target.endswith(("bias", "code")),
