@@ -66,6 +66,15 @@ def _writes_what_gathers_itself(program: Program, event: Event) -> bool:
     return program.unit == "self_gathering" and is_write and is_gathered
 
 
+def _reads_gradients_of_gathered(program: Program, event: Event) -> bool:
+    is_gathered = event.moment == "gathered_graded" or program.stays or event.handle == "full"
+    return (
+        event.habit in ("read.grad", "clip.norm", "clip.value", "clip.hand")
+        and event.handle != "kept"
+        and is_gathered
+    )
+
+
 LIMITS = (
     Limit(
         "Plain tensors as operands (`x @ p`) are refused, because they may differ between ranks.",
@@ -89,6 +98,14 @@ LIMITS = (
         lambda program, event: event.moment == "before" and event.habit == "optimizer.new",
     ),
     Limit("So does one that got parameters while they were gathered", LifecycleError, _takes_gathered),
+    Limit(
+        "Gradients cannot be read or clipped at gathered ones", LifecycleError, _reads_gradients_of_gathered
+    ),
+    Limit(
+        "A write to the sharded parameter during the forward of its unit raises a `LifecycleError`",
+        LifecycleError,
+        lambda program, event: event.writes and event.moment == "forward" and event.handle == "kept",
+    ),
     Limit(
         "Parameters that gather themselves cannot be written while they are gathered",
         LifecycleError,
