@@ -108,8 +108,6 @@ def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
         "moe": ("--models", "moe", "--rows", "1", "--seq", "256"),
     }.items():
         yield Step(f"step, {stem}", (*step, *size, *_json(out, stem)), 180, checks=False)
-    flat = (sys.executable, "tools/bench/optimizers/flat.py", "--models", "dense")
-    yield Step("flat optimizers", (*flat, *_json(out, "flat")), 120, checks=False)
 
 
 def _json(out: Path, stem: str) -> tuple[str, ...]:

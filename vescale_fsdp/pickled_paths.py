@@ -32,7 +32,6 @@ CLASSES = {
         "vescale_fsdp.layout": "PlanRow PlannedGroup PlannedParam",
     },
     "vescale_fsdp.optim.base": {"vescale_fsdp.optim": "AdamWOptions"},
-    "vescale_fsdp.optim.flat": {"vescale_fsdp.optim": "FlatOptimizer"},
     "vescale_fsdp.padding": {"vescale_fsdp": "PaddingPolicy"},
     "vescale_fsdp.placement": {"vescale_fsdp": "RaggedShard", "vescale_fsdp.layout": "StridedRaggedShard"},
     "vescale_fsdp.planner": {"vescale_fsdp.layout": "TensorSpec"},

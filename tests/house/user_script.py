@@ -46,7 +46,7 @@ from vescale_fsdp.checkpoint import (
 from vescale_fsdp.checkpoint.dcp import check_storage_writer
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, diff, open_source
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon
+from vescale_fsdp.optim import AdamW8bit, Muon, step_in_backward
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 
 
@@ -106,7 +106,6 @@ def train(model: Net) -> torch.optim.Optimizer:
     optimizers: list[torch.optim.Optimizer] = [
         Muon(matrices, lr=1e-3),
         AdamW8bit(others, lr=1e-3),
-        FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3),
         torch.optim.AdamW(model.parameters(), lr=1e-3),
     ]
     for optimizer in optimizers:
@@ -115,6 +114,9 @@ def train(model: Net) -> torch.optim.Optimizer:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    step_in_backward(model, optimizers[-1])
+    model(torch.randn(2, 8)).sum().backward()
+    optimizers[-1].step()
     return optimizers[-1]
 
 

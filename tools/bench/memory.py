@@ -41,7 +41,7 @@ from tools.bench.parts.simulated_accelerator import (
 )
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
-from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.optim import step_in_backward
 
 GIB = 2**30
 
@@ -118,9 +118,9 @@ def measure(
 
 
 def stepped_in_backward(model: nn.Module) -> torch.optim.Optimizer:
-    """The flat AdamW of this package, which steps each unit after its reduction."""
-    optimizer = FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-4, foreach=True)
-    optimizer.step_in_backward(model)
+    """AdamW that steps each unit after its reduction."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    step_in_backward(model, optimizer)
     return optimizer
 
 

@@ -51,7 +51,7 @@ from tools.bench.parts.step_shapes import CASES as SHAPES
 from tools.bench.parts.step_shapes import time_case
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
-from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.optim import step_in_backward
 
 RIVALS = ("ours", "fsdp2", "ddp")
 STEPPING = "ours, stepping in the backward"
@@ -166,8 +166,8 @@ class Trainer:
         self.model = shard(rival, build(name, settings.scale, device), mesh, settings.half)
         self.optimizer: torch.optim.Optimizer
         if rival == STEPPING:
-            self.optimizer = FlatOptimizer(torch.optim.AdamW, self.model.parameters(), lr=1e-4, fused=True)
-            self.optimizer.step_in_backward(self.model)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+            step_in_backward(self.model, self.optimizer)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = example(name, settings)

@@ -28,7 +28,7 @@ from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.async_save import Stager
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer
+from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.torch_private import storage_id
 
 OFFSETS = (0, 8, 16, 32, 64, 128, 256)  # in elements of two bytes
@@ -137,7 +137,7 @@ def steps(device: torch.device, width: int) -> Iterator[Row]:
     title = f"{_num_layers(device)} layers of {width}, rank of 64"
     kinds: dict[str, Any] = {
         "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
-        "FlatOptimizer": lambda params: FlatOptimizer(torch.optim.AdamW, params, lr=1e-4, foreach=True),
+        "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
         "AdamW8bit": lambda params: AdamW8bit(params, lr=1e-4),
     }
     taken: dict[str, dict[str, float]] = {"ours": {}, "FSDP2": {}}

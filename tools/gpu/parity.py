@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from tools.gpu.switches import CASES, INDUCTOR, MEMORY, Case
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.errors import allows_untried
-from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.optim import step_in_backward
 from vescale_fsdp.runtime.fsdp_module import MEMORY_POOLS
 
 CONTROLS = (1.5, math.nan)
@@ -145,15 +145,11 @@ def compare(case: Case, device: torch.device, *, sabotage: float | None = None) 
     start = [param.detach().clone() for param in plain.parameters()]
     sharded = _sharded(model, case, device)
     # Not Adam: it would amplify the rounding of small gradients.
-    kind: Any = torch.optim.AdamW if case.flat else torch.optim.SGD
-    rate = 0.05 if case.flat else 2.0
-    optimizer: Any
-    if case.flat:
-        optimizer = FlatOptimizer(kind, model.parameters(), lr=rate)
-    else:
-        optimizer = kind(model.parameters(), lr=rate)
+    kind: Any = torch.optim.AdamW if case.in_backward else torch.optim.SGD
+    rate = 0.05 if case.in_backward else 2.0
+    optimizer = kind(model.parameters(), lr=rate)
     if case.in_backward:
-        optimizer.step_in_backward(model)
+        step_in_backward(model, optimizer)
     steps = _train(model, optimizer, case, [rank], device)
     next(steps)
     if sabotage is not None:

@@ -40,7 +40,7 @@ class Case:
         after_backward, after_step: called with the sharded model.
         inner: whether layers inside blocks are units too.
         compiled: backend of torch.compile for each block.
-        in_backward: whether the flat optimizer steps in the backward; without clipping.
+        in_backward: whether AdamW steps in the backward; without clipping.
         apart: allowed difference of weights at the end: rounding of sums, or of 16 or 8 bits.
     """
 
@@ -56,7 +56,6 @@ class Case:
     recompute: bool = False
     microbatches: int = 1
     compiled: str = ""
-    flat: bool = False
     in_backward: bool = False
     apart: float = 2e-5
 
@@ -229,8 +228,7 @@ CASES = (
     Case("collectives of the user's", set_up=_each(_brings_collectives)),
     Case("offload", OFFLOAD),
     Case("bf16, offload, accumulation", {**HALF, **OFFLOAD}, microbatches=2, apart=ROUNDED),
-    Case("flat optimizer", flat=True),
-    Case("steps in the backward", flat=True, in_backward=True),
+    Case("steps in the backward", in_backward=True),
     Case("compiled by AOTAutograd", compiled="aot_eager"),
 )
 INDUCTOR = Case("compiled by Inductor", compiled="inductor")

@@ -148,8 +148,7 @@ def _new_group(
 
 def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Reset an optimizer, whose parameters have moved to other ranks, to its initial state."""
-    # Not ``state.clear()``: `__setstate__` also drops data derived from the state, such as the flat views of
-    # `FlatOptimizer`.
+    # Not ``state.clear()``: `__setstate__` also drops data that classes derive from the state.
     optimizer.__setstate__({"state": defaultdict(dict)})
     if isinstance(optimizer, StructuredOptimizer):
         optimizer.make_state()

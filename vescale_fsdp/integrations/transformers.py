@@ -77,7 +77,7 @@ def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
     ragged = RaggedDTensor.from_local(
         local.contiguous(), ref.device_mesh, ref.placements, shape=tuple(ref.shape)
     )
-    ragged.layout_ref = ref.layout_ref  # `FlatOptimizer` needs the layout to recognize padding
+    ragged.layout_ref = ref.layout_ref  # checkpoints record the layout
     return ragged
 
 

@@ -46,7 +46,7 @@ from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.dtensor.first_order import first_order
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.waiting_grad import WaitingValues, waiting_in
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, some
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
@@ -304,6 +304,8 @@ class ParamGroup:
         # Reduced pieces of parameters that this rank has not used, by name. They are delivered once it is known that
         # another rank has used the parameter.
         self._deferred_grads: dict[str, torch.Tensor] = {}
+        # Whether `step_in_backward` has stepped parameters of the group since the optimizer's last ``step``.
+        self.stepped = False
         self._keeps_graph = False  # whether gradients to deliver have a graph (create_graph=True)
         self.schedule: BackwardWatch | None = None  # the unit's
         self._holds = False  # whether gradients that wait are shown as ``.grad``
@@ -328,7 +330,7 @@ class ParamGroup:
     def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the shard with zeros of a dtype and device. Under CPU offload it is on the host, unless on meta."""
         on_host = device.type != "meta" and self.offload is not None
-        # Zeros, not empty: the padding is sent in collectives and stepped by flat optimizers, too.
+        # Zeros, not empty: the padding is sent in collectives, too.
         self.shard = torch.zeros(
             self.layout.shard_numel,
             dtype=dtype,
@@ -858,6 +860,8 @@ class ParamGroup:
     def deliver(self, reduced: ReducedShard) -> None:
         """Add the result of a reduction, over replicas too, to the sharded gradients."""
         settings = self.comm.settings
+        if settings.on_delivery is not None:
+            self._note_step()
         shard, used = reduced.shard, reduced.used
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(shard)
@@ -884,6 +888,24 @@ class ParamGroup:
                 earlier = self._deferred_grads.get(fqn)
                 self._deferred_grads[fqn] = piece if earlier is None else earlier.add_(piece)
         self._deliver(delivered)
+
+    def _note_step(self) -> None:
+        """Check that the optimizer has not stepped in the backward since its last ``step``.
+
+        All ranks reduce the same groups in the same order, so the error is raised on all ranks.
+        """
+        if self.stepped:
+            raise LifecycleError(
+                "step_in_backward has stepped this unit with a part of its gradients: more gradients were reduced "
+                "before optimizer.step().",
+                expected="one reduction of the unit for each optimizer.step()",
+                got="a second reduction",
+                where=some(param.slot.fqn for param in self.params),
+                todo="call optimizer.step() after each backward; to accumulate, run all backwards but the last under "
+                "no_sync; checkpoint modules that run twice with use_reentrant=False; make one unit of modules that "
+                "read each other's parameters; or step after the backward, without step_in_backward",
+            )
+        self.stepped = True
 
     @property
     def owes_replicas(self) -> bool:
@@ -973,6 +995,7 @@ class ParamGroup:
         self.owes_reduction = False
         self._unreplicated = self._unreported_used = None
         self._deferred_grads = {}
+        self.stepped = False
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None

@@ -17,7 +17,7 @@ from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import async_save, load, read_state, save
 from vescale_fsdp.checkpoint.state_dict import get_model_state_dict
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -35,7 +35,6 @@ OPTIMIZERS: dict[str, Make] = {
     "RAdam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.01),
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5, centered=True),
     "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
-    "Flat": lambda m: FlatOptimizer(torch.optim.AdamW, m.parameters(), lr=0.01),
     "AdamW8bit": lambda m: AdamW8bit(m.parameters(), lr=0.01),
 }
 PLAIN_ONLY: dict[str, Make] = {

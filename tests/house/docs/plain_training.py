@@ -154,10 +154,10 @@ def _plain_names() -> list[Any]:
         vescale_fsdp: {"fully_shard": _unsharded, "FSDPModule": nn.Module},
         torch.distributed.fsdp: {"FSDPModule": nn.Module},
         vescale_fsdp.optim: {
-            "FlatOptimizer": _plain_in_backward,
             "Muon": _PlainMuon,
             "AdamW8bit": _PlainAdamW,
             "Shampoo": _PlainAdam,
+            "step_in_backward": _plain_in_backward,
         },
     }
     return [
@@ -205,12 +205,9 @@ def _sent(param: torch.Tensor, policy: Any) -> torch.Tensor:
     return value.to(policy.param_dtype)
 
 
-def _plain_in_backward(kind: Any, params: Any, **options: Any) -> Any:
-    """Of torch; gradients are gone behind the step where it is one of the backward's."""
-    optimizer = kind(params, **options)
-    forget = partial(optimizer.register_step_post_hook, lambda stepped, *call: stepped.zero_grad())
-    optimizer.step_in_backward = lambda model: forget()
-    return optimizer
+def _plain_in_backward(model: Any, optimizer: Any) -> None:
+    """Gradients are gone behind the step."""
+    optimizer.register_step_post_hook(lambda stepped, *call: stepped.zero_grad())
 
 
 class _PlainMuon:

@@ -520,16 +520,17 @@ def sharded_optimizers(folder: Path) -> Call:
     return call
 
 
-def flat_optimizers(folder: Path) -> Call:
-    made = []
-    for model in (_net(), _sharded()):
-        _backward(model)
-        made.append((model, optim.FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01)))
+def steps_in_backward(folder: Path) -> Call:
+    model = _sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    loss = model(torch.linspace(-1, 1, 64).reshape(2, 32)).square().sum()
 
     def call() -> Any:
-        for _, optimizer in made:
-            optimizer.step()
-        return [(model, optimizer) for model, optimizer in made]
+        optim.step_in_backward(model, optimizer)
+        loss.backward()
+        optimizer.step()
+        return model, optimizer
 
     return call
 
@@ -579,7 +580,7 @@ GROUP: tuple[Recipe, ...] = (
     ragged_tensors,
     sharded_checkpoints,
     sharded_optimizers,
-    flat_optimizers,
+    steps_in_backward,
     quantized_gathers,
     replaced_names,
 )

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.checkpoint import async_save, load, save
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, step_in_backward
 from vescale_fsdp.runtime.comm.streams import Streams, streams_of
 from vescale_fsdp.transfer import Transfer, describe_states, plan_transfer
 
@@ -419,13 +419,9 @@ def _optimized(
     device: torch.device,
     make: Callable[[nn.Module], Any],
     granularity: Any = None,
-    *,
-    in_backward: bool = False,
 ) -> Values:
     model = shard(model := blocks(), list(model), device, granularity=granularity)
     optimizer = make(model)
-    if in_backward:
-        optimizer.step_in_backward(model)
     train(model, optimizer, device)
     return values(model)
 
@@ -445,17 +441,12 @@ def _fused(device: torch.device) -> Values:
     return _optimized(device, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
 
 
-@_program("FlatOptimizer", apart=1e-4)
-def _flat(device: torch.device) -> Values:
-    return _optimized(device, lambda model: FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01))
-
-
-@_program("FlatOptimizer in the backward, two dtypes", apart=1e-4)
-def _flat_in_backward(device: torch.device) -> Values:
+@_program("steps in the backward, two dtypes", apart=1e-4)
+def _in_backward(device: torch.device) -> Values:
     model = shard(model := nn.Sequential(*(Mixed() for _ in range(3))), list(model), device)
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = FlatOptimizer(torch.optim.AdamW, trained, lr=0.01)
-    optimizer.step_in_backward(model)
+    optimizer = torch.optim.AdamW(trained, lr=0.01, foreach=True)
+    step_in_backward(model, optimizer)
     train(model, optimizer, device)
     return values(model)
 

@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, step_in_backward
 from vescale_fsdp.runtime.comm.group_comm import GroupSettings
 from vescale_fsdp.runtime.fsdp_state import state_of
 
@@ -47,8 +47,10 @@ def _plain(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
-def _flat(model: nn.Module) -> torch.optim.Optimizer:
-    return FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=0.02)
+def _in_backward(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    step_in_backward(model, optimizer)
+    return optimizer
 
 
 def _8bit(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,7 +60,7 @@ def _8bit(model: nn.Module) -> torch.optim.Optimizer:
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 CASES: list[tuple[Make, dict[str, Any]]] = [
     (_plain, {}),
-    (_flat, {"reshard_after_forward": False, **BF16}),
+    (_in_backward, {"reshard_after_forward": False, **BF16}),
     (_muon, {"granularity": Rows(2), "padding_policy": PaddingPolicy(scatter="never")}),
     (_shampoo, {"granularity": Shampoo.granularity(block_size=8)}),
     (_8bit, {"granularity": AdamW8bit.granularity()}),

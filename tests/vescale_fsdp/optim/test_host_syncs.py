@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from vescale_fsdp.optim import (
     AdamW8bit,
-    FlatOptimizer,
     Muon,
     Shampoo,
     adamw8bit,
@@ -109,8 +108,6 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
     "Muon": lambda params: Muon(params[:-1], adamw_params=params[-1:]),
     "Shampoo": lambda params: Shampoo(params, block_size=32, update_every=2, start_step=2),
     "AdamW8bit": lambda params: AdamW8bit(params, min_8bit_numel=3000),
-    "FlatOptimizer of AdamW": lambda params: FlatOptimizer(torch.optim.AdamW, params, foreach=True),
-    "FlatOptimizer of SGD": lambda params: FlatOptimizer(torch.optim.SGD, params, momentum=0.9),
 }
 
 

@@ -14,14 +14,14 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.faults.nan_memory import nan_memory
 from vescale_fsdp import MixedPrecisionPolicy, Rows
 from vescale_fsdp.collectives.operations import all_gather_into
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.fsdp_state import state_of
 
 CODEC = Fp8Blocks(1, 16)
 CASES: dict[str, dict[str, Any]] = {
-    "flat": {"granularity": Rows(2)},
-    "flat bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "plain": {"granularity": Rows(2)},
+    "plain bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "AdamW8bit": {"granularity": AdamW8bit.granularity()},
     "Muon": {"granularity": Rows(2), "reshard_after_forward": False},
     "Shampoo": {"granularity": Shampoo.granularity(block_size=8)},
@@ -38,7 +38,7 @@ def optimizer_of(case: str, model: models.Stack) -> torch.optim.Optimizer:
         return Muon(matrices, lr=0.02, adamw_params=rest)
     if case == "Shampoo":
         return Shampoo(matrices, lr=0.02, block_size=8, adamw_params=rest)
-    return FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=0.02)
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
 class SeesShards:
@@ -61,7 +61,7 @@ def trained(case: str, shape: tuple[int, ...], filled: bool) -> tuple[list[torch
     with nan_memory() if filled else nullcontext():
         model = models.shard(models.build(2), cpu_mesh(*shape), **CASES[case])
         seen = SeesShards()
-        if case.startswith("flat"):
+        if case.startswith("plain"):
             model.blocks[0].set_custom_all_gather(seen)  # type: ignore[operator]
         optimizer = optimizer_of(case, model)
         for step in range(3):
@@ -92,7 +92,7 @@ def compared(case: str, shape: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.part("numerics") if case == "flat" else ()) for case in CASES],
+    [pytest.param(case, marks=pytest.mark.part("numerics") if case == "plain" else ()) for case in CASES],
 )
 def test_memory_that_was_not_written_is_not_read(case: str) -> None:
     """Training gives the same bits where new and freed memory hold NaN, and the padding of shards stays zero."""
@@ -102,4 +102,4 @@ def test_memory_that_was_not_written_is_not_read(case: str) -> None:
 @pytest.mark.part("numerics")
 def test_memory_that_was_not_written_is_not_read_with_replicas() -> None:
     """The same over shards and replicas."""
-    assert sum(run_ranks(4, compared, "flat bf16", (2, 2))) > 0
+    assert sum(run_ranks(4, compared, "plain bf16", (2, 2))) > 0

@@ -23,7 +23,7 @@ from tests.support.distributed import cpu_mesh, run_cases, run_fresh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
-from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.optim import step_in_backward
 from vescale_fsdp.runtime.comm.group_comm import SETTERS, GroupSettings, ProcessGroupMemory
 from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
@@ -96,9 +96,9 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
     "set_allocate_memory_from_process_group_for_comm ProcessGroupMemory": settings(memory=ProcessGroupMemory),
     "set_separate_reduce_scatter_group True": settings(separate_reductions=True),
     "set_all_reduce_hook True": lambda model: model.set_all_reduce_hook(print),
-    "step_in_backward True": lambda model: FlatOptimizer(
-        torch.optim.SGD, model.parameters(), lr=0.1
-    ).step_in_backward(model),
+    "step_in_backward True": lambda model: step_in_backward(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    ),
     "set_keep_unsharded_storage True": lambda model: model.set_keep_unsharded_storage(True),
     "set_reduce_scatter_unused_params True": lambda model: model.set_reduce_scatter_unused_params(True),
     "set_unshard_in_backward False": lambda model: model.set_unshard_in_backward(False),

@@ -104,7 +104,7 @@ class Program(Printed):
         stored, params, reduces, outputs: dtypes; "" leaves a policy's field out.
         reshard: reshard_after_forward.
         granularity: text as `fully_shard` takes it; "8bit" AdamW8bit's.
-        optimizer: "sgd", "adamw", "foreach", "flat" (FlatOptimizer of AdamW), "muon", "8bit".
+        optimizer: "sgd", "adamw", "foreach", "fused" (AdamW too), "muon", "8bit".
         switches: names of `sharded.SWITCHES`.
         moves: the mesh from the second step on, on which a checkpoint of the first one is loaded; () without.
     """
@@ -218,7 +218,7 @@ def draw(seed: int) -> Program:
     mesh = dice.choice(_TP_MESHES if tp else _MESHES)
     params = dice.choice(["", "", "", "bfloat16"])
     reduces = dice.choice(["", "", "float32", "bfloat16", "float16"])
-    optimizer = dice.choice(["sgd", "adamw", "foreach", "flat", *(() if tp else ("muon", "8bit"))])
+    optimizer = dice.choice(["sgd", "adamw", "foreach", "fused", *(() if tp else ("muon", "8bit"))])
     stored = "float32" if params or reduces or tp or optimizer in ("muon", "8bit") else "float64"
     hybrid = len(mesh) - tp == 2
     program = Program(

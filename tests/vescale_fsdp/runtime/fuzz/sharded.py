@@ -20,7 +20,7 @@ from tests.vescale_fsdp.runtime.fuzz.model import Broken, batch, build, thaw, wa
 from tests.vescale_fsdp.runtime.fuzz.program import Program
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon
+from vescale_fsdp.optim import AdamW8bit, Muon
 from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of
@@ -178,15 +178,14 @@ def optimizers_of(program: Program, params: dict[str, nn.Parameter], *, plain: b
         return []
     if program.optimizer == "sgd":
         return [torch.optim.SGD(given, lr=LR, momentum=0.9, weight_decay=0.1)]
-    if program.optimizer == "flat" and not plain:
-        return [FlatOptimizer(torch.optim.AdamW, given, lr=LR)]
     if program.optimizer == "8bit":
         return [AdamW8bit(given, lr=LR, min_8bit_numel=1)]
     if program.optimizer == "muon" and matrices:
         kind = torch.optim.Muon if plain else Muon
         rest = [torch.optim.AdamW(others, lr=LR)] if others else []
         return [kind(matrices, lr=LR, weight_decay=0.1), *rest]
-    return [torch.optim.AdamW(given, lr=LR, foreach=program.optimizer == "foreach")]
+    options = {kind: program.optimizer == kind for kind in ("foreach", "fused")}
+    return [torch.optim.AdamW(given, lr=LR, **options)]
 
 
 def run(program: Program, part: range, folder: Path) -> list[Seen]:

@@ -21,7 +21,7 @@ from tests.support.models import refused
 from vescale_fsdp import fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import LifecycleError, PlacementError
-from vescale_fsdp.optim import AdamW8bit, FlatOptimizer
+from vescale_fsdp.optim import AdamW8bit
 
 Layers = nn.Sequential
 
@@ -234,7 +234,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
     "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "flat": lambda params: FlatOptimizer(torch.optim.AdamW, params),
     "8 bits": lambda params: AdamW8bit(params),
 }
 
