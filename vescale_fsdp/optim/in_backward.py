@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -89,44 +88,43 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             where="step_in_backward(model, optimizer)",
             todo="call fully_shard, then make the optimizer, then call step_in_backward",
         )
-    steps = _StepsInBackward(list(states_of(model)), optimizer)
     for group in stepped:
-        group.comm.change(on_delivery=steps.step)
-    optimizer.register_step_pre_hook(steps.before_step)
+        group.comm.change(on_delivery=_UnitSteps(optimizer))
+    optimizer.register_step_pre_hook(partial(_before_step, list(states_of(model))))
 
 
-class _StepsInBackward:
-    """Steps some parameters of an optimizer at a time.
+class _UnitSteps:
+    """The steps of one group of parameters, called with parameters whose gradients have just been reduced.
 
     Args:
-        states: units of the model.
         optimizer: the user's optimizer.
     """
 
-    def __init__(self, states: list[FSDPState], optimizer: torch.optim.Optimizer) -> None:
-        self._states = states
-        self._optimizer = optimizer
-        # A copy without hooks on ``step``, and without the wrapper that schedulers put around it: both count the user's
-        # steps. A copy of the optimizer shares its state.
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        # A copy shares the state. It has neither the user's hooks on ``step`` nor the wrapper that schedulers put
+        # around it: both count the user's steps. A copy for each group, because its param groups say what a step has
+        # written (`vescale_fsdp.runtime.gathered_writes`).
         self._part = copy.copy(optimizer)
 
-    def step(self, params: list[nn.Parameter]) -> None:
-        """Step parameters whose gradients have just been reduced, and drop the gradients."""
-        state = self._part.state = self._optimizer.state  # loading a state dict replaces it
+    def __call__(self, params: list[nn.Parameter]) -> None:
+        """Step these parameters, and drop their gradients."""
+        state = self._part.state = self.optimizer.state  # loading a state dict replaces it
         known = {param for param in params if param in state}
         num_states = len(state)
         # Apart, because torch's fused SGD refuses parameters of which only some have a momentum. Ranks may have
         # different ones among ``params``, and would not fail together.
         for chosen in (known, set(params) - known):
-            self._step_some(chosen)
+            if chosen:
+                self._step(chosen)
         if len(state) > num_states:
-            self._order_state()
+            _order_state(self.optimizer)
 
-    def _step_some(self, chosen: set[nn.Parameter]) -> None:
+    def _step(self, chosen: set[nn.Parameter]) -> None:
         self._part.param_groups = [
             {**group, "params": mine}
-            for group in self._optimizer.param_groups  # read now, because schedulers change them
-            if chosen and (mine := [param for param in group["params"] if param in chosen])
+            for group in self.optimizer.param_groups  # read now, because schedulers change them
+            if (mine := [param for param in group["params"] if param in chosen])
         ]
         if self._part.param_groups:
             self._part.step()
@@ -134,47 +132,47 @@ class _StepsInBackward:
             for param in group["params"]:
                 param.grad = _DroppedGrad.of(param)
 
-    def _order_state(self) -> None:
-        """Sort the optimizer's state in the order of its parameters, which is the same on every rank.
 
-        torch's ``get_optimizer_state_dict(full_state_dict=True)`` gathers state in this order. The order in which a
-        rank has stepped depends on which parameters it used.
-        """
-        order = {
-            param: index
-            for index, param in enumerate(
-                param for group in self._optimizer.param_groups for param in group["params"]
-            )
-        }
-        state = self._optimizer.state
-        ordered = sorted(state.items(), key=lambda item: order.get(item[0], len(order)))
-        self._optimizer.state = defaultdict(dict, ordered)
+def _order_state(optimizer: torch.optim.Optimizer) -> None:
+    """Sort the optimizer's state in the order of its parameters, which is the same on every rank.
 
-    def before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forget the last backward, before the user's step; a hook of torch's, which may return other arguments."""
-        self._forget_backward()
-        closure = args[1] if len(args) > 1 else options.get("closure")
-        if closure is None:
-            return None
-        return args[:1], {"closure": partial(self._evaluated, closure)}
+    torch's ``get_optimizer_state_dict(full_state_dict=True)`` gathers state in this order. The order in which a rank
+    has stepped depends on which parameters it used.
+    """
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    order = {param: index for index, param in enumerate(params)}
+    ordered = sorted(optimizer.state.items(), key=lambda item: order.get(item[0], len(order)))
+    optimizer.state = defaultdict(dict, ordered)
 
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure of a step, whose backward steps as any other."""
+
+def _before_step(
+    states: list[FSDPState], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forget the last backward before the user's step; a hook of torch's, which may return other arguments."""
+    _forget_backward(states, optimizer)
+    closure = args[1] if len(args) > 1 else options.get("closure")
+    if closure is None:
+        return None
+
+    def evaluated() -> Any:
         loss = closure()
-        self._forget_backward()
+        _forget_backward(states, optimizer)  # the closure's backward has stepped
         return loss
 
-    def _forget_backward(self) -> None:
-        for state in self._states:
-            for group in state.groups:
-                if group.comm.settings.on_delivery == self.step:  # not a unit that another optimizer steps
-                    group.stepped = False
-        for options in self._optimizer.param_groups:
-            for param in options["params"]:
-                if isinstance(param.grad, _DroppedGrad):
-                    param.grad = None
+    return args[:1], {"closure": evaluated}
+
+
+def _forget_backward(states: list[FSDPState], optimizer: torch.optim.Optimizer) -> None:
+    """Let the next backward step units again, and remove what stands for dropped gradients."""
+    for state in states:
+        for group in state.groups:
+            steps = group.comm.settings.on_delivery
+            if isinstance(steps, _UnitSteps) and steps.optimizer is optimizer:
+                group.stepped = False
+    for options in optimizer.param_groups:
+        for param in options["params"]:
+            if isinstance(param.grad, _DroppedGrad):
+                param.grad = None
 
 
 class _DroppedGrad(torch.Tensor):
