@@ -186,7 +186,7 @@ class _DroppedGrad(torch.Tensor):
     @staticmethod
     def of(param: torch.Tensor) -> _DroppedGrad:
         """Return the stand-in for a parameter's gradient. It has no memory."""
-        grad: _DroppedGrad = wrapper_like(param, _DroppedGrad)
+        grad: _DroppedGrad = wrapper_like(_DroppedGrad, param)
         ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
         grad.of_param = f"parameter of shape {tuple(param.shape)}" if ref is None else ref[1]
         return grad
