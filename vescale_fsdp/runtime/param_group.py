@@ -377,14 +377,17 @@ class ParamGroup:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """dtype of the all-gather and of the forward. Integer parameters are not cast."""
+        """dtype of the all-gather and of the forward. Integer and complex parameters are not cast."""
         wanted = self.mp_policy.param_dtype
         return wanted if wanted is not None and self.shard.is_floating_point() else self.shard.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """dtype of the reduction: the policy's, or the default of the installed torch's FSDP2."""
-        return self.mp_policy.reduce_dtype or (self.shard.dtype if REDUCES_AS_STORED else self.compute_dtype)
+        """dtype of the reduction: the policy's, or that of the installed torch's FSDP2. Complex stays complex."""
+        wanted = self.mp_policy.reduce_dtype
+        if wanted is None:
+            return self.shard.dtype if REDUCES_AS_STORED else self.compute_dtype
+        return torch.promote_types(self.shard.dtype, wanted) if self.shard.is_complex() else wanted
 
     @property
     def grad_dtype(self) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.optim.optimizer import _foreach_supported_types as optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as util_types
 
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import UnsupportedOpError
@@ -48,39 +48,49 @@ CASES = [
 ]
 
 
-def parameters(mesh: DeviceMesh, pieces: tuple[tuple[int, ...], ...]) -> list[torch.nn.Parameter]:
+def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values that are the same on all ranks."""
+    real = plain(shape, seed)
+    return torch.complex(real, plain(shape, seed + 1000)) if dtype.is_complex else real
+
+
+def parameters(
+    mesh: DeviceMesh, pieces: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32
+) -> list[torch.nn.Parameter]:
     """Ragged parameters of the shapes above."""
     return [
         torch.nn.Parameter(
-            distribute_tensor(plain(shape, i), mesh, [RaggedShard.from_piece_numels(shape, numels)])
+            distribute_tensor(values(shape, i, dtype), mesh, [RaggedShard.from_piece_numels(shape, numels)])
         )
         for i, (shape, numels) in enumerate(zip(SHAPES, pieces, strict=True))
     ]
 
 
-def twins() -> list[torch.nn.Parameter]:
+def twins(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     """The same parameters, whole."""
-    return [torch.nn.Parameter(plain(shape, i)) for i, shape in enumerate(SHAPES)]
+    return [torch.nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(SHAPES)]
 
 
 def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
     """Known gradients, placed as the parameters are."""
     for index, param in enumerate(params):
-        grad = plain(tuple(param.shape), 100 + 10 * step + index)
+        grad = values(tuple(param.shape), 100 + 10 * step + index, param.dtype)
         if isinstance(param, RaggedDTensor):
             param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
         else:
             param.grad = grad
 
 
-def steps_are_equal(name: str, form: str, pieces: tuple[tuple[int, ...], ...]) -> int:
+def steps_are_equal(
+    name: str, form: str, pieces: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32
+) -> int:
     """Three steps on ragged parameters and on whole ones; returns how many elements are here."""
     cls, options = OPTIMIZERS[name]
     options = {
         **options,
         **{"foreach": {"foreach": True}, "fused": {"fused": True}}.get(form, {"foreach": False}),
     }
-    ragged, whole = parameters(cpu_mesh(), pieces), twins()
+    ragged, whole = parameters(cpu_mesh(), pieces, dtype), twins(dtype)
     ours, theirs = cls(ragged, **options), cls(whole, **options)
     for step in range(3):
         for params, optimizer in ((ragged, ours), (whole, theirs)):
@@ -104,6 +114,15 @@ def steps_are_equal(name: str, form: str, pieces: tuple[tuple[int, ...], ...]) -
 def test_optimizer_equals_one_process(name: str, form: str) -> None:
     """Three steps give one process's parameters and states, with pieces cut inside rows and empty ones."""
     assert sum(run_ranks(WORLD, steps_are_equal, name, form, ELEMENT_PIECES)) == 35 + 6 + 24
+
+
+@pytest.mark.parametrize("form", ["foreach", "loop"])
+def test_complex_parameters(form: str) -> None:
+    """The same of complex numbers, which torch's fused steps do not support."""
+    names = [name for name in OPTIMIZERS if (name, form) != ("Adam tensor lr", "foreach")]
+    cases = [(name, form, ELEMENT_PIECES, torch.complex64) for name in names]
+    for numels in run_cases(WORLD, steps_are_equal, cases):
+        assert sum(numels) == 35 + 6 + 24
 
 
 def test_fast_paths_are_the_default() -> None:

@@ -71,9 +71,9 @@ FAMILIES: dict[Rule, Family] = {
     ),
     elementwise.flat_view: Family(
         "views",
-        "Views of consecutive elements: the whole tensor in another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`. A write to "
-        "the view writes the tensor. All others, such as `x.t()` and `x[:, 2]`, are views of a gathered copy: reads "
-        "give a `GatherWarning` once per operator, writes raise.",
+        "Views of consecutive elements: the whole tensor in another shape or dtype (`view_as_real`), `x[2]`, `x[2:5]`, "
+        "`x.chunk(3)`. A write to the view writes the tensor. All others, such as `x.t()` and `x[:, 2]`, are views of "
+        "a gathered copy: reads give a `GatherWarning` once per operator, writes raise.",
         "_unsafe_view",
     ),
     elementwise.masked_put: Family(

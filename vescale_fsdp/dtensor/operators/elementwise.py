@@ -11,6 +11,9 @@ the view is a write to the tensor::
                                             x[1]           elements [3, 6)    pieces of 2, 1
                                             x[2:4]         elements [6, 12)   pieces of 0, 6
 
+The whole tensor in another dtype (``view_as_real``, ``view_as_complex``) shares memory too, if each element of the
+view consists of elements of one rank.
+
 torch computes the run: the operator runs on a meta tensor, and the result's storage offset is the start of the run.
 Other views, such as columns and transposes, are views of a gathered copy, and may only be read (`gathered_views`).
 """
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp.collectives.operations import all_reduce_in_place
 from vescale_fsdp.collectives.slice_exchange import wait_for
@@ -173,12 +176,16 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     Args:
         view: the same view of a contiguous meta tensor of the global shape.
     """
-    if view.is_conj() or view.is_neg() or view.dtype != tensor.dtype or not view.is_contiguous():
+    if view.is_conj() or view.is_neg() or not view.is_contiguous():
         return None
-    if view.shape == tensor.shape:
+    if view.dtype != tensor.dtype:
+        found = _view_as(tensor, view)
+        if found is None:
+            return None
+    elif view.shape == tensor.shape:
         local = piece_in(tensor)
         # Allowed under any placements, because the piece stays the same.
-        found: RaggedDTensor = wrap_result(func, local.view_as(local), tensor)
+        found = wrap_result(func, local.view_as(local), tensor)
     elif not view.ndim or inner_box(tensor._spec).sizes != tuple(tensor.shape):
         return None
     else:
@@ -197,6 +204,30 @@ def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Ten
     if tensor.is_expanded:
         found.is_expanded = True
     return found
+
+
+def _view_as(tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None:
+    """Return the whole tensor in another dtype, such as ``view_as_real(x)``; None if it must be gathered.
+
+    Each element of the view must consist of elements of one rank.
+    """
+    kept = min(
+        tensor.ndim, view.ndim - (view.ndim == tensor.ndim)
+    )  # leading dims that the view does not change
+    inner, (axis, placement) = inner_box(tensor._spec).sizes, ragged_axis(tensor.placements)
+    lengths = placement.piece_lengths(inner)
+    size, view_size = tensor.dtype.itemsize, view.dtype.itemsize
+    if (
+        tensor.numel() * size != view.numel() * view_size  # a view of a part
+        or any(type(p) is Shard and p.dim >= kept for p in tensor.placements)
+        or any(numel * size % view_size for numel in lengths.distinct)
+    ):
+        return None
+    cut = RaggedShard.from_piece_numels(
+        (*inner[:kept], *view.shape[kept:]), lengths.map(lambda numel: numel * size // view_size)
+    )
+    spec = make_spec(tensor.device_mesh, replaced(tensor.placements, axis, cut), view.shape, view.dtype)
+    return RaggedDTensor.wrap(piece_in(tensor).view(-1).view(view.dtype), spec)
 
 
 def _expanded(tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None:
