@@ -231,7 +231,7 @@ def goes_everywhere(cut: Cut) -> None:
     targets += [[Replicate()] * (mesh.ndim - 1) + [Shard(dim)] for dim in range(x.ndim)]
     for target in targets:
         there = tensor.redistribute(placements=target)
-        assert type(there) is DTensor and list(there.placements) == target
+        assert not isinstance(there, RaggedDTensor) and list(there.placements) == target
         assert torch.equal(there.full_tensor(), x), target
         expected = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim).redistribute(placements=target)
         assert torch.equal(there.to_local(), expected.to_local()), target
@@ -244,7 +244,7 @@ def goes_everywhere(cut: Cut) -> None:
     (leaf.full_tensor() * weight).sum().backward()
     grad = leaf.grad
     assert isinstance(grad, RaggedDTensor) and grad.placements == leaf.placements
-    assert torch.equal(grad.full_tensor(), weight)
+    torch.testing.assert_close(grad.full_tensor(), weight)  # the mean over ranks, which rounds
 
 
 def is_a_value(cut: Cut) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -81,6 +81,16 @@ def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
     """Set the function that returns the rule of an operator on ragged tensors."""
     global _rule_of
     _rule_of = rule_of
+
+
+# Set in the same way, by `operators.replicated_results`.
+_as_whole: Callable[[torch.Tensor, DTensorSpec], DTensor]
+
+
+def set_as_whole(as_whole: Callable[[torch.Tensor, DTensorSpec], DTensor]) -> None:
+    """Set the function that returns a gathered tensor as a replicated DTensor."""
+    global _as_whole
+    _as_whole = as_whole
 
 
 # One entry per `identified_by_address` that is active, in any thread.
@@ -249,19 +259,18 @@ class RaggedDTensor(DTensor):
 
         A collective, in which ranks meet first (see `vescale_fsdp.dtensor.meeting`), unless replicas are only cut.
 
+        Args:
+            device_mesh: None, or the tensor's own mesh.
+            placements: one per mesh axis, at most one of them a RaggedShard.
+            async_op: as False, because ranks exchange pieces in several steps. The function
+                `vescale_fsdp.dtensor.redistribute` has a form that overlaps with computation.
+            forward_dtype: dtype of the messages and of the result; None: the tensor's.
+            backward_dtype: dtype of the messages of the backward; None: the tensor's.
+
         Raises:
             PlacementError: for another mesh, for placements that do not fit the tensor, and for a new Partial.
             LifecycleError: if not all ranks call it.
-            UnsupportedOpError: for options that only stock DTensor supports.
         """
-        if async_op or forward_dtype is not None or backward_dtype is not None:
-            raise UnsupportedOpError(
-                "redistribute of a ragged tensor takes no options.",
-                expected="async_op=False, forward_dtype=None, backward_dtype=None",
-                got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
-                todo="cast with .to(dtype); to overlap with computation, call "
-                "vescale_fsdp.dtensor.redistribute(tensor, placements, async_op=True)",
-            )
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise PlacementError(
                 "A tensor cannot move to another mesh.", expected=self.device_mesh, got=device_mesh
@@ -270,7 +279,7 @@ class RaggedDTensor(DTensor):
             raise PlacementError(
                 "redistribute needs placements.", expected="one placement per mesh axis", got=None
             )
-        return redistribute(self, placements)
+        return _moved(self, placements, "redistribute", forward_dtype, backward_dtype)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -311,13 +320,20 @@ class RaggedDTensor(DTensor):
 
         Ranks meet before anything is sent (see `vescale_fsdp.dtensor.meeting`).
 
+        In a loss that differs between ranks, the gradient is the mean over the ranks, as that of any parameter under
+        `fully_shard`. So the backward is a collective, too. Where another mesh axis has a Shard (tensor parallelism),
+        the ranks of this axis must have the same gradient, as in torch.
+
         Args:
-            grad_placements: placements of the incoming gradient; None: Replicate. With ``[Partial()]``, the backward
-                sums the gradient over the ranks by a reduce-scatter.
+            grad_placements: placements of the incoming gradient; None: the mean over the ranks. With ``[Partial()]``
+                the backward sums over the ranks. With ``[Replicate()]`` the gradient must be the same on all ranks, and
+                nothing is sent.
 
         Raises:
             LifecycleError: if not all ranks call it.
         """
+        if grad_placements is None:
+            grad_placements = _pending_mean(self._spec)
         replicated = _moved(self, [Replicate()] * self.device_mesh.ndim, "full_tensor")
         return replicated.to_local(grad_placements=grad_placements)
 
@@ -551,6 +567,13 @@ def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = Non
     return RaggedDTensor.wrap(local, spec, layout_ref=ref)
 
 
+def _moved_to(local: torch.Tensor, spec: DTensorSpec, source: DTensor) -> DTensor:
+    """Return the result of a redistribution of ``source``."""
+    if all(placement.is_replicate() for placement in spec.placements):
+        return _as_whole(local, spec)
+    return wrap_like(local, spec, like=source)
+
+
 # -- creating and moving ------------------------------------------------------------------------------
 
 
@@ -575,7 +598,8 @@ def distribute_tensor(
         A leaf tensor that requires gradients if ``tensor`` does.
 
     Raises:
-        PlacementError: if the placements do not fit the mesh, the shape or each other, or one is Partial.
+        PlacementError: if the placements do not fit the mesh, the shape or each other, or one is Partial; or if
+            ``tensor`` is a DTensor under other placements.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -588,6 +612,17 @@ def distribute_tensor(
     if any(p.is_partial() for p in spec.placements):
         raise PlacementError(
             "A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements
+        )
+    if isinstance(tensor, DTensor):
+        # As in torch, the tensor itself if it is distributed like this.
+        if isinstance(tensor, RaggedDTensor) and tensor._spec == spec:
+            return tensor
+        raise PlacementError(
+            "The tensor is distributed already.",
+            expected="a plain tensor with all values",
+            got=f"a {type(tensor).__name__} placed {tuple(map(str, tensor.placements))}",
+            where=f"distribute_tensor to {spec.placements}",
+            todo="vescale_fsdp.dtensor.redistribute(tensor, placements)",
         )
     full = tensor.detach()  # the result is a leaf
     groups = [] if src_data_rank is None or is_traced(full) else device_mesh.get_all_groups()
@@ -641,8 +676,11 @@ def redistribute(
 ) -> DTensor | PendingTensor:
     """Return a DTensor under other placements of its mesh. Differentiable.
 
-    Both the tensor and the placements may be ragged or stock, while torch's ``DTensor.redistribute`` does not support
-    ragged placements.
+    Both the tensor and the placements may be ragged or stock. torch's ``DTensor.redistribute`` supports ragged
+    placements under `vescale_fsdp.integrations.as_fsdp2` only.
+
+    If the tensor becomes whole on every rank, and ``to_local()`` leads to a loss that differs between ranks, its
+    gradient is the mean over the ranks, as for `RaggedDTensor.full_tensor`.
 
     Args:
         tensor: a DTensor. With ``async_op``, it must not be written before the wait.
@@ -665,17 +703,24 @@ def redistribute(
         >>> pending.wait().to_local().shape
         torch.Size([4, 2])
     """
-    if async_op:
-        return PendingTensor(tensor, placements)
-    return _moved(tensor, placements, "redistribute")
+    return PendingTensor(tensor, placements) if async_op else _moved(tensor, placements, "redistribute")
 
 
-def _moved(tensor: DTensor, placements: Sequence[Placement], call: str) -> DTensor:
-    """Return a DTensor under other placements, for a function of the user that is named ``call``."""
-    target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
-    if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
-        return _Redistribute.apply(tensor, target, call)  # type: ignore[no-any-return]
-    return tensor.redistribute(placements=placements)
+def _moved(
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    call: str,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """Return a DTensor under other placements, for a function of the user that is named ``call``.
+
+    The other arguments are those of `RaggedDTensor.redistribute`.
+    """
+    target = make_spec(tensor.device_mesh, placements, tensor.shape, forward_dtype or tensor.dtype)
+    if not isinstance(tensor, RaggedDTensor) and not is_ragged_spec(target.placements):
+        return tensor.redistribute(placements=placements)
+    return _Redistribute.apply(tensor, target, backward_dtype or tensor.dtype, call)  # type: ignore[no-any-return]
 
 
 class PendingTensor:
@@ -701,7 +746,7 @@ class PendingTensor:
     def wait(self) -> DTensor:
         """Wait for the redistribution and return the tensor under its new placements."""
         with explained(self._groups):
-            return wrap_like(self._move.wait(), self._target, like=self._source)
+            return _moved_to(self._move.wait(), self._target, self._source)
 
 
 # -- autograd -----------------------------------------------------------------------------------------
@@ -734,22 +779,43 @@ class _ToLocal(torch.autograd.Function):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, target: DTensorSpec, call: str) -> DTensor:
-        ctx.spec, ctx.call = tensor._spec, call
-        if tensor._spec.placements == target.placements:
+    def forward(
+        ctx: Any, tensor: DTensor, target: DTensorSpec, backward_dtype: torch.dtype, call: str
+    ) -> DTensor:
+        ctx.spec, ctx.backward_dtype, ctx.call = tensor._spec, backward_dtype, call
+        local = local_of(tensor).to(target.tensor_meta.dtype)  # type: ignore[union-attr]
+        # The classes of graphs are torch's, whose `to_local` does not take the mean.
+        ctx.takes_mean = is_traced(local) and all(p.is_replicate() for p in target.placements)
+        source = spec_with(tensor._spec, dtype=local.dtype)
+        if source.placements == target.placements:
             # A view, because autograd treats an input that is returned unchanged specially.
-            return wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
-        local = redistribute_local(local_of(tensor), tensor._spec, target, call)
-        return wrap_like(local, target, like=tensor)
+            return _moved_to(local.view_as(local), target, tensor)
+        return _moved_to(redistribute_local(local, source, target, call), target, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:  # type: ignore[override]
+        local = local_of(grad).to(ctx.backward_dtype)
+        source = spec_with(grad._spec, dtype=local.dtype)
+        if ctx.takes_mean and all(p.is_replicate() for p in source.placements):
+            source = spec_with(source, placements=_pending_mean(ctx.spec))
         # Each rank has one summand of a Partial tensor. The gradient of every summand equals the gradient of the sum,
         # so the gradient is Replicate.
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
-        target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
-        local = redistribute_local(local_of(grad), grad._spec, target, f"backward of {ctx.call}")
-        return wrap_like(local, target), None, None
+        target = spec_with(ctx.spec, placements=placements, dtype=local.dtype)
+        # A rank whose loss does not read the tensor has no such backward, so ranks meet before they reduce.
+        local = redistribute_local(local, source, target, f"backward of {ctx.call}")
+        local = local.to(ctx.spec.tensor_meta.dtype)
+        return wrap_like(local, spec_with(target, dtype=local.dtype)), None, None, None
+
+
+def _pending_mean(spec: DTensorSpec) -> list[Placement]:
+    """Return the placements of the gradient of a ragged tensor that every rank has read whole.
+
+    torch's default takes the gradients for equal on all ranks. But code that reads a whole parameter mostly computes
+    with the rank's own data. The mean of equal gradients is the gradient itself. Ranks of an axis with a Shard, as of
+    tensor parallelism, have the same data.
+    """
+    return [Replicate() if type(placement) is Shard else Partial("avg") for placement in spec.placements]
 
 
 # -- what is refused ----------------------------------------------------------------------------------

@@ -239,22 +239,36 @@ def ours_within(
 ) -> Iterator[None]:
     """Context manager: replace ``fully_shard`` in all imported modules of one package, and in no other module.
 
-    For stacks whose modules import the name at their top, for which `as_fsdp2` would come too late.
+    For stacks whose modules import the name at their top, for which `as_fsdp2` would come too late. Functions that
+    choose by their arguments (``distribute_tensor``, ``redistribute``, ``set_model_state_dict``) are replaced
+    everywhere.
 
     Args:
         package: top-level name of the package.
         granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for all calls by the package. Each pattern of a
             mapping must match a parameter in at least one call.
     """
-    (stand_in,) = (each for each in STAND_INS if each.name == "fully_shard")
-    homes = tuple(
+    stand_ins = [
+        stand_in._replace(
+            homes=(
+                *(() if stand_in.name == "fully_shard" else stand_in.homes),
+                *_modules_with(stand_in, package),
+            )
+        )
+        for stand_in in STAND_INS
+    ]
+    rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
+    with _ended(Installation(Settings(rule, padding_policy), stand_ins)):
+        yield
+
+
+def _modules_with(stand_in: StandIn, package: str) -> list[str]:
+    """Return the imported modules of a package that have the original function under its name."""
+    return [
         name
         for name, module in list(sys.modules.items())  # a copy, since other threads may import meanwhile
         if name.split(".")[0] == package
         and isinstance(module, ModuleType)  # sys.modules may contain other objects
         # vars instead of getattr, which could make a lazy module import more modules.
         and vars(module).get(stand_in.name) is stand_in.original
-    )
-    rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
-    with _ended(Installation(Settings(rule, padding_policy), [stand_in._replace(homes=homes)])):
-        yield
+    ]

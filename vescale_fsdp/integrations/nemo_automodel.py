@@ -3,7 +3,8 @@
     with automodel_with_vescale(granularity=Rows(32)):
         model = NeMoAutoModelForCausalLM.from_pretrained(...)      # or a recipe's setup
 
-Automodel 0.7 imports ``fully_shard`` at the top of its modules, so `as_fsdp2` would come too late.
+Automodel 0.7 imports ``fully_shard`` at the top of its modules, so `as_fsdp2` would come too late. Inside the context,
+Automodel's loaders of weights and adapters (``set_model_state_dict``, ``DTensor.redistribute``) fill the shards.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -32,42 +32,41 @@ class StandIn(NamedTuple):
         """The name of the function, which is the same in all homes."""
         return self.original.__name__
 
-    def loaded_homes(self) -> Iterator[Any]:
-        """Yield the homes that are imported, as module and class objects."""
-        for home in self.homes:
-            module, _, class_name = home.partition(":")
-            if module in sys.modules:
-                yield getattr(sys.modules[module], class_name) if class_name else sys.modules[module]
-
 
 _lock = threading.RLock()  # installations may begin and end in several threads
-_counts: Counter[StandIn] = Counter()  # active replacements; the originals are restored at zero
+# Active replacements of each function in each home. The original is restored at zero.
+_counts: Counter[tuple[Callable[..., Any], str]] = Counter()
 
 
 def replace(stand_ins: Iterable[StandIn]) -> None:
     """Replace each function in its imported homes, and count the replacement."""
     with _lock:
         for stand_in in stand_ins:
-            _counts[stand_in] += 1
-            _swap(stand_in, stand_in.original, stand_in.ours)
+            for home in stand_in.homes:
+                _counts[stand_in.original, home] += 1
+                _swap(home, stand_in.name, stand_in.original, stand_in.ours)
 
 
 def restore(stand_ins: Iterable[StandIn]) -> None:
-    """Undo one `replace`. An original is restored when no replacement of it is left."""
+    """Undo one `replace`. An original is restored in a home when no replacement of it is left there."""
     with _lock:
         for stand_in in stand_ins:
-            _counts[stand_in] -= 1
-            if _counts[stand_in] == 0:
-                del _counts[stand_in]
-                _swap(stand_in, stand_in.ours, stand_in.original)
+            for home in stand_in.homes:
+                _counts[stand_in.original, home] -= 1
+                if _counts[stand_in.original, home] == 0:
+                    del _counts[stand_in.original, home]
+                    # Also if `replace` has not found the home: one that was imported later has copied the replacement.
+                    _swap(home, stand_in.name, stand_in.ours, stand_in.original)
 
 
-def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Assign ``new`` to the function's name in all imported homes that have ``old`` under this name."""
-    # All homes, not only those of the first `replace`: a home that was imported later has copied the replacement.
-    for home in stand_in.loaded_homes():
-        if vars(home).get(stand_in.name) is old:  # otherwise another package has patched the name
-            setattr(home, stand_in.name, new)
+def _swap(home: str, name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Assign ``new`` to ``name`` in a home (``module`` or ``module:Class``) that is imported and has ``old`` there."""
+    module, _, class_name = home.partition(":")
+    if module not in sys.modules:
+        return
+    owner = getattr(sys.modules[module], class_name) if class_name else sys.modules[module]
+    if vars(owner).get(name) is old:  # otherwise another package has patched the name
+        setattr(owner, name, new)
 
 
 class AfterImport(MetaPathFinder):

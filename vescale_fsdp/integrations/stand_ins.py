@@ -11,6 +11,7 @@ Each function calls either this package's function or torch's:
     get_model_state_dict             the model has sharded modules or ragged parameters
     get_optimizer_state_dict         the model has sharded modules or ragged parameters
     get_state_dict                   the model has sharded modules or ragged parameters
+    DTensor.redistribute             a placement is a RaggedShard
     set_model_state_dict             the model has sharded modules or ragged parameters
     set_optimizer_state_dict         the model has sharded modules or ragged parameters
     set_state_dict                   the model has sharded modules or ragged parameters
@@ -45,12 +46,12 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.checkpoint.formats.dcp import state_dict as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
+from vescale_fsdp.dtensor.spec import is_ragged_spec
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_rule, resolve_granularity
 from vescale_fsdp.layout.padding import PaddingPolicy
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_module import share_comm_ctx as our_share
 from vescale_fsdp.runtime.fsdp_state import register_fsdp_forward_method as our_register
@@ -122,6 +123,7 @@ _LOADER_MODULE = "transformers.distributed.fsdp"
 
 _torch_fully_shard = torch_fsdp.fully_shard
 _torch_from_local = vars(DTensor)["from_local"]  # the staticmethod object, which getattr would unwrap
+_torch_redistribute = DTensor.redistribute
 _torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
 
 
@@ -152,14 +154,9 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
 ) -> DTensor:
     """Call this package's function if a placement is ragged, else torch's. Both send the first rank's values."""
-    is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
     # torch's function also chooses defaults for arguments that are None.
-    if not is_ours or device_mesh is None or placements is None:
+    if device_mesh is None or placements is None or not is_ragged_spec(placements):
         return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-    is_placed = isinstance(tensor, RaggedDTensor) and tensor.placements == tuple(placements)
-    if is_placed and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
-        # torch's function, too, returns a tensor itself if it already has these placements.
-        return tensor  # type: ignore[return-value]
     settle()
     return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
@@ -181,8 +178,7 @@ def from_local(
     Raises:
         PlacementError: for a ragged placement without ``shape``, or with ``grad_placements``.
     """
-    is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
-    if not is_ours or device_mesh is None or placements is None:
+    if device_mesh is None or placements is None or not is_ragged_spec(placements):
         if grad_placements is not None:  # which torch 2.11 lacks
             kwargs["grad_placements"] = grad_placements
         return _torch_from_local(  # type: ignore[no-any-return]
@@ -197,6 +193,24 @@ def from_local(
             todo="DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
         )
     return RaggedDTensor.from_local(local_tensor, device_mesh, placements, shape=shape)
+
+
+@functools.wraps(_torch_redistribute)
+def redistribute(
+    self: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """Call this package's method if a placement is ragged, else torch's.
+
+    So stacks that fill a parameter from a replicated or pending tensor, ``t.redistribute(placements=p.placements)``,
+    get the piece of ``p``.
+    """
+    if placements is None or not is_ragged_spec(placements):
+        return _torch_redistribute(self, device_mesh, placements, **options)
+    # As a function: it computes on any DTensor.
+    return RaggedDTensor.redistribute(self, device_mesh, placements, **options)  # type: ignore[arg-type]
 
 
 @functools.wraps(_torch_fsdp1_init)
@@ -294,6 +308,7 @@ STAND_INS = (
         ),
     ),
     StandIn(_torch_from_local, staticmethod(from_local), ("torch.distributed.tensor:DTensor",)),
+    StandIn(_torch_redistribute, redistribute, ("torch.distributed.tensor:DTensor",)),
     # torch's getters return the same, with a meeting of the ranks per tensor.
     *(_of_state_dicts(torchs, ours, is_needed=False) for torchs, ours in _GETTERS),
     *(_of_state_dicts(torchs, ours, is_needed=True) for torchs, ours in _SETTERS),

@@ -28,7 +28,8 @@ from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
 _INSTEAD = (
-    "use vescale_fsdp.distribute_tensor, or set_model_state_dict etc. of vescale_fsdp.checkpoint.state_dict"
+    "use vescale_fsdp.distribute_tensor (for a DTensor, vescale_fsdp.dtensor.redistribute), or set_model_state_dict "
+    "etc. of vescale_fsdp.checkpoint.state_dict"
 )
 
 # The way out for an optimizer that needs whole matrices.
@@ -157,7 +158,7 @@ class RaggedShard(Placement):
             f"{OWNER_OPTIMIZER}",
         )
 
-    _reduce_shard_value = _replicate_to_shard
+    _reduce_shard_tensor = _replicate_to_shard
 
     # What operators on a stock DTensor with this placement call to gather it (torch 2.11-2.15).
     def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:

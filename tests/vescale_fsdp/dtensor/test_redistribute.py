@@ -354,7 +354,6 @@ def bad_moves() -> list[tuple[object, object]]:
         lambda: tensor.redistribute(placements=[RaggedShard((0,), (1, 2, 2))]),
         lambda: tensor.redistribute(placements=[Replicate(), Replicate()]),
         lambda: tensor.redistribute(other, [CUTS, Replicate()]),
-        lambda: tensor.redistribute(placements=[Shard(0)], async_op=True),
         lambda: distribute_tensor(torch.tensor(1.0), mesh, [RaggedShard((), (1, 0, 0))]),
         lambda: distribute_tensor(plain(SHAPE), other, [CUTS, CUTS]),
     ]

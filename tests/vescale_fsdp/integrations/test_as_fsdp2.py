@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.tensor as torch_tensor
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import vescale_fsdp
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.processes import join
-from vescale_fsdp import PaddingPolicy, RaggedDTensor, Rows
+from vescale_fsdp import PaddingPolicy, RaggedDTensor, RaggedShard, Rows
 from vescale_fsdp.errors import (
     BoundNamesWarning,
     LayoutError,
@@ -32,7 +34,7 @@ from vescale_fsdp.errors import (
     UntriedVersionWarning,
 )
 from vescale_fsdp.integrations import as_fsdp2, install
-from vescale_fsdp.integrations.installation import Installation
+from vescale_fsdp.integrations.installation import Installation, ours_within
 from vescale_fsdp.integrations.replaced_names import AfterImport
 
 NAMES = {
@@ -44,6 +46,7 @@ NAMES = {
     "get_model_state_dict": torch_state_dict,
     "get_optimizer_state_dict": torch_state_dict,
     "get_state_dict": torch_state_dict,
+    "redistribute": DTensor,
     "set_model_state_dict": torch_state_dict,
     "set_optimizer_state_dict": torch_state_dict,
     "set_state_dict": torch_state_dict,
@@ -250,14 +253,91 @@ def test_a_stack_finds_ours() -> None:
 
 def _first_rank_counts() -> list[bool]:
     """The values torch's function takes: those of the first rank."""
-    import torch.distributed as dist
-
     with as_fsdp2():
         placements = _stack_shards(_model())[0].weight.placements
         mesh = cpu_mesh()
         mine = torch.full((26, 6), float(dist.get_rank()))
         got = [torch_tensor.distribute_tensor(mine, mesh, kind) for kind in (placements, [Replicate()])]
     return [torch.equal(each.full_tensor(), torch.zeros(26, 6)) for each in got]
+
+
+def _fill(param: Any, full: torch.Tensor) -> None:
+    """How adapters and checkpoint loaders of stacks fill a parameter of torch's from a full tensor."""
+    mesh = param.data.device_mesh
+    whole = DTensor.from_local(full, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+    param.data.to_local().copy_(whole.redistribute(placements=param.data.placements).to_local())
+
+
+def _redistributed() -> list[bool]:
+    """Parameters of 2 x 2 ranks with and without tensor parallelism, from whole tensors, pending sums and shards."""
+    grid, rank = cpu_mesh(2, 2, names=("dp", "tp")), dist.get_rank()
+    model = _Encoder()
+    parallelize_module(model[0], grid["tp"], ColwiseParallel())
+    equal = []
+    with as_fsdp2(granularity={"*weight": Rows(4), "*": Rows(1)}):
+        torch_fsdp.fully_shard(model, mesh=grid["dp"])
+        for index, param in enumerate(model.parameters()):
+            full = torch.arange(float(param.numel())).view(param.shape) + index
+            _fill(param, full)
+            equal.append(torch.equal(param.full_tensor(), full))  # type: ignore[operator]
+            mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+            sums = DTensor.from_local(full * (rank + 1), mesh, [Partial()] * mesh.ndim)
+            total = sums.redistribute(mesh, placements, async_op=True)
+            ranks = mesh.mesh.flatten().tolist()
+            equal.append(torch.equal(total.full_tensor(), full * sum(r + 1 for r in ranks)))
+            rows = torch_tensor.distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim)
+            half = rows.redistribute(placements=placements, forward_dtype=torch.bfloat16)
+            equal.append(torch.equal(half.full_tensor(), full.bfloat16()) and half.dtype == torch.bfloat16)
+            with pytest.raises(PlacementError):  # as torch, which names redistribute too
+                torch_tensor.distribute_tensor(rows, mesh, placements)
+        kept = DTensor.redistribute
+    stock = torch_tensor.distribute_tensor(torch.ones(4), grid["dp"], [Replicate()])
+    equal.append(type(kept(stock, placements=[Shard(0)])) is DTensor)
+    with pytest.raises(UnsupportedOpError) as refused:
+        stock.redistribute(placements=[RaggedShard((0,), (1, 3))])
+    found = vescale_fsdp.dtensor.redistribute(stock, [RaggedShard((0,), (1, 3))])  # as the todo says
+    return [
+        *equal,
+        "vescale_fsdp.dtensor.redistribute(tensor, placements)" in refused.value.todo,
+        found.numel() == 4,
+    ]
+
+
+def test_redistribute_makes_pieces() -> None:
+    """What stacks write for torch's parameters fills ours; without an installation the error names the function."""
+    for equal in run_ranks(4, _redistributed):
+        assert len(equal) == 5 * 3 + 3 and all(equal)
+
+
+def _through_a_package() -> list[bool]:
+    """A stack whose modules import names at their top, as NeMo Automodel's do."""
+    stack = ModuleType("a_stack.loaders")
+    for name in ("fully_shard", "set_model_state_dict"):
+        vars(stack)[name] = vars(NAMES[name])[name]
+    sys.modules["a_stack.loaders"] = stack
+    policy = PaddingPolicy()
+    full = {name: value * 2 for name, value in _model().state_dict().items()}
+    options = torch_state_dict.StateDictOptions(full_state_dict=True)
+    with as_fsdp2(), ours_within("a_stack", granularity=None, padding_policy=policy):
+        pass
+    outside = [*_are_torchs(), stack.fully_shard is torch_fsdp.fully_shard]
+    with ours_within("a_stack", granularity=None, padding_policy=policy):
+        with as_fsdp2():
+            pass
+        outside.append(vars(torch_fsdp)["fully_shard"] is TORCHS_OWN[0])
+        inside = [DTensor.redistribute is not TORCHS_OWN[list(NAMES).index("redistribute")]]
+        model = stack.fully_shard(_model())
+        stack.set_model_state_dict(model, full, options=options)
+        inside += [torch.equal(p.full_tensor(), full[n]) for n, p in model.state_dict().items()]
+        _fill(model.scale, torch.ones(6))
+        inside.append(torch.equal(model.scale.full_tensor(), torch.ones(6)))
+    del sys.modules["a_stack.loaders"]
+    return [*outside, *_are_torchs(), *inside]
+
+
+def test_a_package_finds_ours_at_its_top() -> None:
+    """What chooses by its arguments is replaced too; installations may be nested in any order."""
+    assert all(run_ranks(2, _through_a_package)[0])
 
 
 def _with_patterns(pattern: str) -> None:

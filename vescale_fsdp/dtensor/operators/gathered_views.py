@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.operators import combining
 from vescale_fsdp.dtensor.operators.arguments import IN_OPTIMIZER, OUTSIDE_FORWARD, refuse, written_names
-from vescale_fsdp.dtensor.operators.replicated_results import as_result
+from vescale_fsdp.dtensor.operators.replicated_results import ReplicatedTensor, as_result
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import GatherWarning, UnsupportedOpError, callers_level, explain, format_bytes
 from vescale_fsdp.lazy import set_module
@@ -104,7 +104,7 @@ def _announce(func: torch._ops.OpOverload, tensors: Sequence[DTensor], like: Rag
 READING = "an operator that reads the view"
 
 
-class GatheredView(DTensor):
+class GatheredView(ReplicatedTensor):
     """A view of the gathered copy of a ragged tensor: a replicated DTensor that may only be read.
 
     Attributes:

@@ -7,6 +7,11 @@ habits of optimizers, which are defined here::
     p.norm().pow_(2)               a norm whose sum over ranks is pending is written: it is reduced first
 
 A plain tensor of several elements next to such a result raises, as next to a ragged tensor.
+
+`to_local` and `full_tensor` lead to plain tensors, such as a loss, which may differ between ranks. So their backward
+takes the mean over the ranks, as the reduction of `fully_shard` does::
+
+    loss = cross_entropy(model(x), y) + 0.1 * p.norm().full_tensor()
 """
 
 from __future__ import annotations
@@ -17,10 +22,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp.collectives.operations import all_reduce_in_place
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.meeting import Meets, reducing
 from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, bind, is_partial, refuse, written_names
+from vescale_fsdp.dtensor.ragged_dtensor import set_as_whole
 from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_modes import NULL_CONTEXT, is_traced
 from vescale_fsdp.torch_private import (
@@ -35,8 +46,8 @@ from vescale_fsdp.torch_private import (
 _KEEPS_PENDING = torch.ops.aten.stack.default
 
 
-class ReplicatedResult(DTensor):
-    """A replicated DTensor, or a pending norm, that an operator on ragged tensors returned.
+class ReplicatedTensor(DTensor):
+    """A DTensor that every rank has whole, or a pending norm: a gathered tensor, or the result of an operator.
 
     Attributes:
         meets: whether ranks meet before a pending norm is reduced.
@@ -48,6 +59,46 @@ class ReplicatedResult(DTensor):
         """Return the result under other placements, as torch's DTensor."""
         with _reduction_of(self):
             return super().redistribute(*args, **kwargs)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the plain value, in shared memory. Differentiable. A collective if a norm is pending.
+
+        Args:
+            grad_placements: placements of the incoming gradient; None: the mean over the ranks, a collective.
+        """
+        if is_partial(self):
+            _reduce_in_place(self)
+        if grad_placements is not None or not torch.is_grad_enabled() or not self.requires_grad:
+            return super().to_local(grad_placements=grad_placements)
+        return _ToPlain.apply(self)  # type: ignore[no-any-return]
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the plain value; see `to_local`."""
+        return self.to_local(grad_placements=grad_placements)
+
+
+class _ToPlain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: ReplicatedTensor) -> torch.Tensor:
+        ctx.mesh = whole.device_mesh
+        return local_of(whole).view_as(local_of(whole))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+        mesh: DeviceMesh = ctx.mesh
+        mean = grad.clone(memory_format=torch.contiguous_format)  # the all-reduces are in place
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        call = f"backward of a result of shape {tuple(grad.shape)} that every rank has"
+        with reducing(groups, call, Meets.EACH):
+            for group in groups:
+                wait_for(all_reduce_in_place(mean, dist.ReduceOp.SUM, group))
+        return as_result(
+            mean.div_(mesh.size()), make_spec(mesh, (Replicate(),) * mesh.ndim, mean.shape, mean.dtype)
+        )
+
+
+class ReplicatedResult(ReplicatedTensor):
+    """A `ReplicatedTensor` that may be written to."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -118,6 +169,9 @@ def as_result(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return with_spec(local, spec)
 
 
+set_as_whole(as_result)
+
+
 def with_spec(local: torch.Tensor, spec: DTensorSpec, meets: Meets = Meets.FIRST) -> ReplicatedResult:
     """Return a result with a local tensor and a spec without shards."""
     result: Any = ReplicatedResult.__new__(ReplicatedResult, local, spec, requires_grad=False)
@@ -130,7 +184,7 @@ def _meets(result: DTensor) -> Meets:
     return result.meets if isinstance(result, ReplicatedResult) else Meets.FIRST
 
 
-def _reduction_of(pending: ReplicatedResult) -> AbstractContextManager[None]:
+def _reduction_of(pending: ReplicatedTensor) -> AbstractContextManager[None]:
     """Return the context in which a pending norm is reduced; a null context for any other result."""
     groups = [
         pending.device_mesh.get_group(axis)
@@ -157,11 +211,12 @@ def _check_plain(func: torch._ops.OpOverload, leaves: Sequence[Any], like: DTens
                 func,
                 like,
                 f"it is combined with a plain tensor of shape {tuple(leaf.shape)}, which may differ between ranks",
-                todo=f"{OUTSIDE_FORWARD}. Elsewhere: .to_local() is the plain value",
+                todo=f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() is the plain value, also for a loss: "
+                "loss + p.norm().full_tensor()",
             )
 
 
-def _reduce_in_place(pending: ReplicatedResult) -> None:
+def _reduce_in_place(pending: ReplicatedTensor) -> None:
     """All-reduce a pending norm, and keep the result."""
     mesh = pending.device_mesh
     with _reduction_of(pending):
@@ -206,7 +261,7 @@ def _local(leaf: Any) -> Any:
     return local_of(leaf) if isinstance(leaf, DTensor) else leaf
 
 
-def _stock(result: ReplicatedResult) -> DTensor:
+def _stock(result: ReplicatedTensor) -> DTensor:
     return DTensor(local_of(result), result._spec, requires_grad=result.requires_grad)  # type: ignore[call-arg]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.distributed import cpu_mesh, run_threads
+from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
@@ -87,7 +87,7 @@ def read(num_ranks: int) -> int:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.part("numerics"))])
 def test_reads_are_those_of_plain_tensors(num_ranks: int) -> None:
     """Values are equal, and gradients are equal and cut like the parameter, whatever its cut."""
-    assert run_threads(num_ranks, read, num_ranks) == [4 * (len(READS) + len(TERMS))] * num_ranks
+    assert run_ranks(num_ranks, read, num_ranks) == [4 * (len(READS) + len(TERMS))] * num_ranks
 
 
 def integer_extremes() -> tuple[int, int]:
