@@ -145,6 +145,50 @@ class WrapsNothing(torch.Tensor):
         return outputs[0], ()
 
 
+class HooklessCodes(torch.Tensor):
+    """A quantized weight of two inner tensors, which reads as its values."""
+
+    @staticmethod
+    def __new__(cls: type[HooklessCodes], codes: torch.Tensor, scales: torch.Tensor) -> HooklessCodes:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self._codes, self._scales = codes, scales
+
+    @classmethod
+    def quantized(cls, values: torch.Tensor) -> Any:
+        scales = values.abs().amax(1, keepdim=True) / 127
+        return cls((values / scales).round().to(torch.int8), scales)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0]._codes, args[0]._scales)
+        args, kwargs = pytree.tree_map_only(
+            HooklessCodes, lambda x: x._codes * x._scales, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_codes", "_scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return HooklessCodes(inner["_codes"], inner["_scales"])
+
+
+class CodesAndScales(HooklessCodes):
+    """The same with FSDP2's hooks, as torchao's NF4Tensor has them."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._codes, self._scales), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return CodesAndScales(*outputs), outputs
+
+
 class Float8Rows(Wrapper):
     """Sends float8 codes by a scale of the whole weight, which it computes unless somebody has, as torchao's do."""
 

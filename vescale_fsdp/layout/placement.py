@@ -154,7 +154,8 @@ class RaggedShard(Placement):
             expected="placements of torch",
             got=str(self),
             where="DTensor.redistribute",
-            todo="vescale_fsdp.dtensor.redistribute does. In an optimizer of torch: step whole matrices with "
+            todo="call vescale_fsdp.dtensor.redistribute(tensor, placements), or torch's method under "
+            "vescale_fsdp.integrations.as_fsdp2(). In an optimizer of torch: step whole matrices with "
             f"{OWNER_OPTIMIZER}",
         )
 

@@ -56,6 +56,13 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, (_Before, _After))
 
 
+# The way out for classes of quantized weights, such as torchao's NF4Tensor under LoRA.
+STAYS_WHOLE = (
+    "if the parameter is frozen, keep it whole on every rank: ignored_params={param} in every fully_shard call on a "
+    "module that contains it"
+)
+
+
 def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
     """Check that a tensor can be gathered by the hooks of its class.
 
@@ -89,7 +96,8 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
             f"{tuple(tensor.shape)} and {tensor.dtype}",
             got=f"{cls} with the inner tensors {[(tuple(t.shape), t.dtype) for t in inner]}",
             where=fqn,
-            todo="keep the high-precision values in one inner tensor, and convert in fsdp_pre_all_gather",
+            todo=f"{STAYS_WHOLE}; or keep the high-precision values in one inner tensor, and convert in "
+            "fsdp_pre_all_gather",
         )
 
 

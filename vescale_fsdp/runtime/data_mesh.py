@@ -313,8 +313,13 @@ class PriorSharding:
         tensor = DTensor(view, spec_with(self.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
         return nn.Parameter(tensor, requires_grad)
 
-    def own_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
+    def own_grad(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's part of an unsharded gradient, summed over the axes of other parallelisms.
+
+        Args:
+            grad: a DTensor if the parameter is one, else returned as it is.
+            dtype: dtype of the sum, if it is wider than the gradient's.
+        """
         if self.spec is None or not isinstance(grad, DTensor):
             return grad
         # Data-parallel axes keep their placement, often Partial, because the reduction sums over them.
@@ -323,7 +328,13 @@ class PriorSharding:
             now if axis in data_axes else own
             for axis, (now, own) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
         ]
-        return local_of(grad if wanted == list(grad.placements) else grad.redistribute(placements=wanted))
+        if wanted == list(grad.placements):
+            return local_of(grad)
+        if any(placement.is_partial() for placement in grad.placements):
+            dtype = torch.promote_types(grad.dtype, dtype)
+            spec = spec_with(grad._spec, dtype=dtype)
+            grad = DTensor(local_of(grad).to(dtype), spec, requires_grad=False)  # type: ignore[call-arg]
+        return local_of(grad.redistribute(placements=wanted))
 
 
 def local_part(param: nn.Parameter) -> torch.Tensor:

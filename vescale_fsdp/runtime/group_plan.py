@@ -51,7 +51,7 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_buffers, plan_by_rows
-from vescale_fsdp.runtime.all_gather_hooks import check_hooks, has_hooks
+from vescale_fsdp.runtime.all_gather_hooks import STAYS_WHOLE, check_hooks, has_hooks
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding, local_part, mesh_of_info
 from vescale_fsdp.torch_modes import is_fake
@@ -325,7 +325,8 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
             got=f"{type(local).__name__} without fsdp_pre_all_gather and fsdp_post_all_gather",
             where=fqn,
-            todo="shard first and convert afterwards, or gather 8-bit codes with vescale_fsdp.quantize",
+            todo=f"{STAYS_WHOLE}; or shard first and convert afterwards, or gather 8-bit codes with "
+            "vescale_fsdp.quantize",
         )
     check_grad_dtype(grad_dtype_of(param), param.dtype, fqn)
     if param.ndim == 0:

@@ -738,7 +738,7 @@ class ParamGroup:
             self.settle()
         if grad.is_sparse:  # of nn.Embedding(sparse=True); the gradient buffer is dense
             grad = grad.to_dense()
-        self.grads.take(param.slot, param.prior.own_grad(grad))
+        self.grads.take(param.slot, param.prior.own_grad(grad, self.reduce_dtype))
 
     def collect_grads(self) -> None:
         """Take gradients that were set without autograd's accumulation, as pipelines set the gradients of weights."""

@@ -365,7 +365,9 @@ class Schedule:
             # Gradients of inputs, such as forces: the backward of the loss on them follows, and reduces.
             self.in_backward = self._is_differentiable = False
             return
-        if self._is_differentiable:  # backward(create_graph=True): it has the gradients of parameters, of first order
+        if (
+            self._is_differentiable
+        ):  # backward(create_graph=True): it has the gradients of parameters, of first order
             self._kept.clear()
         self._is_differentiable = False
         if self.is_last_backward and not self.finalizes_by_hand:

@@ -90,7 +90,6 @@ def refusals() -> list[str]:
         lambda: x.t().mul_(2),
         lambda: x[:, 2].zero_(),
         lambda: x[0, 2].fill_(1.0),
-        lambda: x.view(torch.int32).add_(1),
         lambda: x.clone().t_(),
         lambda: x.expand(2, 4, 5).zero_(),
         lambda: torch._foreach_mul_([x.t()], 2.0),

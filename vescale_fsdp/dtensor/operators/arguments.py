@@ -27,6 +27,11 @@ OUTSIDE_FORWARD = (
     "module.unshard() before it"
 )
 
+# For the parameters of two models, of which one is gathered, as by unshard() or by reshard_after_forward=False.
+GATHERED = (
+    "if the plain tensor is a parameter of a gathered module: call module.reshard(), then take the parameter from the "
+    "module again"
+)
 
 # The remedy if an optimizer has called an operator that is refused.
 IN_OPTIMIZER = f"In an optimizer's step, step whole matrices: {OWNER_OPTIMIZER}"
@@ -141,10 +146,9 @@ def refuse_written(func: torch._ops.OpOverload, like: RaggedDTensor | None, name
         func,
         like,
         f"it writes to {name!r}, which is not ragged",
-        todo=f"{OUTSIDE_FORWARD}. If the moments of an optimizer are full tensors: shard them with "
+        todo=f"{GATHERED}; {OUTSIDE_FORWARD}. If the moments of an optimizer are full tensors: shard them with "
         "vescale_fsdp.checkpoint.load, or set_optimizer_state_dict(full_state_dict=True) of "
-        "vescale_fsdp.checkpoint.state_dict. Elsewhere: write to a ragged tensor cut the same way, or "
-        "gather first with .full_tensor(), on all ranks",
+        "vescale_fsdp.checkpoint.state_dict. Elsewhere: gather first with .full_tensor(), on all ranks: it is plain",
     )
 
 
@@ -229,8 +233,8 @@ def refuse_plain(
         func,
         like,
         f"it is combined with a plain tensor of shape {tuple(value.shape)}, which may differ between ranks",
-        todo=f"{OUTSIDE_FORWARD}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it "
-        "ragged",
+        todo=f"{OUTSIDE_FORWARD}; {GATHERED}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) "
+        "makes it ragged",
     )
 
 

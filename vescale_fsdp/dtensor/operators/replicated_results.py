@@ -6,6 +6,8 @@ habits of optimizers, which are defined here::
     d.add_(p.abs().sum())          a plain tensor is written: it stays plain
     p.norm().pow_(2)               a norm whose sum over ranks is pending is written: it is reduced first
 
+So are results on different meshes, such as the norms of parameters with and without tensor parallelism.
+
 A plain tensor of several elements next to such a result raises, as next to a ragged tensor.
 
 `to_local` and `full_tensor` lead to plain tensors, such as a loss, which may differ between ranks. So their backward
@@ -113,21 +115,26 @@ class ReplicatedResult(ReplicatedTensor):
         dtensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if any(type(each) not in STOCK for each in dtensors):
             return NotImplemented  # a ragged tensor's rule decides
-        if func is _KEEPS_PENDING and all(map(is_partial, dtensors)):
+        mesh = dtensors[0].device_mesh
+        is_one_mesh = all(t.device_mesh is mesh or t.device_mesh == mesh for t in dtensors)
+        if func is _KEEPS_PENDING and is_one_mesh and all(map(is_partial, dtensors)):
             meets = Meets.NEVER if any(_meets(each) is Meets.NEVER for each in dtensors) else Meets.FIRST
             return _mapped(partial(_ours, meets=meets), _by_torch(func, args, kwargs))
         for each in dtensors:
             if isinstance(each, ReplicatedResult) and is_partial(each):
                 _reduce_in_place(each)
-        mesh = dtensors[0].device_mesh
-        is_local = all(
-            (t.device_mesh is mesh or t.device_mesh == mesh) and all(p.is_replicate() for p in t.placements)
-            for t in dtensors
-        )
+        written = _leaves(named.get(name) for name in written_names(func))
+        if not is_one_mesh:
+            mesh = _common_mesh(dtensors)
+            to_mesh = partial(_on_mesh, mesh=mesh, kept=[*map(id, written)])
+            args = tuple(_mapped(to_mesh, value) for value in args)
+            kwargs = {name: _mapped(to_mesh, value) for name, value in (kwargs or {}).items()}
+            leaves = _leaves((*args, *kwargs.values()))
+            dtensors = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        is_local = all(placement.is_replicate() for t in dtensors for placement in t.placements)
         # torch gives all ranks the same random values, and changes the shape of a DTensor with its local tensor.
         if not is_local or {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
             return _by_torch(func, args, kwargs)
-        written = _leaves(named.get(name) for name in written_names(func))
         is_plain_written = any(isinstance(t, torch.Tensor) and not isinstance(t, DTensor) for t in written)
         if not is_plain_written:
             _check_plain(func, leaves, dtensors[0])
@@ -223,6 +230,32 @@ def _reduce_in_place(pending: ReplicatedTensor) -> None:
         reduced = _stock(pending).redistribute(placements=[Replicate()] * mesh.ndim)
     local_slot.__set__(pending, local_of(reduced))
     pending._spec = reduced._spec
+
+
+def _common_mesh(dtensors: Sequence[DTensor]) -> DeviceMesh:
+    """Return the mesh on which tensors of several meshes are combined: that of shards, else the largest.
+
+    Such tensors are norms of parameters with and without tensor parallelism. Each rank of a mesh has the value.
+    """
+    cut = [t.device_mesh for t in dtensors if any(placement.is_shard() for placement in t.placements)]
+    return cut[0] if cut else max((t.device_mesh for t in dtensors), key=lambda mesh: mesh.size())
+
+
+def _on_mesh(leaf: Any, mesh: DeviceMesh, kept: Sequence[int]) -> Any:
+    """Return a whole or pending DTensor of another mesh as a result on ``mesh``; other values, and ``kept``, as given.
+
+    Args:
+        leaf: an argument of an operator.
+        mesh: a mesh that this rank is in.
+        kept: ids of the arguments that the operator writes to.
+    """
+    if not isinstance(leaf, DTensor) or leaf.device_mesh == mesh or id(leaf) in kept:
+        return leaf
+    if any(placement.is_shard() for placement in leaf.placements):
+        return leaf
+    if is_partial(leaf):
+        leaf = leaf.redistribute(placements=[Replicate()] * leaf.device_mesh.ndim)
+    return _with_value(local_of(leaf), mesh)
 
 
 def _by_torch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

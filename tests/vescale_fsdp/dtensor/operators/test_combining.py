@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.support.distributed import cpu_mesh, run_threads
+from tests.support.distributed import cpu_mesh, run_cases, run_threads
 from tests.support.dtensor_conformance import plain
+from vescale_fsdp import fully_shard
 from vescale_fsdp.dtensor import meeting
 from vescale_fsdp.dtensor.operators import combining
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 
 SHAPE = (8, 6)
@@ -286,3 +288,48 @@ def test_equal_cuts_cost_what_they_did() -> None:
 
     assert found.keys() == CALLS.keys()
     assert {name: n / CALLS[name] for name, n in found.items() if n > CALLS[name]} == {}
+
+
+# -- two models, one of them gathered -------------------------------------------------------------------
+
+AVERAGES: dict[str, Callable[[Any, Any], Any]] = {
+    "lerp_": lambda t, s: t.lerp_(s, 0.25),
+    "add_": lambda t, s: t.add_(s, alpha=0.25),
+    "foreach": lambda t, s: torch._foreach_lerp_([t], [s], 0.25),
+    "copy_": lambda t, s: t.copy_(s),
+}
+
+
+def remedies_work(name: str, gathered: str) -> None:
+    """What the error of a step between a gathered and a sharded parameter says to do makes the step right."""
+    models: list[Any] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(fully_shard(torch.nn.Linear(6, 4), mesh=cpu_mesh()))
+    teacher, student = models
+    want, other = (model.weight.full_tensor() for model in models)
+    plain_teacher = want.clone()
+    with torch.no_grad():
+        AVERAGES[name](want, other)
+        if gathered == "plain teacher":
+            with pytest.raises(UnsupportedOpError) as refused:
+                AVERAGES[name](plain_teacher, student.weight)
+            assert ".full_tensor()" in str(refused.value.todo)
+            AVERAGES[name](plain_teacher, student.weight.full_tensor())
+            check(plain_teacher, want, name)
+            return
+        module = teacher if gathered == "teacher" else student
+        module.unshard()
+        with pytest.raises(UnsupportedOpError) as refused:
+            AVERAGES[name](teacher.weight, student.weight)
+        assert "module.reshard(), then take the parameter" in str(refused.value.todo)
+        module.reshard()
+        AVERAGES[name](teacher.weight, student.weight)
+        check(teacher.weight, want, name)
+
+
+def test_a_gathered_teacher_or_student_is_told_to_reshard() -> None:
+    """Also a teacher that was never sharded: the todo is the way out."""
+    run_cases(
+        2, remedies_work, [(n, who) for n in AVERAGES for who in ("teacher", "student", "plain teacher")]
+    )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.optim_cases import counted
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp import fully_shard
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 
@@ -93,3 +97,47 @@ def one_message_and_refusals() -> tuple[list[str], bool, str]:
 def test_clipping_reduces_once_and_plain_tensors_are_refused() -> None:
     """All norms of a clip share a message; a pickle names torch's class."""
     assert run_ranks(2, one_message_and_refusals) == [(["all_reduce"], True, "DTensor")] * 2
+
+
+def _on_meshes(order: float, foreach: bool | None) -> None:
+    """Clip gradients with and without tensor parallelism, of torch's own DTensors and of plain parameters.
+
+    Every plain gradient is the same on all ranks. Sums of norms over the meshes have gradients as well.
+    """
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    torch.manual_seed(0)
+    model, whole = (
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))),
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))),
+    )
+    whole.load_state_dict(model.state_dict())
+    for index in (1, 2):
+        parallelize_module(model[index], mesh["tp"], ColwiseParallel())
+    ignored = {*model[2].parameters(), *model[3].parameters()}
+    fully_shard(model, mesh=mesh["dp"], ignored_params=ignored)
+    for param, twin in zip(model.parameters(), whole.parameters(), strict=True):
+        twin.grad = torch.randn(twin.shape)
+        param.grad = twin.grad.clone()
+        if isinstance(param, DTensor):
+            spec = param.device_mesh, [Replicate()] * param.device_mesh.ndim
+            stock = DTensor.from_local(twin.grad.clone(), *spec, run_check=False)
+            param.grad = redistribute(stock, param.placements)
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1, order, foreach=foreach) for m in (model, whole)]
+    assert norms[1] > 0.1
+    torch.testing.assert_close(_plain(norms[0]), norms[1])
+    for param, twin in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_plain(param.grad), twin.grad)
+    for each in (model, whole):
+        total: Any = sum(param.norm() ** 2 for index in (1, 0, 2) for param in each[index].parameters())
+        _plain(total * 2 + total.sqrt()).backward()
+    for param, twin in zip(model[:3].parameters(), whole[:3].parameters(), strict=True):
+        torch.testing.assert_close(_plain(param.grad), twin.grad)
+
+
+def _plain(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_norms_of_several_meshes() -> None:
+    """Parameters on one mesh, on two, and on none are clipped together, by lists and one by one."""
+    run_cases(4, _on_meshes, [(2.0, True), (2.0, False), (math.inf, False), (1.0, None)])

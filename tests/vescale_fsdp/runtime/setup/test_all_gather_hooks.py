@@ -21,11 +21,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.support import models
-from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.hooked_tensors import (
     CarelessInt8,
+    CodesAndScales,
     Float8Rows,
     HalfRows,
+    HooklessCodes,
     Int8Rows,
     OnlyBefore,
     ThreeArguments,
@@ -273,6 +275,51 @@ def refusals() -> None:
 def test_classes_whose_hooks_cannot_work_are_refused() -> None:
     """Half a pair of hooks, strange signatures, classes that wrap nothing, numbers to reshard to, cut blocks."""
     run_ranks(4, refusals)
+
+
+class QuantizedLayer(nn.Module):
+    """A frozen quantized weight, and an adapter that is trained."""
+
+    def __init__(self, kind: type[HooklessCodes]) -> None:
+        super().__init__()
+        self.base = nn.Parameter(kind.quantized(torch.randn(6, 6)), requires_grad=False)
+        self.adapter = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x, self.base) + self.adapter(x))
+
+
+def adapters_train(kind: type[HooklessCodes]) -> None:
+    """The refusal of a weight of several inner tensors, and the training that its todo leads to."""
+    models: list[nn.Sequential] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(QuantizedLayer(kind), QuantizedLayer(kind)))
+    model, plain = models
+    with pytest.raises(UnsupportedOpError) as caught:
+        fully_shard(model[0], mesh=cpu_mesh())
+    assert "ignored_params={param} in every fully_shard call" in str(caught.value.todo)
+    frozen = {layer.base for layer in model}
+    for module in (*model, model):
+        fully_shard(module, mesh=cpu_mesh(), ignored_params=frozen)
+    steps = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in models]
+    for step in range(3):
+        rows = [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        model(rows[dist.get_rank()]).square().sum().backward()
+        torch.stack([plain(each).square().sum() for each in rows]).mean().backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in models]
+        assert norms[1] > 0.1
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])  # type: ignore[attr-defined]
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, want in zip(steps[0].param_groups[0]["params"], steps[1].param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(own.full_tensor(), want.detach())
+
+
+def test_a_frozen_quantized_weight_stays_whole() -> None:
+    """Of classes with hooks and without."""
+    run_cases(2, adapters_train, [(CodesAndScales,), (HooklessCodes,)])
 
 
 def unpadded() -> tuple[str, str] | None:

@@ -110,6 +110,36 @@ def train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any
     return held, [str(p.placements) for p in model.parameters() if isinstance(p, RaggedDTensor)]
 
 
+class Scaled(nn.Module):
+    """A weight that every rank of an axis has, and uses on its own rows, as under sequence parallelism."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch_distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.weight, DTensor)
+        rows = DTensor.from_local(rows, self.weight.device_mesh, [Shard(0)])
+        return (rows * self.weight).sum().full_tensor()  # type: ignore[attr-defined, no-any-return]
+
+
+def sums_in_the_reduce_dtype() -> torch.Tensor:
+    """The gradient of a weight that three ranks share: of each element one rank has 256, the other two have 1."""
+    mesh = cpu_mesh(1, 3, names=("dp", "tp"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(Scaled(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
+    row = torch.ones(1, 3)
+    row[0, dist.get_rank()] = 256
+    model(row.bfloat16()).backward()
+    return model.weight.grad.full_tensor()  # type: ignore[no-any-return, operator, union-attr]
+
+
+def test_other_axes_sum_in_the_reduce_dtype() -> None:
+    """bf16 has no 257: it would lose the ones that are added to 256 one by one."""
+    for grad in run_ranks(3, sums_in_the_reduce_dtype):
+        assert torch.equal(grad, torch.full((3,), 258.0))
+
+
 # Options of each mesh. Eight ranks: numerics.
 PARITIES: dict[tuple[int, ...], list[dict[str, Any]]] = {
     (2, 2): [{}, {"granularity": Rows(2)}, {"reshard_after_forward": False}],
