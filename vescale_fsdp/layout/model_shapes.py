@@ -11,7 +11,8 @@ import difflib
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +29,7 @@ class ParamShape:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = True
+    is_tied: bool = False  # whether other modules have the same parameter, as far as the source says
     param: Any = field(default=None, compare=False, repr=False)  # the parameter, if shapes come from a module
 
     @property
@@ -40,7 +42,7 @@ class ParamShape:
 class _Module(Protocol):
     """The method of torch.nn.Module that planning uses. A protocol, so that planning does not import torch."""
 
-    def named_parameters(self) -> Iterable[tuple[str, Any]]: ...
+    def named_parameters(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]: ...
 
 
 ShapeSource = Mapping[str, Any] | str | os.PathLike[str] | _Module
@@ -61,15 +63,20 @@ def shapes_of(source: ShapeSource, *, dtype: str = "bfloat16") -> tuple[ParamSha
     if isinstance(source, str | os.PathLike):
         return _of_folder(Path(source))
     if isinstance(source, _Module):
-        return tuple(
-            ParamShape(fqn, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, p)
-            for fqn, p in source.named_parameters()
-        )
+        return tuple(_of_module(source))
     raise LayoutError(
         "There are no shapes to plan with.",
         expected="a module, a mapping from name to shape, or a folder with safetensors files",
         got=type(source).__name__,
     )
+
+
+def _of_module(module: _Module) -> Iterator[ParamShape]:
+    """Yield the parameters of a module."""
+    names = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+    for fqn, param in module.named_parameters(remove_duplicate=True):
+        dtype = str(param.dtype).removeprefix("torch.")
+        yield ParamShape(fqn, tuple(param.shape), dtype, param.requires_grad, names[id(param)] > 1, param)
 
 
 def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:

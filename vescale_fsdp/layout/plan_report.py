@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError, some
+from vescale_fsdp.errors import LayoutError, format_bytes, some
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -36,6 +36,7 @@ class PlannedParam:
     shape: tuple[int, ...]
     granularity: Granularity
     block_numel: int
+    is_tied: bool = False  # whether other modules have it, too
 
 
 @set_module("vescale_fsdp.layout")
@@ -164,7 +165,12 @@ class PlanReport:
         )
 
     def advice(self) -> Iterator[str]:
-        """Yield lines of text with remedies for each group whose padding exceeds the policy's limit."""
+        """Yield lines of text with remedies for groups whose padding exceeds the policy's limit, and for a large root.
+
+        The root stays gathered from the forward to the end of the backward. If it is larger than every other unit, the
+        advice names the modules that may be units of their own. Tied parameters are left out where the report knows of
+        them: the unit of both modules would be gathered as long as the root.
+        """
         for group in self.groups:
             for layout in (layout for layouts in group.layouts for layout in layouts):
                 if layout.padding_ratio > self.policy.warn_above:
@@ -173,6 +179,7 @@ class PlanReport:
                     name = group.name if whole else f"{group.name}, the buffer of {layout.slots[0].fqn},"
                     yield f"{name} over {layout.num_shards:,} shards is padded by {layout.padding_ratio:.0%}:"
                     yield from (f"    {text}" for text in remedy_texts(remedies, layout))
+        yield from _root_advice(self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """Return the rows and totals as JSON values."""
@@ -289,11 +296,43 @@ def _groups(
     for shape in shapes:
         # A function gets the parameter, as in `fully_shard`, or its shape if there is no module.
         rule = resolve_granularity(granularity, shape.fqn, shape.param if shape.param is not None else shape)
-        planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape))
+        planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape), shape.is_tied)
         groups.setdefault(shape.dtype if shape.requires_grad else f"{shape.dtype}, frozen", []).append(
             planned
         )
     return {kind: tuple(params) for kind, params in groups.items()}
+
+
+def _root_advice(groups: Sequence[PlannedGroup]) -> Iterator[str]:
+    """Yield lines with the bytes that a root larger than every other unit holds, and what to take out of it."""
+    sizes: Counter[str] = Counter()  # bytes by unit
+    inside: Counter[str] = Counter()  # bytes by module, of the root's parameters
+    kept = set()  # modules that cannot be units of their own
+    for group in groups:
+        tied = {param.fqn for param in group.params if param.is_tied}
+        for slot in (slot for layout in group.layouts[0] for slot in layout.slots):
+            nbytes = slot.numel * itemsize_of(slot.dtype)
+            sizes.update(dict.fromkeys(group.units, nbytes))
+            if "" in group.units:
+                module = slot.fqn.rpartition(".")[0]
+                inside[module] += nbytes
+                if slot.fqn in tied:
+                    kept.add(module)
+    held = left = sizes.pop("", 0)
+    largest = max(sizes.values(), default=held)  # a report of one unit may know no modules
+    # A module above other units is needed as long as they are.
+    kept |= {module for module in inside if not module or any(u.startswith(f"{module}.") for u in sizes)}
+    named = []
+    for module, nbytes in inside.most_common():
+        if left > largest and nbytes > held / 100 and module not in kept:
+            named.append(f"{module} ({format_bytes(nbytes)})")
+            left -= nbytes
+    if named:
+        yield (
+            f"{ROOT} stays gathered until the end of the backward: {format_bytes(held)} in the dtype of its parameters, "
+            f"and the largest other unit has {format_bytes(largest)}:"
+        )
+        yield f"    shard by fully_shard, before the root: {', '.join(named)}; {format_bytes(left)} stay in the root"
 
 
 def _row(group: PlannedGroup, layouts: Sequence[GroupLayout]) -> PlanRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -143,6 +144,53 @@ def test_frozen_and_mixed_dtypes_are_groups_of_their_own() -> None:
     ]
     assert [row.shard_bytes for row in report.rows] == [128, 128, 128]  # the least there is
     assert "float32, frozen" in str(report)
+
+
+class Ends(nn.Module):
+    """Two blocks of 64 KiB between an embedding and a head of 1 MiB each, and what has to stay in the root."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2**17))  # no module of its own
+        self.body = nn.Module()
+        self.body.embed = nn.Embedding(2048, 128)
+        self.body.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(2))
+        self.body.bias = nn.Parameter(torch.ones(2**17))  # in a module that contains units
+        self.norm = nn.RMSNorm(128)
+        self.head = nn.Linear(128, 2048, bias=False)
+        if is_tied:
+            self.head.weight = self.body.embed.weight
+
+
+def root_advice(report: PlanReport) -> dict[str, str]:
+    """The modules that the advice names, and their sizes."""
+    lines = [line for line in report.advice() if "fully_shard" in line]
+    return {name: size for line in lines for name, size in re.findall(r"([\w.]+) \(([^)]+)\)", line)}
+
+
+def test_a_root_larger_than_other_units_is_worth_splitting() -> None:
+    """The advice names the bytes held, and what the root need not hold; done so, nothing is left to advise."""
+    report = plan_report(Ends(), [2, 4])
+
+    assert root_advice(report) == {"body.embed": "1.05 MB", "head": "1.05 MB"}
+    assert "3.15 MB" in str(report) and "65.5 kB" in str(report)
+    assert root_advice(plan_report(Ends(), [2], units=["body.layers.*", "body.embed", "head"])) == {}
+    assert root_advice(plan_report(Ends(), [2], units=[""])) == {}
+
+
+def test_tied_parameters_are_not_taken_out_of_the_root() -> None:
+    """A unit of both modules would be gathered as long as the root."""
+    assert root_advice(plan_report(Ends(is_tied=True), [2])) == {}
+
+
+def test_a_mapping_knows_units_by_its_names(report: PlanReport) -> None:
+    """Roots smaller than another unit get no advice, nor mappings without units."""
+    blocks = {f"layers.{i}.w": (16, 16) for i in range(2)}
+
+    assert root_advice(plan_report({"head.w": (100, 100), **blocks}, [2])) == {"head": "20 kB"}
+    assert root_advice(plan_report({"head.w": (16, 16), **blocks}, [2])) == {}
+    assert root_advice(plan_report({"head.w": (100, 100)}, [2])) == {}
+    assert root_advice(report) == {}
 
 
 # -- sources and units ------------------------------------------------------------------------------------

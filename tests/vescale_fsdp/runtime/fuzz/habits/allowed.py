@@ -83,7 +83,7 @@ LIMITS = (
     ),
     Limit("Writes to such views (`p[:, 0].zero_()`) are refused", UnsupportedOpError, _writes_elements),
     Limit(
-        "All ranks must call operators that communicate. If ranks call different operators, they raise.",
+        "All ranks must make calls that communicate",
         LifecycleError,
         lambda program, event: event.meets,
     ),
