@@ -329,8 +329,8 @@ def _root_advice(groups: Sequence[PlannedGroup]) -> Iterator[str]:
             left -= nbytes
     if named:
         yield (
-            f"{ROOT} stays gathered until the end of the backward: {format_bytes(held)} in the dtype of its parameters, "
-            f"and the largest other unit has {format_bytes(largest)}:"
+            f"{ROOT} stays gathered until the end of the backward: {format_bytes(held)} in the dtype of its "
+            f"parameters, and the largest other unit has {format_bytes(largest)}:"
         )
         yield f"    shard by fully_shard, before the root: {', '.join(named)}; {format_bytes(left)} stay in the root"
 

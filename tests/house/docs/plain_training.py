@@ -168,11 +168,12 @@ def _plain_names() -> list[Any]:
 
 
 def _unsharded(module: Any, *, mp_policy: Any = None, **options: Any) -> Any:
-    """The module, computing in the policy's dtype."""
-    module.no_sync, module.model_layout = nullcontext, mock.Mock()
-    for layer in module.modules():
-        if mp_policy is not None and next(layer.children(), None) is None:
-            layer.forward = partial(_cast_forward, layer, mp_policy)
+    """The module, or a list of modules, computing in the policy's dtype."""
+    for each in module if isinstance(module, list) else [module]:
+        each.no_sync, each.model_layout = nullcontext, mock.Mock()
+        for layer in each.modules():
+            if mp_policy is not None and next(layer.children(), None) is None:
+                layer.forward = partial(_cast_forward, layer, mp_policy)
     return module
 
 
