@@ -306,12 +306,17 @@ def test_a_parameter_frozen_while_gathered_stays_frozen() -> None:
 
 # -- gradients that wait --------------------------------------------------------------------------------------
 
+def _clear(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
 CLEARS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "model": lambda model, optimizer: model.zero_grad(),
     "model, zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "none": lambda model, optimizer: [setattr(param, "grad", None) for param in model.parameters()],
+    "none": lambda model, optimizer: _clear(model),
 }
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "no_sync": ((2,), "set_requires_gradient_sync"),
