@@ -7,9 +7,12 @@
     Int8Rows()          one row    fp32, amax / 127             code * scale      int8 weights of matrix units
 
 Codes are e4m3 (``float8_e4m3fn``) or int8, stored as uint8 so that every collective supports them. Kernels take codes
-as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. The results of Fp8Blocks
-and Mxfp8 were compared with torchao's reference functions. Blocks at the edges of a tensor may be smaller. A block with
-a NaN or an infinity decodes to NaN, so that a broken weight stays visible.
+as ``codes.view(codec.code_dtype)``, and MX scales as ``scales.view(torch.float8_e8m0fnu)``. Blocks at the edges of a
+tensor may be smaller. A block with a NaN or an infinity decodes to NaN, so that a broken weight stays visible.
+
+Mxfp8 computes the bits of torchao's ``to_mx``. Fp8Blocks computes those of transformers' ``FineGrainedFP8Config``, as
+``vescale-convert --quantize fp8-128x128`` does. A block of zeros has scale 1. So has a block whose largest magnitude is
+below 1.32e-36, which decodes to zeros; transformers computes an infinite factor there, and NaN for the block's zeros.
 
 A tensor is divided into *lines*, such as its rows. A *band* is one row of blocks. A band covers whole lines, so its
 elements are consecutive (`BlockGrid`)::
@@ -167,7 +170,6 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
 _E4M3_MAX = 448.0  # largest finite value of float8_e4m3fn
 _E4M3_MAX_EXPONENT = 8  # the largest power of two in e4m3 is 2^8
 _INT8_MAX = 127.0  # -128 is not used, so that codes are symmetric
-_LEAST_AMAX = 1e-12  # lower bound of a block's magnitude, as in torchao: zeros would cause a division by zero
 _WHOLE_ROW = 1 << 40  # number of columns: more than any row has, so a block is a whole row
 _E8M0_BIAS = 127  # the same bias as of fp32's exponent
 _E8M0_NAN = 255  # the only E8M0 code that is not a power of two
@@ -228,9 +230,13 @@ class BlockCodec(ABC):
         Args:
             amax: the largest magnitude of each block, fp32, of any shape.
         """
-        # As in torchao's kernels: the quotient is computed in fp64 and rounded to fp32, and its reciprocal is stored.
-        factors = (self.largest / amax.clamp(min=_LEAST_AMAX).double()).float()
-        return factors, factors.reciprocal()
+        # Reciprocal, then product, as torch divides a number by a tensor. `views.float_codes` has this rule in numpy.
+        factors = amax.reciprocal() * self.largest
+        is_finite = amax.isfinite()
+        factors = torch.where(
+            is_finite & factors.isfinite(), factors, 1.0
+        )  # 1 for zeros: their factor is infinite
+        return factors, torch.where(is_finite, factors.reciprocal(), torch.nan)
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
         """Return the factors (fp32) by which codes are multiplied, from stored scales of any shape, one by one."""

@@ -18,8 +18,9 @@ Codes of quantized weights are decoded by the tables of `code_table` and `nibble
     e2m3         6-bit floats, unpacked         the float
     nibbles(t)   two indices, high first        t[index], as bitsandbytes packs nf4 and fp4
 
-`Fp8Encoding` gives bit for bit the codes of transformers' reference for fp8 blocks. `Mxfp4Encoding` follows the OCP's
-microscaling formats; it rounds scales up, so that no value is clipped, and values to nearest, ties to even.
+`Fp8Encoding` gives bit for bit the codes of transformers' reference for fp8 blocks, and those of
+`vescale_fsdp.quantize.Fp8Blocks`, which names the exception. `Mxfp4Encoding` follows the OCP's microscaling formats; it
+rounds scales up, so that no value is clipped, and values to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -107,11 +108,12 @@ class Fp8Encoding:
         Args:
             amax: largest magnitude in each block, float32.
         """
-        is_plain = amax > 0  # False for blocks of zeros and for blocks with NaN
-        # Reciprocal, then product, because torch divides a number by a tensor so: the two roundings must be the same.
-        inverse = np.float32(1) / np.where(is_plain, amax, np.float32(1))
-        factors = np.where(is_plain, inverse * _E4M3_MAX, np.float32(1))
-        return factors, np.float32(1) / factors
+        is_finite = np.isfinite(amax)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            # Reciprocal, then product, because torch divides a number by a tensor so: the roundings must be the same.
+            factors = np.float32(1) / amax * _E4M3_MAX
+        factors = np.where(is_finite & np.isfinite(factors), factors, np.float32(1))  # 1 for zeros
+        return factors, np.where(is_finite, np.float32(1) / factors, np.float32(np.nan))
 
     def codes(self, scaled: np.ndarray) -> np.ndarray:
         """Return uint8 codes of scaled values (float32), rounded to nearest, ties to even."""

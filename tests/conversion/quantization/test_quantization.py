@@ -21,6 +21,7 @@ from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, conve
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.quantize import Fp8Blocks
 
 FP8 = torch.float8_e4m3fn
 QUANTIZER: Any = SimpleNamespace(quantization_config=FineGrainedFP8Config())
@@ -74,6 +75,9 @@ def test_fp8_as_transformers_makes_it(tmp_path: Path) -> None:
     expected = Fp8Quantize(QUANTIZER)._quantize_one(name, big)
     assert set(expected) == {name, f"{name}_scale_inv"} and found[name].dtype == FP8
     assert all(same_bytes(found[each], tensor) for each, tensor in expected.items())
+    sent = Fp8Blocks().quantize(big)  # what a training job sends to an engine
+    assert same_bytes(found[name].view(torch.uint8), sent.codes)
+    assert same_bytes(found[f"{name}_scale_inv"], sent.scales)
     assert found.keys() == tensors.keys() | expected.keys()
     assert all(same_bytes(found[n], t) for n, t in tensors.items() if n != name)
     kept = config["quantization_config"]["modules_to_not_convert"]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import logging
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.optim_cases import as_fsdp2, as_ragged, full_tensors, full_value
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
+from vescale_fsdp.views.float_codes import Fp8Encoding
 
 CODECS = {
     "fp8-128x128": Fp8Blocks(),
@@ -32,8 +36,7 @@ def reference_fp8(x: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, 
     for top in range(0, x.shape[0], rows):
         for left in range(0, x.shape[1], cols):
             area = (slice(top, top + rows), slice(left, left + cols))
-            amax = x[area].abs().max().clamp(min=1e-12)
-            factor = torch.tensor(448.0 / amax.item(), dtype=torch.float64).float()
+            factor = 448.0 / x[area].abs().max()
             codes[area] = (x[area] * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
             scales.append((1 / factor).item())
     return codes, torch.tensor(scales)
@@ -51,12 +54,46 @@ def test_fp8_is_the_definition(shape: tuple[int, int], block: tuple[int, int]) -
     assert torch.equal(got.scales.view(-1), expected_scales)
 
 
+# Zero, the least and the greatest subnormal, the least block whose factor is finite and its neighbor, 1, the greatest
+# finite value, infinity and two NaNs; of both signs.
+_CORNERS = (
+    0,
+    1,
+    0x7FFFFF,
+    0x03E00000,
+    0x03E00001,
+    0x3F800000,
+    0x7F7FFFFF,
+    0x7F800000,
+    0x7F800001,
+    0x7FC00000,
+)
+_ANY_BITS = st.sampled_from(_CORNERS).flatmap(lambda bits: st.sampled_from((bits, bits | 1 << 31)))
+
+
+@given(st.lists(st.one_of(_ANY_BITS, st.integers(0, 2**32 - 1)), min_size=24, max_size=24))
+def test_fp8_has_the_bits_of_the_converter(bits: list[int]) -> None:
+    """Torch's codec and numpy's agree on every block: zeros, subnormals, infinities and NaNs too."""
+    x = np.array(bits, dtype=np.uint32).view(np.float32).reshape(2, 2, 3, 2)  # [bands, rows, blocks, cols]
+    got = Fp8Blocks(2, 2).quantize(torch.from_numpy(x.reshape(4, 6)))
+    encoding = Fp8Encoding(2, 2)
+    factors, scales = encoding.scales(np.abs(x).max((1, 3)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        codes = encoding.codes(x * factors[:, None, :, None])
+
+    assert got.codes.numpy().tobytes() == codes.tobytes()
+    np.testing.assert_array_equal(got.scales.numpy(), scales)
+    np.testing.assert_array_equal(np.isnan(scales), ~np.isfinite(x).all((1, 3)))
+    is_broken = got.dequantize().isnan().numpy().reshape(x.shape).any((1, 3))
+    np.testing.assert_array_equal(is_broken, np.isnan(scales))
+
+
 def test_int8_rows_are_the_definition() -> None:
     """One scale per row, codes rounded to the nearest, ties to even; a row with a NaN stays visible."""
     x = full_tensors([(5, 70)], 0)["p0_5x70"]
     got = Int8Rows().quantize(x)
 
-    scales = (1 / (127 / x.abs().amax(1).double()).float()).float()
+    scales = 1 / (127 / x.abs().amax(1))
     assert torch.equal(got.scales.view(-1), scales)
     assert torch.equal(got.codes.view(torch.int8), (x / scales[:, None]).round().to(torch.int8))
     assert (got.dequantize() - x).abs().max() <= scales.max() / 2 * 1.001

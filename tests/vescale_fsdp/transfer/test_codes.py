@@ -98,7 +98,7 @@ def formula(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for row, col in np.ndindex(*scales.shape):
         block = tuple(slice(at * step, (at + 1) * step) for at, step in zip((row, col), BLOCK, strict=True))
         values = matrix[block].float()
-        factor = torch.tensor(448 / values.abs().max().item(), dtype=torch.float64).float()
+        factor = 448 / values.abs().max()
         codes[block] = (values * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
         scales[row, col] = 1 / factor
     return codes.view(torch.uint8), scales
