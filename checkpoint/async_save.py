@@ -47,7 +47,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     num_neighbors,
 )
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
-from vescale_fsdp.checkpoint.save import Format, Saved, Saver, plain_json
+from vescale_fsdp.checkpoint.save import Format, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.host_copies import (
     CopyEvent,
@@ -237,7 +237,7 @@ class AsyncSaver:
         metadata: Json = None,
         overwrite: bool = False,
         format: Format = "native",
-        after: Callable[[Saved], None] | None = None,
+        after: Callable[[], None] | None = None,
         copies: Sequence[tuple[Storage, Format]] = (),
         progress: Tell = False,
         save_id: str | None = None,
@@ -245,6 +245,7 @@ class AsyncSaver:
         optimizer: Optimizers = (),
         check_replicas: CheckReplicas = "sample",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
+        metric: float | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on in the background.
 
@@ -253,6 +254,7 @@ class AsyncSaver:
             copies: further storages for the same state, each with its format; existing folders are replaced.
             also: a note for errors, which says where else the state is saved; None if nowhere.
             optimizer, exit_timeout_s: as for `async_save`.
+            metric: see `SaveRecord`.
         """
         savers: list[Saver] = []
         taken: tuple[TakenState, DeferredCopy] | None = None
@@ -272,6 +274,7 @@ class AsyncSaver:
                 save_id=save_id,
                 meter=meter,
                 check_replicas=check_replicas,
+                metric=metric,
             )
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(folder, overwrite=True, format=form) for folder, form in copies]
@@ -301,9 +304,9 @@ class AsyncSaver:
                 return
             for number, saver in enumerate(savers):
                 with adding_note(also):
-                    saved = saver.write(take, metadata)
+                    saver.write(take, metadata)
                 if number == 0 and after is not None:  # the checkpoint itself, not one of `copies`
-                    after(saved)
+                    after()
 
         # Submitted after an error too: the other ranks wait in `agree` for this rank to report the error.
         self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=waits_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
 )
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
-from vescale_fsdp.checkpoint.save import Format, Saved, Saver, form_of
+from vescale_fsdp.checkpoint.save import Format, Saver, form_of
 from vescale_fsdp.checkpoint.steps.retention import (
     RetentionPolicy,
     StepRecord,
@@ -46,7 +45,6 @@ from vescale_fsdp.checkpoint.steps.retention import (
     remove_unpinned,
     retention_of,
     set_pinned,
-    write_record,
 )
 from vescale_fsdp.checkpoint.steps.run_file import (
     RootHold,
@@ -493,11 +491,12 @@ class CheckpointManager:
                         save_id=save_id,
                         meter=meter,
                         check_replicas=self._check_replicas,
+                        metric=decision.metric,
                     )
                     with adding_note(also):
-                        saved = saver.save(state, metadata)
+                        saver.save(state, metadata)
                     if decision.is_due and storage is targets[0][0]:  # the step itself; exports come after it
-                        self._conclude(decision, self._coordinator, saved)
+                        self._conclude(decision, self._coordinator)
             return
         self._wait_for_disk_together()
         (storage, form), *copies = targets
@@ -515,6 +514,7 @@ class CheckpointManager:
             optimizer=self._optimizer,
             check_replicas=self._check_replicas,
             exit_timeout_s=self._exit_timeout_s,
+            metric=decision.metric,
         )
 
     @contextmanager
@@ -535,22 +535,11 @@ class CheckpointManager:
             error.add_note(f"the previous save failed; step {decision.step}, the final one, is saved")
             raise error
 
-    def _conclude(self, decision: Decision, coordinator: Coordinator, saved: Saved) -> None:
-        """Write the record of a committed step and apply the retention policy, on rank 0. A collective."""
+    def _conclude(self, decision: Decision, coordinator: Coordinator) -> None:
+        """Apply the retention policy after the commit of a step, on rank 0. A collective."""
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:
-                record = StepRecord(
-                    decision.step, saved.num_bytes, saved.seconds, time.time(), decision.metric
-                )
-                try:
-                    write_record(self._root, record)
-                except Exception as error:  # noqa: BLE001  the step can be restored without its record
-                    warnings.warn(
-                        f"step {record.step} is saved, but its record could not be written: "
-                        f"{type(error).__name__}: {error}",
-                        stacklevel=callers_level(),
-                    )
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 
     def _known_metrics(self) -> list[float]:

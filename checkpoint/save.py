@@ -17,13 +17,14 @@ all-reduce: an error of the commit is raised on all    remove files of older att
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -35,6 +36,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,
     STRIPE_BYTES,
     Manifest,
+    SaveRecord,
     build_manifest,
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, decode, depth_of
@@ -54,14 +56,6 @@ Format = Literal["native", "zarr"] | Form
 _FORMS: dict[str, NativeForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
 _log = logging.getLogger(__name__)
-
-
-class Saved(NamedTuple):
-    """A finished save: bytes that all ranks wrote, seconds from the start to the commit, and the save_id."""
-
-    num_bytes: int
-    seconds: float
-    save_id: str
 
 
 def save(
@@ -143,6 +137,7 @@ class Saver:
     leads_node: bool = False  # with `every_node`: whether this rank commits for its node
     meter: Meter = field(default_factory=Meter)
     check_replicas: CheckReplicas = "sample"
+    metric: float | None = None  # for the manifest, see `SaveRecord`
 
     def __post_init__(self) -> None:
         check_choice(self.check_replicas)
@@ -152,11 +147,11 @@ class Saver:
         """Return the names of tensors that this format does not store."""
         return self._form.left_out(structure)
 
-    def save(self, state: Any, metadata: Json = None) -> Saved:
+    def save(self, state: Any, metadata: Json = None) -> None:
         """Take the state on this thread, and save it."""
-        return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), metadata)
+        self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), metadata)
 
-    def write(self, take: TakeState, metadata: Json) -> Saved:
+    def write(self, take: TakeState, metadata: Json) -> None:
         """Take the state, agree with the other ranks, write and commit. A collective."""
         start_s = time.monotonic()
         with ExitStack() as held:
@@ -172,11 +167,10 @@ class Saver:
                     except BaseException as error:  # Ctrl-C too must say that the checkpoint is complete
                         error.add_note(f"{where} is saved and durable")
                         raise
-        saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
         if self.coordinator.rank == 0:
-            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
-            _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved[:2], rate)
-        return saved
+            seconds = time.monotonic() - start_s
+            rate = commit.num_bytes / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
+            _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, commit.num_bytes, seconds, rate)
 
     @plainly  # not in the caller's autograd, inference or autocast mode
     def write_uncommitted(self, take: TakeState, metadata: Json, held: ExitStack) -> Commit:
@@ -186,6 +180,7 @@ class Saver:
             take: returns the state; an error that it raises is raised on all ranks.
             held: on rank 0, receives the folder's lock; the caller closes it after the commit.
         """
+        start_s = time.monotonic()
         error: BaseException | None = None
         structure, blob, alike, save_id, claimed, free_bytes = None, b"", {}, "", False, None
         try:
@@ -238,6 +233,7 @@ class Saver:
                 self.every_node,
                 agreed.free_bytes,
                 self.meter,
+                None if self.every_node else partial(self._record, start_s),
             )
             compared = begin_comparison(  # runs while files are written
                 plan,
@@ -256,6 +252,13 @@ class Saver:
                 except Exception as left:  # noqa: BLE001  not fatal: the next save to this path removes them
                     failed.add_note(f"written files could not be removed: {type(left).__name__}: {left}")
             raise
+
+    def _record(self, start_s: float) -> SaveRecord:
+        """Return the record of a save that began at ``start_s`` and is committed now."""
+        metric = self.metric
+        # JSON has no NaN and no infinities.
+        finite = metric if metric is not None and math.isfinite(metric) else None
+        return SaveRecord(time.time(), time.monotonic() - start_s, finite)
 
     @property
     def _alike(self) -> dict[str, Json]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
@@ -35,12 +35,10 @@ class Commit(NamedTuple):
     Attributes:
         num_bytes: bytes of tensors and per-rank values that all ranks have written together.
         run: makes the checkpoint valid; called on rank 0, or, with `RankShare.every_node`, on one rank of every node.
-        save_id: the save id in the manifest; empty in forms without a manifest.
     """
 
     num_bytes: int
     run: Callable[[], None]
-    save_id: str = ""
 
 
 class RankShare(NamedTuple):
@@ -54,6 +52,7 @@ class RankShare(NamedTuple):
         every_node: whether each node has a storage of its own.
         free_bytes: the least free space that any rank measured before writing; None if unknown.
         meter: counts the bytes that are written.
+        saved: called at the commit, for the manifest; None if manifests of several nodes must be equal.
     """
 
     storage: Storage
@@ -64,6 +63,7 @@ class RankShare(NamedTuple):
     every_node: bool
     free_bytes: int | None = None
     meter: Meter = Meter()
+    saved: Callable[[], SaveRecord] | None = None
 
     def check_room(self, needed_bytes: int) -> None:
         """Raise StorageError if the free space is too small, before anything is written.

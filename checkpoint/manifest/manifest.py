@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.distribution import (
@@ -60,6 +60,27 @@ class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none was saved there yet, or the checkpoint was removed."""
 
 
+class SaveRecord(NamedTuple):
+    """How a checkpoint was saved.
+
+    Attributes:
+        unix_s: time of the commit, in seconds since 1970.
+        seconds: duration of the save, until its commit.
+        metric: the ``metric`` of `CheckpointManager.save`; None if there is none, or it is not a finite number.
+    """
+
+    unix_s: float
+    seconds: float
+    metric: float | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all values are finite numbers."""
+        values = (self.unix_s, self.seconds, 0.0 if self.metric is None else self.metric)
+        # `type`: isinstance accepts a bool.
+        return all(type(value) in (int, float) and isfinite(value) for value in values)
+
+
 class StoredShare(NamedTuple):
     """One rank's part of a tensor.
 
@@ -91,6 +112,7 @@ class Manifest:
             its whole region, because ranks do not share storage.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
         version: version of the format; 1 for the native form, so that older readers accept the checkpoint.
+        saved: how the checkpoint was saved; None before the commit, in memory, and if a conversion wrote it.
     """
 
     save_id: str
@@ -104,6 +126,7 @@ class Manifest:
     split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
     version: int = 1
+    saved: SaveRecord | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -236,6 +259,7 @@ class Manifest:
                 **({} if self.chunks is None else {"chunks": self.chunks}),
                 "state": structure.tree,
                 "user": self.metadata,
+                **({} if self.saved is None else {"saved": self.saved._asdict()}),
             }
         )
         return content[:-1] + _seal(hex_digest_of(content))  # the seal ends with the closing brace
@@ -262,6 +286,7 @@ class Manifest:
                 data["split_bytes"],
                 tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
                 data["version"],
+                SaveRecord(**data["saved"]) if "saved" in data else None,
             )
             for problem in _problems(manifest):
                 raise _corrupt(where, problem)
@@ -400,6 +425,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         # 256 TiB: far above any real size.
         "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
         "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
+        "saved": manifest.saved is None or manifest.saved.is_valid,
     }
     for name, is_valid in valid.items():
         if not is_valid:

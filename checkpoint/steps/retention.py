@@ -1,21 +1,20 @@
-"""`RetentionPolicy`: which steps of a run are kept. This module also reads and writes the record and pin of a step.
+"""`RetentionPolicy`: which steps of a run are kept. This module also reads the record of a step, and its pin.
 
-    step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, after the commit
+    step-00000100/manifest.json     has the record of the save: its metric, duration and time
     step-00000100/pinned            an empty file: the step is pinned, and no rule removes it
 
-A step is removed if no rule keeps it. A restore needs neither file. Steps that were not saved by a manager have no
-record; an unreadable record counts as missing.
+A step is removed if no rule keeps it. A step whose manifest is damaged has no known metric, so rules about metrics keep
+it, with a warning.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.steps.save_policy import BestOf
 from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, list_steps, remove_step
@@ -92,9 +91,16 @@ def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: S
         live = [folder for folder in folders if folder[0] not in abandoned]
         steps = surplus_steps(live, saved, keep_last=keep_last, keep_every=policy.keep_every)
         if steps and any(rules):  # only then: reading the records of all steps takes time
-            records = (read_record(root, step) for step, is_committed in live if is_committed)
+            records = [read_record(root, step) for step, is_committed in live if is_committed]
             kept = best_steps(records, filter(None, rules))
-            steps = [step for step in steps if step not in kept]
+            damaged = {record.step for record in records if record.damage} & {*steps}
+            if damaged:
+                warnings.warn(
+                    f"steps {sorted(damaged)} of {root.where} are kept, because their manifests are damaged: a lost "
+                    "metric may be the best one. To remove a step, call CheckpointManager.remove",
+                    stacklevel=2,
+                )
+            steps = [step for step in steps if step not in kept | damaged]
         return [step for step in steps if not is_pinned(root, step)]
 
     remove_chosen(root, chosen)
@@ -128,15 +134,12 @@ def remove_chosen(root: Storage, choose: Callable[[list[StepFolder]], list[int]]
         )
 
 
-_RECORD_NAME = "record.json"
 _PIN_NAME = "pinned"
-_LIMIT_BYTES = 1 << 16  # 64 KiB: largest record to read
-_KEYS = ("num_bytes", "seconds", "unix_s", "metric")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one step of a run.
+    """The record of one step of a run. Values are None if the step's manifest lacks them, or cannot be read.
 
     Attributes:
         step: the step's number.
@@ -147,6 +150,7 @@ class StepRecord:
         pinned: whether the step is exempt from the retention policy.
         abandoned: whether a rollback has abandoned the step. `CheckpointManager.restore` then skips the step, unless it
             is called with the step's number.
+        damage: why the manifest cannot be read; empty if it can.
 
     Examples:
         >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
@@ -160,36 +164,22 @@ class StepRecord:
     metric: float | None = None
     pinned: bool = False
     abandoned: bool = False
-
-
-def write_record(root: Storage, record: StepRecord) -> None:
-    """Write the record of a step. A metric that is not a finite number is written as null."""
-    values = {key: getattr(record, key) for key in _KEYS}
-    # JSON has no NaN and no infinities.
-    if record.metric is not None and not math.isfinite(record.metric):
-        values["metric"] = None
-    root.child(step_name(record.step)).commit(_RECORD_NAME, json.dumps(values).encode(), replace=True)
+    damage: str = ""
 
 
 def read_record(root: Storage, step: int) -> StepRecord:
-    """Read the record of a step; values that are missing or invalid are None."""
-    pinned = is_pinned(root, step)
+    """Read the record of a step."""
+    pinned, name = is_pinned(root, step), f"{step_name(step)}/{MANIFEST_NAME}"
     try:
-        record = json.loads(root.read_small(f"{step_name(step)}/{_RECORD_NAME}", limit_bytes=_LIMIT_BYTES))
-        values = [record.get(key) for key in _KEYS]
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):  # AttributeError: not a dict
+        manifest = Manifest.from_bytes(root.read(name), where=f"{root.where}/{name}")
+    except FileNotFoundError:  # another job has removed the step
         return StepRecord(step, pinned=pinned)
-    num_bytes, seconds, unix_s, metric = map(_finite_or_none, values)
-    return StepRecord(step, None if num_bytes is None else int(num_bytes), seconds, unix_s, metric, pinned)
-
-
-def _finite_or_none(value: object) -> float | None:
-    """Return a value of a record if it is a finite number, else None."""
-    try:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer too long for a float
-        return None
-    return value if is_number else None  # type: ignore[return-value]
+    except CheckpointError as error:
+        return StepRecord(step, pinned=pinned, damage=str(error))
+    saved = manifest.saved
+    if saved is None:
+        return StepRecord(step, manifest.num_bytes, pinned=pinned)
+    return StepRecord(step, manifest.num_bytes, saved.seconds, saved.unix_s, saved.metric, pinned)
 
 
 def is_pinned(root: Storage, step: int) -> bool:

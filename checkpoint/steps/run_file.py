@@ -1,6 +1,7 @@
 """`RunFile`, the content of ``run.json`` in a run's root folder: the run's branches, and its abandoned steps.
 
-    {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"}}
+    {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"},
+     "checksum": "<of the same JSON without this key>"}
 
 A rollback ends the run's current branch, begins a new one, and abandons the later steps on disk, all in one commit. A
 branch has an id and the number of its newest valid step; null means that all steps of the branch are valid. The save_id
@@ -90,9 +91,10 @@ class RunFile:
         return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})
 
     def to_bytes(self) -> bytes:
-        """Return the JSON of the file."""
+        """Return the JSON of the file, with its checksum."""
         abandoned = {str(step): digest for step, digest in sorted(self.abandoned.items())}
-        return json.dumps({"branches": self.branches, "abandoned": abandoned}).encode()
+        content = {"branches": self.branches, "abandoned": abandoned}
+        return json.dumps({**content, "checksum": hex_digest_of(json.dumps(content).encode())}).encode()
 
     def write(self, root: Storage) -> None:
         """Replace the root's run file atomically."""
@@ -113,7 +115,10 @@ def read_run_file(root: Storage) -> RunFile | None:
     try:
         data = json.loads(raw)
         abandoned = {int(step): digest for step, digest in data["abandoned"].items()}
-        return RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
+        run = RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
+        if run.to_bytes() != raw:
+            raise ValueError("the checksum does not fit the content")
+        return run
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         # The errors that JSON of another form can raise.
         warnings.warn(

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace as replaced
 from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -22,7 +23,7 @@ import torch
 
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors, root_errors
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
@@ -81,16 +82,24 @@ class NativeForm(Form):
             manifest,
             replace=share.replace,
             check_files=not share.every_node,
+            saved=share.saved,
         )
-        return Commit(manifest.num_bytes, run, manifest.save_id)
+        return Commit(manifest.num_bytes, run)
 
     def commit(
-        self, storage: Storage, manifest: Manifest, *, replace: bool, check_files: bool = True
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        *,
+        replace: bool,
+        check_files: bool = True,
+        saved: Callable[[], SaveRecord] | None = None,
     ) -> None:
         """Publish the manifest, and remove the data of older saves.
 
         Args:
             check_files: check that every rank's file exists; False if the storage has the files of one node only.
+            saved: see `RankShare`.
 
         Raises:
             CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
@@ -106,7 +115,9 @@ class NativeForm(Form):
         except BaseException as error:  # Ctrl-C too: the note says what the disk contains
             error.add_note(f"nothing was committed: {storage.where} is as it was before")
             raise
-        _publish(storage, manifest.to_bytes(), replace)
+        _publish(
+            storage, (manifest if saved is None else replaced(manifest, saved=saved())).to_bytes(), replace
+        )
         try:
             # Only after the commit: until then, older data was the checkpoint.
             for name in storage.list_folder(""):

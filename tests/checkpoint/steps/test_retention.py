@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import outcome_of, state_of
-from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint import BestOf, CheckpointManager, RetentionPolicy, verify
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.steps.retention import surplus_steps
+from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.errors import CorruptCheckpointError
 
 
 class _Keeps(LocalStorage):
@@ -88,14 +92,74 @@ def test_which_steps_are_kept() -> None:
     assert surplus_steps(folders, 5, keep_last=1, keep_every=2) == [1, 3]
 
 
-@pytest.mark.parametrize("text", ["1" * 400, "1" * 5000, "true", '"3"', "1e999", "null"])
-def test_a_record_that_holds_no_number(text: str, tmp_path: Path) -> None:
-    """Values that no float holds are left out of the history; the others stay."""
-    with CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, {"w": torch.ones(2)}, metric=0.5)
-        record = tmp_path / "run" / step_name(1) / "record.json"
-        values = json.loads(record.read_text())
-        assert values["metric"] == 0.5
-        record.write_text(json.dumps({**values, "metric": "here"}).replace('"here"', text))
-        (found,) = manager.history()
-        assert (found.step, found.metric) == (1, None)
+def _flipped(content: bytes) -> Iterator[bytes]:
+    for at in range(0, len(content), 17):
+        yield content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+def _cut(content: bytes) -> Iterator[bytes]:
+    for size in range(0, len(content), len(content) // 5 + 1):
+        yield content[:size]
+
+
+@pytest.mark.parametrize("damaged", [_flipped, _cut])
+def test_damage_of_a_best_step_is_reported_and_removes_nothing(
+    damaged: Callable[[bytes], Iterator[bytes]], tmp_path: Path
+) -> None:
+    """Every file of a step but its data: `verify` reports the damage, and the best step is kept, with a warning."""
+    run = tmp_path / "run"
+    manager = CheckpointManager(run, retention=RetentionPolicy(keep_last=1, keep_best=BestOf(1)))
+    manager.save(1, state_of(1), metric=0.125)
+    best = run / step_name(1)
+    files = [file for file in best.iterdir() if file.is_file() and file.name != ".lock"]
+    assert files and (best / "manifest.json") in files
+    cases = [(file, content) for file in files for content in damaged(file.read_bytes())]
+    for step, (file, content) in enumerate(cases, start=2):
+        sound = file.read_bytes()
+        file.write_bytes(content)
+        assert verify(best, deep=False).problems, content
+        with pytest.warns(UserWarning, match=r"\[1\]"):
+            manager.save(step, state_of(step), metric=0.5)
+        assert 1 in manager.steps(), content
+        assert not (found := manager.history()[0]).metric and found.damage
+        file.write_bytes(sound)
+    found = manager.history()[0]
+    assert (found.step, found.metric, found.damage) == (1, 0.125, "")
+
+
+def test_a_damaged_step_is_removed_by_age_alone(tmp_path: Path) -> None:
+    """Without a rule about metrics, no manifest is read."""
+    manager = CheckpointManager(tmp_path, retention=1)
+    manager.save(1, state_of(1), metric=0.125)
+    (tmp_path / step_name(1) / "manifest.json").write_bytes(b"{")
+    manager.save(2, state_of(2))
+    assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},
+        {"unix_s": 1.0},
+        {"unix_s": True, "seconds": 1.0, "metric": None},
+        {"unix_s": 1.0, "seconds": None, "metric": None},
+        {"unix_s": 1.0, "seconds": 1.0, "metric": "1"},
+        {"unix_s": 1.0, "seconds": 1.0, "metric": 10**400},
+        {"unix_s": 1.0, "seconds": 1.0, "metric": None, "more": 1},
+        [1.0, 1.0, None],
+        None,
+    ],
+)
+def test_a_record_of_another_form_is_damage(saved: object, tmp_path: Path) -> None:
+    """Even with a valid checksum; a record is absent, or has numbers."""
+    CheckpointManager(tmp_path).save(1, state_of(1), metric=0.5)
+    data = json.loads((tmp_path / step_name(1) / "manifest.json").read_bytes())
+    del data["checksum"]
+    content = dump_json({**data, "saved": saved})
+    seal = f',"checksum":"{hex_digest_of(content)}"}}'.encode()
+    with pytest.raises(CorruptCheckpointError):
+        Manifest.from_bytes(content[:-1] + seal, where="here")
+    del data["saved"]
+    content = dump_json(data)
+    seal = f',"checksum":"{hex_digest_of(content)}"}}'.encode()
+    assert Manifest.from_bytes(content[:-1] + seal, where="here").saved is None

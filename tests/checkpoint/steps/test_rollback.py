@@ -17,7 +17,8 @@ import torch
 from tests.support.distributed import forkserver
 from tests.support.processes import receive
 from vescale_fsdp.checkpoint import BestOf, CheckpointManager, EverySteps, RamTier, latest, load
-from vescale_fsdp.checkpoint.steps.run_file import RunFile
+from vescale_fsdp.checkpoint.steps.run_file import RunFile, read_run_file
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
 
 
@@ -182,6 +183,18 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "run.json").write_bytes(raw)
     with pytest.warns(UserWarning, match=r"\brun\.json\b"):
         assert _restored(tmp_path) == 1
+
+
+def test_a_flipped_bit_never_changes_which_steps_are_abandoned(tmp_path: Path) -> None:
+    """Every byte has a part in the checksum: without it, another digest would make an abandoned step live again."""
+    before = RunFile.new().rolled_back(90, {100: "0123456789abcdef" * 2})
+    before.write(storage := LocalStorage(tmp_path))
+    assert read_run_file(storage) == before
+    raw = (tmp_path / "run.json").read_bytes()
+    for at in range(len(raw)):
+        (tmp_path / "run.json").write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.warns(UserWarning, match=r"\brun\.json\b"):
+            assert read_run_file(storage) is None
 
 
 def test_branches() -> None:

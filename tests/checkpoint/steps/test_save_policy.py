@@ -29,7 +29,6 @@ from vescale_fsdp.checkpoint import (
     read_state,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.steps.retention import StepRecord
 from vescale_fsdp.checkpoint.steps.save_policy import AllOf, AnyOf, SaveContext, check_policy
 from vescale_fsdp.checkpoint.steps.save_schedule import SaveSchedule
 from vescale_fsdp.errors import ArgumentError, CheckpointError
@@ -410,30 +409,3 @@ def test_records_pins_and_removal(tmp_path: Path) -> None:
     manager.unpin(1)
     manager.remove(1)
     assert manager.steps() == [3]
-
-
-@pytest.mark.parametrize(
-    "record", [b"", b"[1]", b'{"metric": "1"}', b'{"metric": NaN, "num_bytes": {}}', None]
-)
-def test_a_record_that_is_none(record: bytes | None, tmp_path: Path) -> None:
-    """Steps without a record, or with a damaged one, are steps all the same."""
-    manager = CheckpointManager(tmp_path, save_policy=BestOf(1), retention=1)
-    manager.save(1, _state(1), metric=1.0)
-    path = tmp_path / "step-00000001" / "record.json"
-    path.unlink()
-    if record is not None:
-        path.write_bytes(record)
-
-    assert manager.history() == [StepRecord(1)]
-    manager.save(2, _state(2), metric=0.5)
-    assert manager.steps() == [2]
-
-
-def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
-    """The step is good without it, and that is said."""
-    manager = CheckpointManager(tmp_path)
-    (tmp_path / "step-00000001" / "record.json").mkdir(parents=True)
-    with pytest.warns(UserWarning, match=r"\brecord\.json\b") as caught:
-        manager.save(1, _state(1))
-    assert caught[0].filename == __file__  # the line that calls `save`
-    assert manager.steps() == [1]

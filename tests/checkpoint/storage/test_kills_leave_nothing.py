@@ -63,7 +63,7 @@ def _not_of_steps(root: Path, exports: bool) -> list[str]:
         if not parse_step_name(path.name):
             strange.append(path.name)
             continue
-        known = {"manifest.json", "record.json", ".lock", f"data-{read_manifest(LocalStorage(path)).save_id}"}
+        known = {"manifest.json", ".lock", f"data-{read_manifest(LocalStorage(path)).save_id}"}
         strange += [f"{path.name}/{found.name}" for found in path.iterdir() if found.name not in known]
         strange += [str(found.relative_to(root)) for found in path.glob("data-*/.*")]
     return strange

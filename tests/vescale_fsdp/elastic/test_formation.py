@@ -97,11 +97,11 @@ def _check_goes_on(folder: Path, death: Death) -> None:
         assert all(tier != "start" for _, step, tier in end.result["epochs"] if step), death
     assert (folder / "steps/step-00000006/manifest.json").exists(), death  # the last one, which is due
     for step in [*folder.glob("steps/step-*"), *(step for rank in done for step in _in_memory(folder, rank))]:
-        # A killed process may leave the temporary file of its record.
+        # A killed process may leave the temporary file of its manifest.
         names = sorted(file.name for file in step.rglob("*") if file.suffix not in (".safetensors", ".tmp"))
         if death.signal == signal.SIGSTOP and names == [".lock"] and step.name != "step-00000006":
             continue  # the stalled rank went on when the others had removed the step; `clean` removes the folder
-        known = (".lock", "manifest.json", "record.json")
+        known = (".lock", "manifest.json")
         assert "manifest.json" in names, (death, step, names)
         assert [name.partition("-")[0] for name in names if name not in known] == ["data"], (death, names)
     taken: dict[int, dict[int, list[int]]] = {}  # by step and epoch
