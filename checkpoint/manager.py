@@ -73,17 +73,20 @@ _EXPORTS = "exports"  # folder under the root for exported steps
 _log = logging.getLogger(__name__)
 
 
-class _RestoredStep(NamedTuple):
-    """The step that a run continues from.
+class _Start(NamedTuple):
+    """Where a run starts: at a restored step, or, if it has restored none, at the first step that it saves.
 
     Attributes:
-        is_rollback: whether the caller chose the step by number, or `restore` skipped newer steps.
+        newest: the newest step of earlier runs that stays valid.
+        is_rollback: whether steps of earlier runs, on disk or in memory, may be later.
         later: on rank 0, the later steps on disk and the checksums of their manifests; empty on other ranks.
+        text: for the log.
     """
 
-    step: int
+    newest: int
     is_rollback: bool
     later: dict[int, str]
+    text: str
 
 
 class CheckpointManager:
@@ -184,7 +187,8 @@ class CheckpointManager:
         schedule_ranks = coordinator_for(process_group, use="schedule")
         self._schedule = SaveSchedule(policy, schedule_ranks, self._known_metrics)
         self._hold: RootHold | None = None  # on rank 0, after the first save
-        self._restored: _RestoredStep | None = None  # by a restore since the last save
+        self._restored: _Start | None = None  # by a restore since the last save
+        self._is_new_run = True  # until the first restore or save: later steps on disk are an older run's
         self._has_begun = False  # whether a save has locked the root since the last restore
         self._run: RunFile | None = None  # the root's run file, only with a RAM tier; the same on all ranks
 
@@ -369,7 +373,7 @@ class CheckpointManager:
         to_ram = self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final
         # An export alone is no step of the run, so it needs neither the lock nor a branch.
         if (to_ram or decision.is_due) and not self._has_begun:
-            self._begin_branch()
+            self._begin_branch(step)
         save_to_ram: Callable[[], bool] | None = None
         is_in_ram = False
         if to_ram:
@@ -408,26 +412,34 @@ class CheckpointManager:
             self._schedule.saved(decision)
         return self._handle
 
-    def _begin_branch(self) -> None:
+    def _begin_branch(self, step: int) -> None:
         """Lock the root and record a rollback, before the first save and before the first save after each restore.
 
         A collective.
+
+        Args:
+            step: the step to save.
         """
         run: RunFile | None = None
         with self._coordinator.together(f"beginning to save to {self._root.where}"):
             if self._coordinator.rank == 0:
-                run = self._branch()
-        self._has_begun, self._restored = True, None
+                run = self._branch(step)
+        self._has_begun, self._restored, self._is_new_run = True, None, False
         if self._ram is not None:
             self._run = self._coordinator.everyone(run)[0]  # only rank 0 has read or written the file
 
-    def _branch(self) -> RunFile | None:
+    def _branch(self, step: int) -> RunFile | None:
         """Update the root's run file and return its content, on rank 0; None if there is no file and none is needed."""
         run = read_run_file(self._root)
-        restored, is_locked = self._restored, self._hold_root()
-        later = restored.later if restored is not None else {}
+        start, is_locked = self._restored, self._hold_root()
+        if self._is_new_run:
+            # Memory may have later steps of an older run even if the disk has none. They belong to branches in `run`.
+            is_rollback = self._ram is not None and run is not None and is_locked
+            text = f"starts at step {step}, without a restore"
+            start = _Start(step - 1, is_rollback, self._steps_after(step), text)
+        later = start.later if start is not None else {}
         changed = run
-        if restored is not None and (restored.is_rollback or later):
+        if start is not None and (start.is_rollback or later):
             if is_locked:
                 # Steps that another job has saved, or saved again, since the restore are not abandoned.
                 later = {
@@ -435,10 +447,10 @@ class CheckpointManager:
                     for step, digest in later.items()
                     if manifest_digest(self._root, step) == digest
                 }
-                changed = (run or RunFile.new()).rolled_back(restored.step, later)
+                changed = (run or RunFile.new()).rolled_back(start.newest, later)
             else:
                 warnings.warn(
-                    f"another job holds {self._root.where}: the steps after step {restored.step} were not marked as "
+                    f"another job holds {self._root.where}: the steps after step {start.newest} were not marked as "
                     "abandoned, and a restart takes them again. Give each run its own root",
                     stacklevel=callers_level(),
                 )
@@ -446,11 +458,11 @@ class CheckpointManager:
             changed = RunFile.new()  # steps in memory belong to a branch of the run file
         if changed is not None and changed is not run:
             changed.write(self._root)
-            if later:
+            if start is not None and later:
                 _log.warning(
-                    "%s goes on from step %d: later steps are abandoned (kept, and skipped by restore): %s",
+                    "%s %s: later steps are abandoned (kept, and skipped by restore): %s",
                     self._root.where,
-                    self._restored.step if self._restored else -1,  # -1 never occurs: `later` comes from it
+                    start.text,
                     ", ".join(map(str, sorted(later))),
                 )
         return changed
@@ -542,18 +554,18 @@ class CheckpointManager:
             if coordinator.rank == 0:
                 remove_old_steps(self._root, decision.step, self._retention, self._best)
 
-    def _known_metrics(self) -> list[float]:
-        """Return the metrics of the steps that rank 0 sees on disk. A collective.
+    def _known_metrics(self, step: int) -> list[float]:
+        """Return the metrics of the steps that rank 0 sees on disk, before ``step`` may be saved. A collective.
 
-        Without steps that are abandoned, or that the next save will mark as abandoned.
+        Without steps that are abandoned, or that the save will mark as abandoned.
         """
         metrics: list[float] = []
         with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
             if self._coordinator.rank == 0:
-                later = self._restored.later if self._restored is not None else {}
-                records = [
-                    record for record in self.history() if not (record.abandoned or record.step in later)
-                ]
+                history = self.history()
+                later = {record.step for record in history if self._is_new_run and record.step > step}
+                later |= self._restored.later.keys() if self._restored is not None else set()
+                records = [record for record in history if not (record.abandoned or record.step in later)]
                 metrics = [record.metric for record in records if record.metric is not None]
         return self._coordinator.everyone(metrics)[0]
 
@@ -620,9 +632,10 @@ class CheckpointManager:
 
         Restoring changes nothing on disk. After a rollback with ``step=``, or if the newest steps are damaged, the disk
         contains steps that are later than the restored one. The next `save` of this manager marks these later steps as
-        abandoned before it writes: they are kept and logged, and `restore`, `latest` and `steps` skip them. To restore
-        an abandoned step, pass ``step=``; to delete it, call `remove`. Every job locks the root from its first save to
-        `close`; no step is marked while another job has the lock.
+        abandoned before it writes: they are kept and logged, and `restore`, `latest` and `steps` skip them. The first
+        `save` of a manager that has not called `restore` does the same with later steps, which are an older run's. To
+        restore an abandoned step, pass ``step=``; to delete it, call `remove`. Every job locks the root from its first
+        save to `close`; no step is marked while another job has the lock.
 
         A damaged step is skipped with a warning. Then the next older step is tried, which overwrites everything that
         the damaged step has overwritten. An undamaged step that does not fit the state is an error, because older steps
@@ -687,6 +700,7 @@ class CheckpointManager:
             meter=meter_for(self._progress, self._coordinator.rank),
             whole=not read_only,
         )
+        self._is_new_run = False
         if restored is not None and not read_only:
             self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))
             if restored.tier == "ram" and self._ram is not None and self._ram.replicas:
@@ -709,12 +723,17 @@ class CheckpointManager:
             f"looking for steps after step {step} in {self._root.where}", f"step {step} is restored"
         ):
             if self._coordinator.rank == 0:
-                numbers = [number for number in committed_steps(self._root) if number > step]
-                digests = {number: manifest_digest(self._root, number) for number in numbers}
-                # The digest is None if another job has removed the step just now.
-                later = {number: digest for number, digest in digests.items() if digest is not None}
-        self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
+                later = self._steps_after(step)
+        self._restored = _Start(step, is_rollback, later, f"goes on from step {step}")
+        self._has_begun = False
         self._schedule.restored(step)
+
+    def _steps_after(self, step: int) -> dict[int, str]:
+        """Return the steps on disk that are later than ``step``, and the checksums of their manifests."""
+        numbers = [number for number in committed_steps(self._root) if number > step]
+        digests = {number: manifest_digest(self._root, number) for number in numbers}
+        # The digest is None if another job has removed the step just now.
+        return {number: digest for number, digest in digests.items() if digest is not None}
 
 
 def _step_number(step: object) -> int:

@@ -79,7 +79,7 @@ class SaveSchedule:
 
     Args:
         coordinator: coordinator of the ranks that save; its group must not be used for anything else.
-        known_metrics: returns the metrics of the steps on disk; a collective.
+        known_metrics: takes the next step that may be saved; returns the metrics of the steps on disk; a collective.
         clock: returns the time in seconds since 1970.
 
     Attributes:
@@ -90,7 +90,7 @@ class SaveSchedule:
         self,
         policy: SavePolicy,
         coordinator: Coordinator,
-        known_metrics: Callable[[], list[float]],
+        known_metrics: Callable[[int], list[float]],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -131,7 +131,7 @@ class SaveSchedule:
         decided = self._decided
         if decided is not None and decided.step == step and not force and metric in (None, decided.metric):
             return decided
-        self._read_metrics()
+        self._read_metrics(step)
         # Cleared first: each result is read once, even if it raises.
         previous, self._pending = self._pending, None
         late = self._answers_of(previous) if previous is not None else dict.fromkeys(self._leaves, False)
@@ -159,7 +159,7 @@ class SaveSchedule:
 
     def refuse(self) -> None:
         """Announce an invalid step, so that other ranks fail instead of waiting for this rank."""
-        self._read_metrics()  # a collective, which the other ranks run in this call too
+        self._read_metrics(-1)  # a collective, which the other ranks run in this call too
         # -1 differs from all valid steps, which are not negative.
         self._pending = self._start(-1, None, False, dict.fromkeys(self._leaves, False))
 
@@ -180,13 +180,13 @@ class SaveSchedule:
         """Stop listening for signals."""
         self._signals.close()
 
-    def _read_metrics(self) -> None:
+    def _read_metrics(self, step: int) -> None:
         """Read the metrics of the steps on disk, unless they are known or no policy's class uses metrics.
 
         Here, not when a policy asks for the metrics: the read is a collective, and a policy may ask on some ranks only.
         """
         if self._metrics is None and self._reads_metrics:
-            self._metrics = self._known_metrics()
+            self._metrics = self._known_metrics(step)
 
     def _ask(self, step: int, metric: float | None) -> tuple[_Answers, int, BaseException | None]:
         """Call this rank's policies once per step.

@@ -68,13 +68,17 @@ def _manager(
     return CheckpointManager(root, save_policy=EverySteps(4), asynchronous=behind, ram=tier)
 
 
-def _save_steps(root: Path, shm: Path, options: dict[str, Any], steps: int = 7) -> list[str]:
+def _save_steps(
+    root: Path, shm: Path, options: dict[str, Any], steps: int = 7, same_branch: bool = False
+) -> list[str]:
     """Returns the files of data that each node holds of the newest step."""
     if options.pop("mesh", False):
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
         options["mesh"] = mesh["replicate"]
     with _as_nodes():
         manager = _manager(root, shm, **options)
+        if same_branch:
+            manager.restore(_state(0), read_only=True)
         for step in range(steps):
             manager.save(step, _state(step))
         manager.wait()
@@ -180,7 +184,7 @@ def test_another_attempt_on_disk_is_no_twin(tmp_path: Path) -> None:
     shm, root = tmp_path / "shm", tmp_path / "steps"
     run_ranks(2, _save_steps, root, shm, {}, 5)
     twin = shutil.copytree(root / "step-00000004", tmp_path / "twin")
-    run_ranks(2, _save_steps, root, tmp_path / "other", {}, 5)
+    run_ranks(2, _save_steps, root, tmp_path / "other", {}, 5, True)
     _lose(shm, 1)
     for restored, _, _ in run_ranks(2, _restore, root, shm, True, {}):
         assert (restored.step, restored.tier) == (4, "disk") and restored.moves == ()

@@ -136,6 +136,76 @@ def test_a_root_that_another_job_holds(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_a_run_that_restores_nothing_abandons_later_steps_of_an_older_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It restarts from its own steps, and keeps as many as it should; steps that it saves again are live."""
+    _run(tmp_path, 5, 900, 1000)
+    with caplog.at_level(logging.WARNING), CheckpointManager(tmp_path, retention=2) as manager:
+        for step in (10, 20, 15, 30):
+            manager.save(step, _state(step))
+        assert manager.steps() == [20, 30]
+        assert {one.step for one in manager.history() if one.abandoned} == {900, 1000}  # kept
+    (said,) = [record.getMessage() for record in caplog.records if "abandoned" in record.getMessage()]
+    assert "900, 1000" in said
+    assert _restored(tmp_path) == 30 and _restored(tmp_path, step=1000) == 1000
+    _run(tmp_path, 1000)
+    assert _restored(tmp_path) == 1000
+
+
+@pytest.mark.parametrize("begin", ["restored", "read only", "nothing to restore", "saved"])
+def test_steps_that_a_manager_knows_of_are_not_an_older_runs(begin: str, tmp_path: Path) -> None:
+    """After a restore, whatever it found, and after the first save, other jobs' steps are theirs."""
+    if begin != "nothing to restore":
+        _run(tmp_path, 1, 900) if begin == "read only" else _run(tmp_path, 1)
+    manager = CheckpointManager(tmp_path)
+    if begin == "saved":
+        manager.save(2, _state(2))
+        manager.close()  # others may hold the root
+    else:
+        manager.restore(_state(0), read_only=begin == "read only")
+    _run(tmp_path, 1000)
+    manager.save(10, _state(10))
+    manager.close()
+    assert manager.steps()[-2:] == [900 if begin == "read only" else 10, 1000]
+
+
+def test_a_root_that_another_job_writes_keeps_its_steps(tmp_path: Path) -> None:
+    """A second job that restores nothing marks no step of a live one, and says so."""
+    with _other_job(tmp_path):
+        with (
+            pytest.warns(UserWarning, match=re.escape(str(tmp_path))),
+            CheckpointManager(tmp_path) as manager,
+        ):
+            manager.save(1, _state(1))
+        assert manager.steps() == [1, 3] and not (tmp_path / "run.json").exists()
+
+
+def test_memory_of_an_older_run_is_not_restored(tmp_path: Path) -> None:
+    """A run that restores nothing has a branch of its own, also if no step on disk is later."""
+
+    def ram() -> RamTier:
+        return RamTier("run", folder=tmp_path / "shm", keep_last=9)
+
+    never = EverySteps(10)
+    _run(tmp_path / "run", 11, 12, ram=ram(), save_policy=never)
+    _run(tmp_path / "run", 10, 11, ram=ram(), save_policy=never)
+    state = _state(-1)
+    restored = CheckpointManager(tmp_path / "run", ram=ram()).restore(state, read_only=True)
+    assert restored is not None and (restored.step, restored.tier) == (11, "ram")
+
+
+def test_metrics_of_an_older_run_do_not_count(tmp_path: Path) -> None:
+    """Of the steps that the first save will abandon."""
+    policy = EverySteps(100) | BestOf(1)
+    with CheckpointManager(tmp_path, save_policy=policy) as older:
+        older.save(1000, _state(1000), metric=0.1)
+    with CheckpointManager(tmp_path, save_policy=policy) as manager:
+        assert manager.should_save(1, metric=1.0)
+        manager.save(1, _state(1))
+        assert not manager.should_save(2, metric=1.0) and manager.should_save(3, metric=0.5)
+
+
 def test_metrics_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
     """A new branch has its own best steps."""
     manager = CheckpointManager(tmp_path, save_policy=EverySteps(10) | BestOf(1))

@@ -148,7 +148,7 @@ def _decided(
 ) -> list[tuple[bool, bool]]:
     """Whether each of steps 1, 2, .. is saved, and finally, by one process alone."""
     now_s = [next(clock)]
-    schedule = SaveSchedule(policy, SoloCoordinator(), lambda: [0.5], clock=lambda: now_s[0])
+    schedule = SaveSchedule(policy, SoloCoordinator(), lambda _: [0.5], clock=lambda: now_s[0])
     found = []
     for step, metric in enumerate(metrics, 1):
         now_s[0] = next(clock)
@@ -216,7 +216,7 @@ class _Two(SoloCoordinator):
 def test_ranks_wait_only_where_they_must(policy: SavePolicy, waited: list[int]) -> None:
     """At the first call, at steps that may be saved, and always for answers that count for one step alone."""
     ranks = _Two()
-    schedule = SaveSchedule(policy, ranks, list)
+    schedule = SaveSchedule(policy, ranks, lambda _: [])
     for step in range(1, 7):
         ranks.at = step
         if schedule.decide(step, None, force=False).is_due:
