@@ -85,22 +85,24 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
             parts.setdefault(short.removesuffix(end), {})[_PARTS[end]] = view
         # Parts that `_PARTS` lacks: without this error they would be regarded as whole weights.
         elif "lora_" in short or "ia3_" in short or "token_adapter" in short:
-            raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url)
+            raise _no_fit(f"parts such as {', '.join(_PARTS)}", name, adapter.url, _BY_PEFT)
         else:
             # In peft, the weight of a wrapped layer is in `base_layer`.
             whole_weights[short.replace(".base_layer.", ".")] = view
     if not parts and not whole_weights:
-        raise _no_fit("tensors of an adapter", "none", adapter.url)
+        raise _no_fit("tensors of an adapter", "none", adapter.url, _COPY_AGAIN)
     return parts, whole_weights
 
 
-def _no_fit(expected: str, got: object, where: str, todo: str = "") -> ConversionError:
-    """Return the error for a mismatch of adapter and base; ``todo`` is appended to the usual advice."""
-    base = (
-        "pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)"
-    )
+_BASE = "pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)"
+_BY_PEFT = "merge it with peft itself: PeftModel.from_pretrained(base, adapter).merge_and_unload()"
+_COPY_AGAIN = "copy the adapter again from where it was made"
+
+
+def _no_fit(expected: str, got: object, where: str, todo: str = _BASE) -> ConversionError:
+    """Return the error for an adapter that cannot be merged into the base."""
     return ConversionError(
-        "The adapter does not fit the base.", expected=expected, got=got, where=where, todo=base + todo
+        "The adapter does not fit the base.", expected=expected, got=got, where=where, todo=todo
     )
 
 
@@ -217,7 +219,7 @@ class _Merge:
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
         if missing:
-            todo = "; if its files have other names than the model in memory, with --rules transformers-.."
+            todo = f"{_BASE}; if its files have other names than the model in memory, with --rules transformers-.."
             expected = f"a base with {missing[0]} (a tied weight is stored under one name)"
             raise _no_fit(expected, "none", self.where, todo)
 
@@ -226,9 +228,9 @@ class _Merge:
         name = f"{module}.weight".removeprefix(self.root)
         base = self._current(name)
         if base.info.dtype.kind != "float" or len(base.info.shape) != 2:  # quantized, or a convolution
-            raise _no_fit(
-                "matrices of floats", f"{name}: {base.info.dtype.name} {base.info.shape}", self.where
-            )
+            got = f"{name}: {base.info.dtype.name} {base.info.shape}"
+            todo = f"if the base is quantized, pass --dequantize bf16; else {_BY_PEFT}"
+            raise _no_fit("matrices of floats", got, self.where, todo)
         bias = f"{module}.bias".removeprefix(self.root)
         if "l" in parts:
             self._add_ia3(module, name, bias, parts["l"])
@@ -237,7 +239,7 @@ class _Merge:
         is_complete = {f"A{suffix}", f"B{suffix}"} <= parts.keys()
         if not is_complete or (self.config.is_dora != ("m" in parts)):
             expected = "A, B and magnitudes" if self.config.is_dora else "A and B"
-            raise _no_fit(expected, f"{module}: {some(parts)}", self.where)
+            raise _no_fit(expected, f"{module}: {some(parts)}", self.where, _COPY_AGAIN)
         a, b, scaling = parts[f"A{suffix}"], parts[f"B{suffix}"], self.config.scaling_of(module)
         is_transposed = bool(suffix) or self._is_transposed(
             module, base.info.shape, b.info.shape[:1], a.info.shape[1:]

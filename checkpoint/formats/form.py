@@ -147,7 +147,8 @@ def root_errors(storage: Storage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _UNUSABLE:  # another problem than the path, such as a full disk
+        # Another problem than the path, such as a full disk. Object stores raise errors without a number.
+        if error.errno not in _UNUSABLE and not isinstance(error, FileNotFoundError):
             raise
         problem = storage.check_root() or f"{type(error).__name__}: {error}"
         raise bad_root(storage.where, problem, ALLOW_WRITES) from error

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vescale_fsdp.checkpoint.formats.huggingface.repository import how_to_download
 from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
 from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
@@ -70,6 +71,7 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     names = storage.list_folder("")
     if not names:
         got = "an empty folder, or no folder"
+        todo = how_to_download(storage.where) or todo
     steps = [name for name in names if parse_step_name(name)]
     if steps:
         got += f", but {steps[-1]}"

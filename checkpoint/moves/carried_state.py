@@ -134,7 +134,9 @@ def split_entries(
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
             got=f"{len(shapes)} tensors, such as {some(shapes, 3)}",
             where=where,
-            todo="pass the prefix of the model's names as --model-prefix",
+            todo="pass the prefix of the model's names as --model-prefix"
+            if shapes
+            else "pass a checkpoint with tensors; vescale-convert inspect SRC lists what this one has",
         )
     others = tuple(name for name in paths if name not in names and name not in optimizer)
     return ModelNames(prefix, names, tuple(optimizer), others, candidates)

@@ -108,13 +108,13 @@ def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
 
 
 def float_type(name: str) -> DType:
-    """Return the dtype for a name such as ``bfloat16`` or ``bf16``.
+    """Return the dtype for a name such as ``bfloat16``, ``bf16`` or ``BF16``, as safetensors writes it.
 
     Raises:
         ConversionError: if the name is not that of float16, bfloat16, float32 or float64.
     """
     try:
-        dtype = dtype_from_torch(_SHORT.get(name, name))
+        dtype = dtype_from_torch(_SHORT.get(name.lower(), name.lower()))
     except ConversionError:  # an unknown name: the error below lists the possible names
         dtype = None
     if dtype is None or dtype.kind != "float":
@@ -127,7 +127,7 @@ def float_type(name: str) -> DType:
     return dtype
 
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+_SHORT = {"bf16": "bfloat16"} | {f"{f}{bits}": f"float{bits}" for f in ("f", "fp") for bits in (16, 32, 64)}
 
 
 def _bad(expected: str, got: str) -> ConversionError:

@@ -76,13 +76,21 @@ def _on_disk(url: str) -> str | None:
 
 def _open_url(url: str, **options: Any) -> Storage:
     """Open a URL with fsspec; ``options`` are those of `RemoteStorage`."""
-    from vescale_fsdp.checkpoint.storage.remote import RemoteStorage  # imported late: fsspec takes 0.1 s
+    from vescale_fsdp.checkpoint.storage.remote import WITH_BUCKETS, RemoteStorage  # late: fsspec takes 0.1 s
 
+    protocol, _, rest = url.partition("://")
+    if protocol in WITH_BUCKETS and not rest.strip("/"):
+        raise StorageError(
+            "The URL names no bucket.",
+            expected=f"{protocol}://BUCKET/PATH",
+            got=url,
+            where=url,
+            todo=f"write the bucket's name after {protocol}://",
+        )
     try:
         return RemoteStorage(url, **options)
     except (ValueError, ImportError) as error:
         # fsspec raises these for an unknown protocol and for a package that is not installed.
-        protocol = url.partition("://")[0]
         install = (
             f"the package that brings {protocol}:// to fsspec, such as s3fs for s3:// and gcsfs for gs://"
         )

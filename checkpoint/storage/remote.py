@@ -29,6 +29,7 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileWriter,
     SourceError,
     Storage,
+    StorageError,
     bad_root,
 )
 from vescale_fsdp.checkpoint.storage.first_answer import (
@@ -75,7 +76,15 @@ _CREDENTIALS = {
     ),
     **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
 }
-_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")  # protocols whose buckets must exist before a save
+WITH_BUCKETS = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+)  # protocols whose buckets must exist before a save
 _PASSING_CODES = re.compile(  # S3's error codes after which a request may be repeated
     "SlowDown|RequestTimeout|RequestTimeTooSkewed|InternalError|ServiceUnavailable|Throttling"
 )
@@ -455,7 +464,12 @@ class RemoteStorage(Storage):
             raise FileExistsError(self._path(name))
         # With "create", stores with conditional writes refuse to replace; for all others the check above must do.
         mode = "overwrite" if replace else "create"
-        self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
+        try:
+            self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
+        except FileNotFoundError as error:
+            if self.location[0] not in WITH_BUCKETS:
+                raise
+            raise self._no_bucket() from error
 
     def exists(self, name: str) -> bool:
         self.filesystem.invalidate_cache()  # other processes may have written or removed the object
@@ -514,14 +528,19 @@ class RemoteStorage(Storage):
         try:
             # Some stores list a missing bucket as empty, so list the bucket itself then.
             # Other protocols, such as memory://, create their folders when they write.
-            if not self.list_folder("") and self.location[0] in _WITH_BUCKETS:
+            if not self.list_folder("") and self.location[0] in WITH_BUCKETS:
                 self.ask("ls", bucket, detail=False)
         except PermissionError as error:
             # A user without the right to list the bucket may still be allowed to write to one of its prefixes.
             _log.info("%s may not be listed: %s", bucket, error)
         except FileNotFoundError as error:
-            raise bad_root(self.where, f"no bucket {bucket!r}", "make the bucket") from error
+            raise self._no_bucket() from error
         return None
+
+    def _no_bucket(self) -> StorageError:
+        """Return the error for a write to a bucket that does not exist."""
+        bucket = self._root.lstrip("/").partition("/")[0]
+        return bad_root(self.where, f"no bucket {bucket!r}", "make the bucket")
 
     def is_older(self, name: str, seconds: float) -> bool:
         self.filesystem.invalidate_cache()

@@ -18,7 +18,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import is_weight_file, refuse_pointers
+from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    how_to_download,
+    is_weight_file,
+    refuse_pointers,
+)
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -47,6 +51,11 @@ _FOREIGN = (
         r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
         "Megatron-LM's per-rank files, which do not record which part of a tensor each file contains",
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
+    ),
+    (
+        r"(.*/)?model_[^/]+_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+(_exp-rank-\d+-of-\d+)?\.safetensors",
+        "nanotron's files, one of each part of each tensor",
+        "convert them with nanotron's examples/llama/convert_nanotron_to_hf.py, and pass the folder that it writes",
     ),
     (r".*\.gguf", "a file of llama.cpp in a folder", "pass the .gguf file itself"),
     (
@@ -113,8 +122,8 @@ def locate(
         may_be_run: False if ``url`` must be the checkpoint itself.
     """
     url = checked_path(url)
-    # Without slashes at the end, the last part of the URL is a name. "/" itself stays.
-    url = url.rstrip("/") if len(url) > 1 else url
+    # Without slashes at the end, the last part of the URL is a name. "/" itself stays, and so does "s3://".
+    url = url if len(url) == 1 or url.endswith("://") else url.rstrip("/")
     folder = open_store(url)
     files = folder.list_files()
     steps = steps_in(files) if may_be_run else {}
@@ -230,7 +239,7 @@ def _detect(folder: Storage, url: str) -> str:
             expected="a checkpoint folder or file",
             got=_describe_path(url),
             where=url,
-            todo="check the path",
+            todo=how_to_download(url) or "check the path",
         )
     for kind, form in all_formats():
         if form.is_file and re.fullmatch(form.file, name):

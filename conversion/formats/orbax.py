@@ -6,7 +6,8 @@
     manifest.ocdbt                  OCDBT, Orbax's default: a B-tree of all arrays, read by `ocdbt.py`
 
 Nested keys become dotted names. ``params`` at the root is the model, and ``opt_state`` is its optimizer. If there is no
-``params``, the whole tree is the model.
+``params``, the whole tree is the model. Items without a tree, such as a config's JSON or the state of a data iterator,
+are left out and listed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ def open_orbax(store: Storage) -> Source:
     trees = sorted(file for file in files if file.rpartition("/")[2] == TREE_FILE and file.count("/") < 2)
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)
+    if "" not in items:  # the folders of a step are its items
+        entries.omitted += sorted(
+            {f"{file.partition('/')[0]}/" for file in files if "/" in file} - set(items)
+        )
     for item in items:
         try:
             # Leaves of several items are added under the items' names, the leaves of a single item at the root.

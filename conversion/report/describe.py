@@ -37,6 +37,7 @@ def describe(source: Source) -> dict[str, Any]:
         "stored_bytes": sum(tensor.stored_nbytes for tensor in source.tensors.values()),
         "dtypes": dict(sorted(kinds.items())),
         "facts": dict(source.facts),
+        "left_out": list(source.omitted),
         "tensors": [
             {
                 "name": name,
@@ -114,6 +115,7 @@ def format_description(description: dict[str, Any]) -> str:
         "dtypes": ", ".join(f"{name} x {count}" for name, count in description["dtypes"].items()) or "none",
         "model prefix": ", ".join(prefix or "(root)" for prefix in description["models"]) or "no model found",
         "other values": str(len(description["values"])),
+        **({"left out": ", ".join(description["left_out"])} if description["left_out"] else {}),
         **description["facts"],
     }
     width = max(map(len, head)) + 2

@@ -183,7 +183,7 @@ class _Entries:
                 "Two entries would get the same name.",
                 expected="rules that make each name once, and no name of another entry",
                 got=f"{self._origins[name]} and {origin} become {name}",
-                todo="correct the rules, or leave one of the two out with --exclude",
+                todo="correct the rules",
             )
         self._origins[name], self.paths[name] = origin, path
         return name
@@ -292,7 +292,7 @@ def _apply_to_slot(
                 expected=f"shape {model[fqn].info.shape}, the shape of {fqn}",
                 got=f"shape {view.info.shape}",
                 where=view.info.name,
-                todo="leave the optimizer out: --exclude 'optimizer.*'",
+                todo="leave the optimizer out: --optimizer drop",
             )
     kept = {fqn: view for fqn, view in views.items() if fqn not in applied.dropped}
     # partial: an optimizer need not have state for every parameter.

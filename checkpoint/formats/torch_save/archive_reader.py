@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
+    HOW_TO_TRUST,
     TensorRef,
     load_plain_pickle,
     load_tensor_pickle,
@@ -44,6 +45,11 @@ END64, END64_SIGNATURE = struct.Struct("<4sQHHIIQQQQ"), b"PK\x06\x06"
 END64_LOCATOR, END64_LOCATOR_SIGNATURE = struct.Struct("<4sIQI"), b"PK\x06\x07"
 MAX_32 = 0xFFFFFFFF  # in a 32-bit field, this means that the value is in the zip64 field
 ZIP64_TAG = 1  # the tag of the zip64 field among a record's extra fields
+# Archives that are not files of torch.save: (a record of every such archive, what wrote it, how to get the weights).
+_PROGRAMS = (
+    ("constants.pkl", "torch.jit.save", "torch.jit.load({}, map_location='cpu').state_dict()"),
+    ("archive_format", "torch.export.save", "torch.export.load({}).state_dict"),
+)
 
 
 @dataclass(frozen=True, slots=True)  # slots: an archive may have a hundred thousand records
@@ -87,7 +93,21 @@ class TorchArchive:
 
     @property
     def pickle(self) -> bytes:
-        """The saved object's pickle."""
+        """The saved object's pickle.
+
+        Raises:
+            ConversionError: if the archive is a program of torch.jit or torch.export.
+        """
+        for record, saved_by, how_to_read in _PROGRAMS:
+            if any(name.endswith(f"/{record}") for name in self._records):
+                weights = how_to_read.format(repr(self._where))
+                raise ConversionError(
+                    "The file is a program with its weights, not a state dict.",
+                    expected="a file of torch.save",
+                    got=f"one of {saved_by}",
+                    where=self._where,
+                    todo=f"save its weights: torch.save({weights}, {f'{self._where}.weights.pt'!r})",
+                )
         return self._record_bytes(f"{self._prefix}/data.pkl")
 
     def storage_range(self, key: str) -> tuple[int, int]:
@@ -300,5 +320,5 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
             expected="numbers, strings, lists and dicts",
             got=f"{type(error).__name__}: {first_line}",
             where=where,
-            todo="pass --trust-pickle if you trust whoever made the file: this runs code from it",
+            todo=HOW_TO_TRUST,
         ) from error

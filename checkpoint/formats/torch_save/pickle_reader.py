@@ -123,6 +123,8 @@ ARRAY_NAMES: dict[tuple[str, str], Any] = {
 class UnreadObject:
     """Stand-in for an object of any class: accepts all operations of its pickle, and keeps only the attributes."""
 
+    has_items = False  # whether the object is of a subclass of dict
+
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
 
@@ -136,6 +138,7 @@ class UnreadObject:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Pickles of dict subclasses call this."""
+        self.has_items = True
 
     def append(self, item: Any) -> None:
         """Pickles of list subclasses call this."""
@@ -499,6 +502,14 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
+HOW_TO_TRUST = (
+    "if you trust whoever made the file, convert it with vescale-convert --trust-pickle: "
+    "this runs code from the file"
+)
+_HOW_TO_SAVE_A_MODULE = (
+    "all tensors are in objects, such as a module: save its state_dict(). If you trust whoever made the file, "
+    "torch.load(.., weights_only=False) loads the object: this runs code from it"
+)
 # Functions that rebuild tensors that cannot be read as dense items; refused even in a trusted pickle.
 _NOT_DENSE = {
     ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
@@ -537,7 +548,13 @@ class _AllowListUnpickler(pickle.Unpickler):
         stand_ins: bool = False,
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names, self._where, self._trust, self._stand_ins = names, where, trust, stand_ins
+        self._data, self._names, self._where, self._trust, self._stand_ins = (
+            data,
+            names,
+            where,
+            trust,
+            stand_ins,
+        )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NOT_DENSE:
@@ -557,8 +574,18 @@ class _AllowListUnpickler(pickle.Unpickler):
             expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
             got=f"{module}.{name}",
             where=self._where,
-            todo="pass --trust-pickle if you trust whoever made the file: this runs code from it",
+            todo=HOW_TO_TRUST if self._may_be_trusted() else _HOW_TO_SAVE_A_MODULE,
         )
+
+    def _may_be_trusted(self) -> bool:
+        """Return whether tensors could be read from the trusted pickle: not all of them are in objects."""
+        try:
+            content = _AllowListUnpickler(
+                self._data, self._names, self._where, trust=False, stand_ins=True
+            ).load()
+            return self._names is _METADATA_NAMES or _has_tensor(content)
+        except (_NotDenseError, *_DAMAGE):  # unknown: the trusted pickle shows it
+            return True
 
     def persistent_load(self, pid: Any) -> _StorageRef:
         if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"):
@@ -569,6 +596,15 @@ class _AllowListUnpickler(pickle.Unpickler):
         if len(pid) > 3 and pid[3] == "meta":
             raise _NotDenseError("a tensor on the meta device, which has no values")
         return _StorageRef(str(pid[2]), dtype)
+
+
+def _has_tensor(value: Any) -> bool:
+    """Return whether dicts and lists, nested in any way, contain a tensor."""
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_has_tensor, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, UnreadObject):
+        return value.has_items
+    return isinstance(value, TensorRef | ShardRef | PiecesRef | ArrayRef)
 
 
 def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:

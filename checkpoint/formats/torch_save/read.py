@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _STEP_DTYPE = dtype_from_torch("float32")  # the dtype of step counters in torch's optimizers
+# The start of files of torch before 1.6: the pickle of torch's magic number.
+_OLD_SIGNATURE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def is_torch_file(store: Storage, file: str) -> bool:
@@ -98,12 +100,17 @@ class TorchFile:
         where = f"{store.where}/{file}"
         size = store.required_info(file).size_bytes
         if not is_torch_file(store, file):
+            is_old = (
+                size >= len(_OLD_SIGNATURE) and store.read(file, 0, len(_OLD_SIGNATURE)) == _OLD_SIGNATURE
+            )
             raise ConversionError(
-                "This torch.save file cannot be read by byte ranges.",
-                expected="the zip format that torch has written since 1.6",
-                got="another format",
+                "This file cannot be read by byte ranges.",
+                expected="the zip format that torch.save has written since torch 1.6",
+                got="the format of older versions" if is_old else "another format",
                 where=where,
-                todo="load it with torch and save it again",
+                todo=f"save it again: torch.save(torch.load({where!r}, map_location='cpu'), {f'{where}.new'!r})"
+                if is_old
+                else "pass a file that torch.save wrote, or name the format with --from",
             )
         read = partial(store.read, file)
         return cls(store, file, TorchArchive(read, size, where=where, trust=trust, stand_ins=stand_ins))

@@ -165,13 +165,20 @@ class OptimizerMatcher:
             if option not in ("params", "param_names") and self._leaves.selects(inner):
                 fresh = self._leaves.fresh(node, inner)
                 loaded[option] = partial(lambda own, fresh: _like(own, fresh()), own.get(option), fresh)
-        for option in named.optimizer.defaults:
-            # A flag (bool) may be missing, because versions of torch differ in flags; a number is missing only in the
-            # state of another class of optimizer.
-            is_number = isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
-            is_missing = bool(stored_options) and option not in stored_options
-            if is_missing and is_number and self._leaves.selects(child_name(name, option)):
-                self._matched.missing.append(child_name(name, option))
+        # A flag (bool) may be missing, because versions of torch differ in flags; a number is missing only in the state
+        # of another class of optimizer.
+        lacking = [
+            option
+            for option in named.optimizer.defaults
+            if isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
+            if stored_options and option not in stored_options
+            if self._leaves.selects(child_name(name, option))
+        ]
+        self._matched.missing += [child_name(name, option) for option in lacking]
+        if others := [option for option in loaded if option not in own]:
+            self._matched.other_classes += [(name, type(named.optimizer).__name__, lacking, others)] * bool(
+                lacking
+            )
         return loaded
 
     def in_form_of(self, target: Mapping[Any, Any], node: Json, name: str, stateful: bool) -> Json:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dtype
 from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.errors import CheckpointError, callers_level, some
@@ -45,6 +45,8 @@ class Match:
         mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
         containers: names of the dicts and lists that were visited, in the state or the checkpoint.
         unused: name patterns that match no leaf of the state or the checkpoint.
+        other_classes: param groups that an optimizer of another class saved: (name, class of the state's optimizer,
+            options that only the state has, options that only the checkpoint has).
         finish: assigns plain values and loads the state of objects; called once, after all tensors are read.
     """
 
@@ -59,6 +61,7 @@ class Match:
     mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
     unused: set[str] = field(default_factory=set)
+    other_classes: list[tuple[str, str, list[str], list[str]]] = field(default_factory=list)
     finish: Finish = field(default=lambda: None)
 
     def fits(self, read: TensorRead, dtype: str, shape: Sequence[int]) -> bool:
@@ -100,9 +103,10 @@ class Match:
         if not strict:
             return
         if self.mismatched:
-            name, (stored, own) = next(iter(self.mismatched.items()))
-            # The shapes, which follow the dtypes in the text, are equal: only the dtypes differ.
-            is_cast = stored.split(" ", 1)[1] == own.split(" ", 1)[1]
+            # The first that no cast cures, if there is one: the remedy must be enough for all.
+            uncured = (name for name, pair in self.mismatched.items() if not _is_cast(*pair))
+            name = next(uncured, next(iter(self.mismatched)))
+            stored, own = self.mismatched[name]
             others = [other for other in self.mismatched if other != name]
             raise CheckpointError(
                 f"{len(self.mismatched)} tensors have another shape or dtype than in the checkpoint.",
@@ -110,8 +114,17 @@ class Match:
                 got=f"{own}; others that differ: {some(others, 6)}" if others else own,
                 where=f"{name} in {where}",
                 todo="pass dtype='state' to cast floats to the state's dtypes"
-                if is_cast
-                else "build the state as it was at the save",
+                if _is_cast(stored, own)
+                else "build the state as it was at the save, with the same shapes and dtypes",
+            )
+        if self.other_classes:
+            name, kind, own_options, stored_options = self.other_classes[0]
+            raise CheckpointError(
+                "The checkpoint has the state of an optimizer of another class.",
+                expected=f"an optimizer with the options {', '.join(stored_options)} (as saved)",
+                got=f"{kind}, with {', '.join(own_options)} instead",
+                where=f"{name} in {where}",
+                todo="create the optimizer of the class that was saved, or load without it: leave it out of the state",
             )
         if self.unused:
             raise CheckpointError(
@@ -199,6 +212,12 @@ class Match:
     def _container_of(self, start: str) -> str:
         """Return the innermost container whose children have this prefix; empty if there is none."""
         return max((name for name in self.containers if start.startswith(f"{name}.")), key=len, default="")
+
+
+def _is_cast(stored: str, own: str) -> bool:
+    """Return whether ``dtype='state'`` casts a tensor: the shapes are equal, and both dtypes are floats."""
+    (old, old_shape), (new, new_shape) = stored.split(" ", 1), own.split(" ", 1)
+    return old_shape == new_shape and all(stored_dtype(dtype).kind == "float" for dtype in (old, new))
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:

@@ -99,6 +99,20 @@ def test_no_other_type_is_ever_cast(tmp_path: Path) -> None:
         assert same_bytes(loaded[name], value.half() if value.dtype in floats else value), name
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32"), ("F64", "float64"), ("F8_E4M3", None)],
+)
+def test_names_of_types(text: str, name: str | None) -> None:
+    """Also those of safetensors' headers, which inspect shows; no others."""
+    if name is None:
+        with pytest.raises(ConversionError, check=lambda error: error.got == text):
+            CastRules.parse([text])
+        return
+    default = CastRules.parse([text]).default
+    assert default is not None and default.name == name
+
+
 @pytest.mark.parametrize("text", ["int8", "float8_e4m3fn", "nonsense"])
 def test_types_that_lose_values_are_refused(text: str) -> None:
     """Only ordinary floats can be asked for."""

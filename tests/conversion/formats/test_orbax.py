@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from click.testing import CliRunner
 from numcodecs import get_codec
 from safetensors.torch import load_file
 
+from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, VescaleError
@@ -257,6 +259,23 @@ def test_what_cannot_be_read(tmp_path: Path, file: str, content: Any, text: str)
     with pytest.raises(VescaleError, match=text):
         convert(open_source(str(run)), str(tmp_path / "out.pt"), "torch")
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_items_without_a_tree_are_listed(tmp_path: Path) -> None:
+    """A config's JSON and a data iterator's state, beside the state: a line of what is read, and of what is written."""
+    step = tmp_path / "500"
+    _write_2(step / "state" / "w", torch.ones(3), (3,))
+    tree = {"tree_metadata": {"w": _entry(("w",), "jax.Array")}}
+    (step / "state" / "_METADATA").write_text(json.dumps(tree))
+    for item, file in (("config", "metadata"), ("dataset", "process_0-of-1.json")):
+        (step / item).mkdir()
+        (step / item / file).write_text("{}")
+    source = open_source(str(step))
+    assert list(source.tensors) == ["w"] and source.omitted == ("config/", "dataset/")
+    shown = CliRunner().invoke(cli, ["inspect", str(step)]).output
+    done = CliRunner().invoke(cli, ["to-torch", str(step), str(tmp_path / "a.pt")]).output
+    for text in (shown, done):
+        assert any("config/" in line and "dataset/" in line for line in text.splitlines()), text
 
 
 def test_an_array_that_is_missing(tmp_path: Path) -> None:
