@@ -29,14 +29,20 @@ from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.state.live_objects import has_meta_modules, is_meta
-from vescale_fsdp.checkpoint.state.matching.result import Match, Strict, TensorRead
+from vescale_fsdp.checkpoint.state.live_objects import (
+    LiveObjects,
+    allocate,
+    is_meta,
+    unsaved_meta_buffers,
+)
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
+from vescale_fsdp.checkpoint.state.matching.match import match
+from vescale_fsdp.checkpoint.state.matching.result import Match, Strict
+from vescale_fsdp.checkpoint.state.matching.shared_memory import Fill, require_equal, sharing
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_storage, path_text
@@ -145,10 +151,11 @@ def load(
     their dicts and lists. Stateful objects are filled by their ``load_state_dict``. Optimizer state and options are
     loaded by parameter name, from any of torch's forms, even before the optimizer's first step.
 
-    Native checkpoints (`save`) are matched by name. All other formats that ``vescale-convert`` reads are supported too:
+    Native checkpoints (`save`) are matched by name, and a model without a key in the state, or in the checkpoint,
+    matches the only model of the other. All other formats that ``vescale-convert`` reads are supported too:
     the model and the optimizer are then detected in the checkpoint under any name, and each rank reads the bytes of its
-    own parts, in boxes of at most 16 MiB. Native checkpoints are read in this way too if ``dtype``, ``init`` or
-    ``source`` is given or the state has modules on the meta device.
+    own parts, in boxes of at most 16 MiB. Native checkpoints are read in this way too if ``dtype`` or ``source`` is
+    given.
 
     Args:
         path: folder or fsspec URL of a checkpoint, or a file such as ``model.safetensors``. From a peft adapter's
@@ -218,10 +225,9 @@ def load(
         storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
         meter = meter_for(progress, coordinator.rank)
         manifest = _manifest_of(storage, path)
-        has_options = bool(casts) or init is not None or source is not None
-        through_views = manifest is None or has_options or has_meta_modules(state)
+        through_views = manifest is None or bool(casts) or source is not None
         # Compared when the block ends: the two kinds of load issue different collectives.
-        alike["the checkpoint is native, and the state in memory"] = not through_views
+        alike["the checkpoint is native"] = not through_views
         if through_views:
             _check_choices_of_views(verify, read, path)
 
@@ -231,10 +237,11 @@ def load(
 
         opened = open_for_load(_url_of(path), source or SourceOptions())
         metadata = None if manifest is None else manifest.metadata
-        return ViewedCheckpoint(opened, coordinator, casts, init, strict=strict, metadata=metadata)
+        by_name = manifest is not None and source is None
+        return ViewedCheckpoint(opened, coordinator, casts, by_name=by_name, metadata=metadata)
 
     opener = open_views if through_views else None
-    loader = Loader(storage, coordinator, verify, None, read, meter, manifest, opener)
+    loader = Loader(storage, coordinator, verify, None, read, meter, manifest, opener, init)
     return loader.load(state, strict=strict, include=patterns)
 
 
@@ -279,6 +286,7 @@ class Loader:
         supply: fetches rank files that are not in the storage, such as from other nodes' memory.
         manifest: the checkpoint's manifest; None to read it.
         opener: opens the checkpoint; default: a native checkpoint in ``storage``, with ``supply`` and ``manifest``.
+        init: see `load`.
         whole: whether a strict load refuses a checkpoint with leaves under keys that the state lacks: training that
             goes on without a part of its state, such as the optimizer's, would be another training.
     """
@@ -291,6 +299,7 @@ class Loader:
     meter: Meter = field(default_factory=Meter)
     manifest: Manifest | None = None
     opener: Callable[[], Loadable] | None = None
+    init: Callable[[nn.Module], object] | None = None
     whole: bool = False
 
     def __post_init__(self) -> None:
@@ -312,25 +321,31 @@ class Loader:
         reading: Json = "once" if once else "each"
         alike = {"strict": strict, "include": include, "verify": self.verify, "read": reading}
         overwriting = Overwriting()
-        with ExitStack() as on_failure, _closed_after(checkpoint.reads()) as reads:
+        with ExitStack() as on_failure, _closed_after(checkpoint.reads(matched.catalogue)) as reads:
             reads.meter = self.meter
             with self._preparing(checkpoint, alike):
                 with gc_paused():  # planning creates many objects and no cycles
-                    matched.require_fit(checkpoint.where, strict, whole=self.whole and include is None)
-                    matched = checkpoint.allocate(matched, state, include, on_failure)
-                    targets = self._targets(checkpoint, reads, matched, overwriting)
+                    matched.require_fit(strict, whole=self.whole and include is None)
+                    matched = self._allocated(matched, state, include, strict, on_failure)
+                    fills = self._fills(matched)
+                    # What is read before anything is overwritten, to compare it.
+                    ties = [
+                        group for group in sharing(fills) if not _have_one_source(group, matched.catalogue)
+                    ]
+                    targets = self._targets(fills, reads, matched, overwriting)
+                    saved_ranks = reads.saved_ranks() | _saved_ranks(checkpoint, matched.catalogue, ties)
                 stripes = reads.stripes() if once else []
                 # Else the files are checked below, after ranks have sent files or divided the reads.
                 if self.supply is None and not once:
-                    self._check_files(checkpoint, reads, matched)
+                    self._check_files(checkpoint, reads, matched, ties)
             # Outside of the `_preparing` blocks: a rank that fails inside one would not reach this collective.
-            checkpoint.fetch(reads, matched)
+            checkpoint.fetch(saved_ranks, matched)
             wanted = self.coordinator.everyone(stripes) if once else []
             if self.supply is not None or once:
                 with self._preparing(checkpoint):
                     if any(wanted):  # empty if the form cannot share reads
                         reads.share(self.coordinator, wanted)
-                    self._check_files(checkpoint, reads, matched)
+                    self._check_files(checkpoint, reads, matched, ties)
             # From the inside out: name a removed checkpoint, raise on all ranks, and report overwritten tensors.
             with (
                 overwriting.together(self.coordinator.world_size),
@@ -362,7 +377,7 @@ class Loader:
                 checkpoint = NativeCheckpoint(self.storage, self.coordinator, self.supply, self.manifest)
             matched = checkpoint.match(state, include)
         # Pipeline stages take different entries: an entry is unexpected only if no rank takes it.
-        unexpected = matched.unexpected if checkpoint.joins_stages else []
+        unexpected = matched.unexpected
         by_rank = self.coordinator.everyone((checkpoint.identity, unexpected))
         first_ranks: dict[str, int] = {}  # identity -> first rank that opened it, for the message
         for rank, (identity, _) in enumerate(by_rank):
@@ -403,52 +418,120 @@ class Loader:
                 todo="load a newer checkpoint",
             ) from error
 
-    def _targets(
-        self, checkpoint: Loadable, reads: Reads, matched: Match, overwriting: Overwriting
-    ) -> list[LoadTarget]:
-        """Request this rank's region of every tensor to fill; returns the targets."""
+    def _fills(self, matched: Match) -> list[Fill]:
+        """Return this rank's region of every tensor to fill."""
         describer = Describer(self.coordinator.rank_of)
-        wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
+        fills = []
         for read in matched.reads:
             if is_meta(read.tensor):
                 raise _cannot_fill(
                     read.name, "a tensor on the meta device", "call to_empty() on its module first"
                 )
             described = describer.describe(read.name, read.tensor)
-            local = described.local
-            if local is None:
-                continue  # this rank is not in the tensor's mesh
-            _check_writable(read.name, local)
-            region = describer.region(described, self.coordinator.rank)
-            # Names of tied tensors share a key. Empty tensors may all have address 0, so their key is the name.
-            memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
-            if memory in wanted:
-                checkpoint.require_equal(wanted[memory][0], read, region)
-            # If several stored tensors fill the same memory, the last one wins, as in load_state_dict. The others are
-            # dropped here, because threads would write all of them in any order.
-            wanted[memory] = (read, region, local)
+            if described.local is not None:  # else this rank is not in the tensor's mesh
+                _check_writable(read.name, described.local)
+                fills.append(Fill(read, describer.region(described, self.coordinator.rank), described.local))
+        return fills
+
+    def _targets(
+        self, fills: Sequence[Fill], reads: Reads, matched: Match, overwriting: Overwriting
+    ) -> list[LoadTarget]:
+        """Request the regions of all tensors; returns the targets. Tensors of the same memory are requested once."""
         targets = []
-        for read, region, local in wanted.values():
-            target = reads.ask(read.number, region, local)
-            overwriting.add(read.name, read.tensor, target)
+        for fill in {fill.memory if fill.local.numel() else fill.read.name: fill for fill in fills}.values():
+            target = reads.ask(fill.read.number, fill.region, fill.local)
+            overwriting.add(fill.read.name, fill.read.tensor, target)
             targets.append(target)
+        describer = Describer(self.coordinator.rank_of)
         # Tensors that the state lacks, such as optimizer state before the first step.
         for new in matched.fresh:
-            shape, dtype, is_sharded = checkpoint.describe(new.number)
-            tensor = new.make(shape, dtype_named(dtype), is_sharded=is_sharded, where=checkpoint.where)
+            tensor = new.make(matched.catalogue)
             described = describer.describe(new.name, tensor)
             if described.local is not None:
                 region = describer.region(described, self.coordinator.rank)
                 targets.append(reads.ask(new.number, region, described.local))
         return targets
 
-    def _check_files(self, checkpoint: Loadable, reads: Reads, matched: Match) -> None:
-        """Read per-rank values, open and check the files, and verify if verify="before". Overwrites no tensor."""
+    def _allocated(
+        self,
+        matched: Match,
+        state: Any,
+        include: tuple[str, ...] | None,
+        strict: Strict,
+        on_failure: ExitStack,
+    ) -> Match:
+        """Allocate tensors that are on the meta device, and match the state again.
+
+        Args:
+            on_failure: receives a callback that moves these tensors back to the meta device.
+
+        Raises:
+            CheckpointError: if ``strict`` and no checkpoint contains a buffer on the meta device, and there is no
+                ``init``.
+        """
+        live = LiveObjects(state)
+        names = [read.name for read in matched.reads if is_meta(read.tensor)]
+        buffers = unsaved_meta_buffers(live)
+        if buffers and self.init is None and strict:
+            raise CheckpointError(
+                "The model has non-persistent buffers on the meta device, whose values no checkpoint contains.",
+                expected="values for every tensor of the model",
+                got=some(buffers),
+                todo="pass init=, which is called with each module that has such buffers: "
+                "init=model._init_weights for transformers, else often lambda module: module.reset_parameters()",
+            )
+        if not names and not buffers:
+            return matched
+        # If not strict and without `init`, these buffers stay on the meta device.
+        buffers = buffers if self.init is not None else {}
+        on_failure.callback(allocate(live, names, buffers))
+        for owner in dict.fromkeys(buffers.values()):  # one call per module, in a fixed order
+            assert self.init is not None
+            self.init(owner)
+        again = match(state, matched.catalogue, include)
+        again.unexpected = matched.unexpected  # already reduced to the names that are unexpected on all ranks
+        return again
+
+    def _check_files(
+        self, checkpoint: Loadable, reads: Reads, matched: Match, ties: Sequence[Sequence[Fill]]
+    ) -> None:
+        """Read per-rank values, open and check the files, and verify if verify="before". Overwrites no tensor.
+
+        Raises:
+            CheckpointError: if stored tensors differ that fill the same memory.
+        """
         with gc_paused():  # this creates many objects and no cycles
             checkpoint.read_values(matched)
             reads.open()
         if self.verify == "before":
             reads.verify()
+        for group in ties:
+            require_equal(
+                group,
+                lambda read, region: checkpoint.read_now(
+                    read, region, matched.catalogue, verify=self.verify != "never"
+                ),
+                checkpoint.where,
+            )
+
+
+def _have_one_source(group: Sequence[Fill], catalogue: Catalogue) -> bool:
+    """Return whether tensors of the same memory are filled from the same stored bytes."""
+    numbers = {fill.read.number for fill in group}
+    return len({fill.memory for fill in group}) == 1 and (
+        len(numbers) == 1 or len(set(map(catalogue.identity, numbers))) == 1
+    )
+
+
+def _saved_ranks(checkpoint: Loadable, catalogue: Catalogue, groups: Iterable[Sequence[Fill]]) -> set[int]:
+    """Return the saved ranks whose files have the stored tensors of these groups."""
+    reads = checkpoint.reads(catalogue)
+    for fill in (fill for group in groups for fill in group):
+        # Memory that nothing writes to takes no room.
+        reads.ask(
+            fill.read.number, fill.region, torch.empty(fill.local.shape, dtype=fill.local.dtype, device="cpu")
+        )
+    return reads.saved_ranks()
 
 
 @contextmanager
@@ -472,7 +555,7 @@ def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport
         reads.num_bytes_read,
         reads.num_bytes_received,
         matched.mismatched,
-        (*checkpoint.left_out, *matched.left_out),
+        tuple(matched.left_out),
         checkpoint.warnings,
     )
 
@@ -513,7 +596,7 @@ def _check_choices_of_views(verify: str, read: str, path: object) -> None:
         raise ArgumentError(
             "This kind of load does not support these values of verify and read.",
             expected="verify='while' and read='auto' or 'each', unless a native checkpoint is loaded without "
-            "dtype=, init= and source= into a state in memory",
+            "dtype= and source=",
             got=f"verify={verify!r}, read={read!r}",
             where=str(path),
             todo="remove the arguments verify and read",

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
 from typing import Any, Protocol
+
+import torch
 
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
+from vescale_fsdp.checkpoint.formats.source import NativeLeaves
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
+from vescale_fsdp.checkpoint.moves.carried_state import ModelNames, container_of, split_entries
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue, ManifestCatalogue
 from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
+from vescale_fsdp.checkpoint.state.optimizer_state import items_of_node
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError, callers_level
+from vescale_fsdp.errors import CheckpointError, ConversionError, callers_level
 
 
 class Loadable(ABC):
@@ -30,16 +37,11 @@ class Loadable(ABC):
         where: the checkpoint's path or URL.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         warnings: possible problems with the checkpoint's files.
-        left_out: entries of the checkpoint for which the state has no object.
-        joins_stages: whether an entry is unexpected only if no rank loads it, since pipeline stages load different
-            entries; if False, each rank decides alone.
     """
 
     where: str
     metadata: Json = None
     warnings: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    joins_stages = False
 
     @property
     @abstractmethod
@@ -48,37 +50,29 @@ class Loadable(ABC):
 
     @abstractmethod
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        """Match the checkpoint with a state by metadata alone. The result's ``reads`` has only tensors that fit."""
+        """Match a state with the checkpoint, under the names that fit the state best. Reads metadata alone."""
 
     @abstractmethod
-    def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Return (shape, dtype, whether it was sharded when it was saved) of stored tensor ``number``."""
+    def reads(self, catalogue: Catalogue) -> Reads:
+        """Return a new, empty plan of reads of a catalogue's tensors."""
 
     @abstractmethod
-    def reads(self) -> Reads:
-        """Return a new, empty plan of reads from the checkpoint."""
-
-    def allocate(
-        self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
-    ) -> Match:
-        """Allocate tensors of modules that are on the meta device. By default, change nothing.
-
-        Args:
-            matched: the match before the allocation.
-            on_failure: receives a callback that moves these tensors back to the meta device.
+    def read_now(
+        self, read: TensorRead, region: Region, catalogue: Catalogue, *, verify: bool
+    ) -> torch.Tensor:
+        """Read a region of a stored tensor, on this rank alone; the tensor of the state is not changed.
 
         Returns:
-            The match with the allocated tensors.
+            The region's elements, 1D, on the CPU, in the dtype of ``read.tensor``.
         """
-        return matched
 
     @abstractmethod
-    def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Raise if two stored tensors for one tensor of the state differ, where that is an error."""
+    def fetch(self, saved_ranks: set[int], matched: Match) -> None:
+        """Copy files that this rank's storage lacks from other nodes; a collective.
 
-    @abstractmethod
-    def fetch(self, reads: Reads, matched: Match) -> None:
-        """Copy files that this rank's storage lacks from other nodes; a collective."""
+        Args:
+            saved_ranks: the saved ranks whose files have tensors that this rank reads.
+        """
 
     @abstractmethod
     def read_values(self, matched: Match) -> None:
@@ -127,32 +121,67 @@ class NativeCheckpoint(Loadable):
         return self._manifest.save_id  # new for every save
 
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        matched, entries = match(state, self._manifest.structure.tree, include), self._manifest.entries
-        matched.reads = [
-            read
-            for read in matched.reads
-            if matched.fits(read, entries[read.number].dtype, entries[read.number].shape)
-        ]
+        """Match by name. A model without a key, in the state or the checkpoint, matches the only model of the other."""
+        live, tree = LiveObjects(state), self._manifest.structure.tree
+        matched = match(state, ManifestCatalogue(self._manifest, self.where, tree), include, live=live)
+        if matched.missing and (moved := self._with_model_at(live)) is not None:
+            again = match(state, moved, include, live=live)
+            if len(again.missing) < len(matched.missing):
+                return again
         return matched
 
-    def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        entry = self._manifest.entries[number]
-        return entry.shape, entry.dtype, bool(entry.cuts)
+    def _with_model_at(self, live: LiveObjects) -> Catalogue | None:
+        """Return the checkpoint's content with its only model at the path of the state's only model.
 
-    def reads(self) -> Reads:
+        Returns None if there is not one model on each side, or both have keys.
+        """
+        tree = self._manifest.structure.tree
+        try:
+            leaves = NativeLeaves(self._manifest.structure, self.where)
+            shapes = {name: info.shape for name, info in leaves.infos.items()}
+            model = split_entries(leaves.paths, shapes, None, self.where)
+            own = model_path(live)
+        except ConversionError:  # no tensors of a model, or keys that have no dotted names
+            return None
+        paths = [leaves.paths[name] for name in model.names]
+        stored = container_of(model.prefix, paths) if model.prefix else ()
+        if own is None or model.candidates or bool(own) == bool(stored):
+            return None
+        root = dict(items_of_node(tree) or ())
+        if stored:
+            for key in stored:
+                tree = dict(items_of_node(tree) or ()).get(key, {})
+            # What is not the model's stays where it is, or is left out if the state has no such key.
+            keys = {path[0] for path in live.leaves if path} - {stored[0]}
+            names = {**leaves.paths, **{name: (name,) for name in leaves.per_rank}}
+            left_out = tuple(n for n, path in names.items() if n not in model.names and path[0] not in keys)
+            others = {key: item for key, item in root.items() if key in keys}
+            return ManifestCatalogue(
+                self._manifest, self.where, {**others, **dict(items_of_node(tree) or ())}, left_out
+            )
+        inner: Json = {key: root.pop(key) for key in list(root) if key in model.names}
+        for key in reversed(own[1:]):
+            inner = {key: inner}
+        return ManifestCatalogue(self._manifest, self.where, {**root, own[0]: inner})
+
+    def reads(self, catalogue: Catalogue) -> Reads:
         return self._reader.reads()
 
-    def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Do nothing: the two tensors may differ, and the last one is loaded, as by load_state_dict."""
+    def read_now(
+        self, read: TensorRead, region: Region, catalogue: Catalogue, *, verify: bool
+    ) -> torch.Tensor:
+        result = torch.empty(region.numel, dtype=read.tensor.dtype, device="cpu")
+        self._reader.fill([(read.number, region, result)], verify=verify)
+        return result
 
-    def fetch(self, reads: Reads, matched: Match) -> None:
+    def fetch(self, saved_ranks: set[int], matched: Match) -> None:
         if self._supply is None:
             return
         ranks = set[int]()
         if matched.per_rank and self._manifest.blob_bytes:
             saved = set(range(self._manifest.world_size))
             ranks = saved if self._merging(matched) else saved & {self._coordinator.rank}
-        self._supply.fetch(self._manifest, ranks | reads.saved_ranks())
+        self._supply.fetch(self._manifest, ranks | saved_ranks)
 
     def _merging(self, matched: Match) -> set[str]:
         """Return the names of per-rank values that are merged from the values of all saved ranks."""
@@ -192,3 +221,24 @@ class NativeCheckpoint(Loadable):
             return True
         except (CheckpointError, OSError):
             return False  # unknown: the caller raises the error of the read, which says more
+
+
+def model_path(live: LiveObjects) -> Path | None:
+    """Return the path of a state's only model, a module or a dict of tensors; None if there is not one.
+
+    Raises:
+        ConversionError: if the state has no tensors of a model.
+    """
+    if live.modules:
+        return next(iter(live.modules)) if len(live.modules) == 1 else None
+    model = split_leaves(live)
+    return None if model.candidates else container_of(model.prefix, live.leaves)
+
+
+def split_leaves(live: LiveObjects) -> ModelNames:
+    """Split the leaves of a state into model, optimizers and others; see `split_entries`."""
+    paths = {name_of(path): path for path in live.leaves}
+    tensors = {name: live.leaves[path] for name, path in paths.items()}
+    shapes = {name: leaf.shape for name, leaf in tensors.items() if isinstance(leaf, torch.Tensor)}
+    prefix = name_of(next(iter(live.modules))) if len(live.modules) == 1 else None
+    return split_entries(paths, shapes, prefix, "the state to be filled")

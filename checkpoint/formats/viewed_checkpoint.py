@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,20 +21,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint.formats.loadable import Loadable
+from vescale_fsdp.checkpoint.formats.loadable import Loadable, model_path, split_leaves
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.formats.native.tree import native_tree
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dtype_name
 from vescale_fsdp.checkpoint.moves.carried_state import (
     CarriedState,
     InMemory,
-    container_of,
     optimizer_container,
     optimizers_of,
-    split_entries,
 )
 from vescale_fsdp.checkpoint.moves.casting import CastRules, CastView
 from vescale_fsdp.checkpoint.moves.source import Source
@@ -44,18 +41,13 @@ from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
-from vescale_fsdp.checkpoint.state.live_objects import (
-    LiveObjects,
-    aliases_of,
-    allocate,
-    is_meta,
-    unsaved_meta_buffers,
-)
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue, Stored
 from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
-from vescale_fsdp.errors import CheckpointError, callers_level, some
+from vescale_fsdp.errors import callers_level
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -89,40 +81,86 @@ class OpenedSource:
     in_memory: Callable[[Collection[nn.Module]], InMemory | None]
 
 
+class ViewCatalogue(Catalogue):
+    """The content of a checkpoint that is read through views.
+
+    Args:
+        carried: the checkpoint's entries, at the paths of the state.
+        casts_to_state: whether floats are cast to the dtypes of the state.
+        quantized: names of codes and scales, which are not cast.
+        adapter: for an adapter's folder, the state's names that the folder fills; empty for other sources.
+        computed: names in the model of weights that its class keeps out of files.
+    """
+
+    def __init__(
+        self,
+        carried: CarriedState,
+        where: str,
+        *,
+        casts_to_state: bool,
+        quantized: Collection[str],
+        adapter: Collection[str],
+        computed: Collection[str],
+    ) -> None:
+        self.where, self.left_out = where, carried.left_out
+        self.tree, names = native_tree(carried, lambda _: 0)  # any file order, since the tree is not written
+        self._views = [carried.views[name] for _, name in names]
+        self._casts_to_state, self._quantized = casts_to_state, quantized
+        self._adapter, self._computed = adapter, computed
+
+    def view(self, number: int, wanted: torch.dtype | None) -> TensorView:
+        """Return tensor ``number``, cast to the dtype of the tensor to fill if both are floats and the load casts."""
+        view = self._views[number]
+        # Quantized codes and scales are never cast: that would change what they encode.
+        if wanted is None or not self._casts_to_state or view.info.name in self._quantized:
+            return view
+        dtype = dtype_from_torch(dtype_name(wanted))
+        is_cast = view.info.dtype != dtype and view.info.dtype.kind == dtype.kind == "float"
+        return CastView(view, dtype) if is_cast else view
+
+    def stored(self, number: int, wanted: torch.dtype | None) -> Stored:
+        info = self.view(number, wanted).info
+        return Stored(info.shape, info.dtype.name)  # a source does not say what was sharded
+
+    def identity(self, number: int) -> Hashable:
+        return self._views[number].sameness
+
+    def may_lack(self, name: str) -> bool:
+        return bool(self._adapter) and name not in self._adapter
+
+    def leaves_to_class(self, name: str) -> bool:
+        return any(name == own or name.endswith(f".{own}") for own in self._computed)
+
+
 class ViewedCheckpoint(Loadable):
     """A checkpoint of any format that is loaded through views.
 
     Args:
         casts: casts as the ``dtype`` argument of `load` has them; may include `AS_STATE`.
-        init: initializes the buffers of a module that no checkpoint contains; None to leave these buffers alone.
-        strict: as for `load`.
+        by_name: whether the names of the state's objects and those of the checkpoint are the same, as for native
+            checkpoints. Otherwise the model and the optimizer are found under any name.
         metadata: the metadata of a native checkpoint.
     """
-
-    joins_stages = True
 
     def __init__(
         self,
         opened: OpenedSource,
         coordinator: Coordinator,
         casts: Sequence[str],
-        init: Callable[[nn.Module], object] | None,
         *,
-        strict: bool,
+        by_name: bool,
         metadata: Json = None,
     ) -> None:
         self._source, self._opened, self._coordinator = opened.source, opened, coordinator
-        self._init, self._strict = init, strict
+        self._by_name = by_name
         self._casts_to_state = AS_STATE in casts
         self._carried, self._quantized = opened.state, opened.quantized
         texts = [text for text in casts if text != AS_STATE]
         self._rules = CastRules.parse(texts) if texts else None
-        self._views: list[TensorView] = []  # by the tensor numbers of the last match
-        self._has_aliases = False  # whether `match` has asked for aliases
         self._is_in_memory = False  # whether `_carried` has the names that its class has in memory
         self._computed = frozenset[str]()  # names in the model of weights that its class keeps out of files
         self.where, self.metadata = opened.source.url, metadata
-        self.warnings, self.left_out = tuple(opened.source.warnings), tuple[str, ...]()
+        self.warnings = tuple(opened.source.warnings)
 
     @property
     def identity(self) -> str:
@@ -134,36 +172,36 @@ class ViewedCheckpoint(Loadable):
         return digest.hexdigest()
 
     def match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        """Match the source's entries with a state.
+        """Match the source's entries, under their names in memory or in files, and those of tied tensors.
 
         Raises:
             ConversionError: if casts do not fit the source.
-            CheckpointError: if a leaf is a tensor in the state and another value in the source, or vice versa.
         """
-        texts = self._carried.warnings
+        texts, live = self._carried.warnings, LiveObjects(state)
+
+        def matched_now() -> Match:
+            return match(state, self._catalogue(live), include, live=live)
+
         # The class of a live model decides how its names and layouts differ from those of the folder. Other states
         # have the folder's own names, or those of the class in config.json.
-        is_first = self._carried is self._opened.state
-        modules = LiveObjects(state).modules.values()
-        is_named = is_first and bool(modules) and self._use_names_in_memory(modules)
-        matched = self._match(state, include)
-        if matched.missing and is_first and not is_named and self._use_names_in_memory(()):
-            renamed = self._match(state, include)
+        modules = live.modules.values()
+        is_named = bool(modules) and self._use_names_in_memory(modules)
+        matched = matched_now()
+        if matched.missing and not is_named and self._use_names_in_memory(()):
+            renamed = matched_now()
             if len(renamed.missing) < len(matched.missing):
                 matched = renamed
             else:
                 self._carried, self._computed = self._opened.state, frozenset()
                 self._is_in_memory = False
-                matched = self._match(state, include)  # again, since `_views` has those of the last match
-        # The source may store tied tensors once that the state has under several names. Aliases are added only once.
-        if matched.missing and not self._has_aliases:
-            self._has_aliases = True
+        # The source may store tied tensors once that the state has under several names.
+        if matched.missing:
             aliases, doubts = self._opened.aliases(self._carried.views, self._is_in_memory)
             texts += doubts
             if aliases:
                 self._carried = self._carried.with_aliases(aliases)
                 self._quantized |= {new for new, stored in aliases.items() if stored in self._quantized}
-                matched = self._match(state, include)
+                matched = matched_now()
         for text in texts:
             warnings.warn(text, stacklevel=callers_level())
         return matched
@@ -182,132 +220,50 @@ class ViewedCheckpoint(Loadable):
         self._computed, self._is_in_memory = named.computed, not named.unknown
         return True
 
-    def _match(self, state: Any, include: tuple[str, ...] | None) -> Match:
-        """Match once, with the aliases that are known so far."""
-        live, carried, rules = LiveObjects(state), self._carried, self._rules
-        leaves = live.leaves()
+    def _catalogue(self, live: LiveObjects) -> Catalogue:
+        """Return the source's entries by the state's names, with the aliases that are known so far."""
+        carried, rules = self._carried, self._rules
         if rules is not None:
             carried = carried.with_model_views(lambda views: rules.apply(views, self._quantized))
-        carried, adapter = _at_paths_of(leaves, tuple(live.modules), carried, self._opened.adapter_names)
-        tree, names = native_tree(carried, lambda _: 0)  # any file order, since the tree is not written
-        self._views = [carried.views[name] for _, name in names]
-        self.left_out = carried.left_out
-        # Views fill the tensors of modules, so `load_state_dict` must not get them.
-        matched = match(state, tree, include, live=live, gives_modules=False)
-        # Not strict, since missing names are no error yet: they may get aliases later.
-        matched.require_fit(self.where, strict=False)
-        matched.reads = [read for read in matched.reads if matched.fits(read, *self._type_of(read))]
-        # A tied tensor is filled if any of its names is.
-        filled, aliases = {read.name for read in matched.reads}, aliases_of(leaves)
-        matched.missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
-        if self._computed:
-            kept = self._computed_leaves(leaves)
-            matched.missing = [name for name in matched.missing if name not in kept]
-        if adapter:  # an adapter's folder lacks the base model, which keeps its values
-            matched.missing = [name for name in matched.missing if name in adapter]
-        return matched
+        names = self._opened.adapter_names
+        carried, adapter = _at_paths_of(live, carried, names, by_name=self._by_name)
+        return ViewCatalogue(
+            carried,
+            self.where,
+            casts_to_state=self._casts_to_state,
+            quantized=self._quantized,
+            adapter=adapter,
+            computed=self._computed,
+        )
 
-    def _computed_leaves(self, leaves: Mapping[Path, Any]) -> set[str]:
-        """Return the names of weights that their class keeps out of files. On the meta device they have no values."""
-        return {
-            name
-            for name, leaf in ((name_of(path), leaf) for path, leaf in leaves.items())
-            if isinstance(leaf, torch.Tensor) and not is_meta(leaf)
-            if any(name == own or name.endswith(f".{own}") for own in self._computed)
-        }
+    def reads(self, catalogue: Catalogue) -> Reads:
+        assert isinstance(catalogue, ViewCatalogue)
+        return _ViewReads(self._source, catalogue, self._coordinator)
 
-    def _type_of(self, read: TensorRead) -> tuple[str, tuple[int, ...]]:
-        """Return (dtype, shape) of the view that fills a tensor."""
-        info = self._view_for(read.number, read.tensor).info
-        return info.dtype.name, info.shape
+    def read_now(
+        self, read: TensorRead, region: Region, catalogue: Catalogue, *, verify: bool
+    ) -> torch.Tensor:
+        assert isinstance(catalogue, ViewCatalogue)
+        view = catalogue.view(read.number, read.tensor.dtype)
+        result = torch.empty(region.numel, dtype=read.tensor.dtype, device="cpu")
+        items = bytes_of(result).numpy().view(view.info.dtype.raw)
+        for box, first in region.pieces():
+            view.read_into(box, items[first : first + box.numel].reshape(box.sizes))
+        return result
 
-    def _view_for(self, number: int, tensor: torch.Tensor) -> TensorView:
-        """Return the view that fills a tensor; with `AS_STATE`, floats are cast to the tensor's dtype."""
-        view = self._views[number]
-        # Quantized codes and scales are never cast: that would change what they encode.
-        if not self._casts_to_state or view.info.name in self._quantized:
-            return view
-        wanted = dtype_from_torch(dtype_name(tensor.dtype))
-        is_cast = view.info.dtype != wanted and view.info.dtype.kind == wanted.kind == "float"
-        return CastView(view, wanted) if is_cast else view
-
-    def describe(self, number: int) -> tuple[tuple[int, ...], str, bool]:
-        """Return (shape, dtype, False) of a stored tensor; False, since a source does not say what was sharded."""
-        info = self._views[number].info
-        return info.shape, info.dtype.required_torch_name, False
-
-    def allocate(
-        self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
-    ) -> Match:
-        """Allocate tensors that are on the meta device, and match the state again.
-
-        Raises:
-            CheckpointError: if ``strict`` and no checkpoint contains a buffer on the meta device, and there is no
-                ``init``.
-        """
-        live = LiveObjects(state)
-        names = [read.name for read in matched.reads if is_meta(read.tensor)]
-        buffers = unsaved_meta_buffers(live)
-        if buffers and self._init is None and self._strict:
-            raise CheckpointError(
-                "The model has non-persistent buffers on the meta device, whose values no checkpoint contains.",
-                expected="values for every tensor of the model",
-                got=some(buffers),
-                todo="pass init=, which is called with each module that has such buffers: "
-                "init=model._init_weights for transformers, else often lambda module: module.reset_parameters()",
-            )
-        if not names and not buffers:
-            return matched
-        # If not strict and without `init`, these buffers stay on the meta device.
-        buffers = buffers if self._init is not None else {}
-        on_failure.callback(allocate(live, names, buffers))
-        for owner in dict.fromkeys(buffers.values()):  # one call per module, in a fixed order
-            assert self._init is not None
-            self._init(owner)
-        again = self._match(state, include)
-        again.unexpected = matched.unexpected  # already reduced to the names that are unexpected on all ranks
-        return again
-
-    def require_equal(self, one: TensorRead, other: TensorRead, region: Region) -> None:
-        """Check that two stored tensors for one tensor of the state are equal in this rank's region.
-
-        Raises:
-            CheckpointError: if the stored tensors differ.
-        """
-        views = [self._view_for(read.number, read.tensor) for read in (one, other)]
-        if one.number == other.number or views[0].identity() == views[1].identity():
-            return
-        raw = views[0].info.dtype.raw  # bits are compared, so that NaNs are equal
-        for whole, _ in region.pieces():
-            for box, _ in _cut(whole, raw.itemsize, 0):
-                left, right = np.empty(box.sizes, dtype=raw), np.empty(box.sizes, dtype=raw)
-                views[0].read_into(box, left)
-                views[1].read_into(box, right)
-                if not np.array_equal(left, right):
-                    raise CheckpointError(
-                        "Two tensors that are tied in the state differ in the source.",
-                        expected=f"equal values of {one.name} and {other.name}, which the model ties",
-                        got="other values",
-                        where=self.where,
-                        todo="untie them in the model (config.tie_word_embeddings=False), or leave one out with "
-                        "include=",
-                    )
-
-    def fetch(self, reads: Reads, matched: Match) -> None:
+    def fetch(self, saved_ranks: set[int], matched: Match) -> None:
         """Do nothing: all files are in the source's storage."""
 
     def read_values(self, matched: Match) -> None:
         """Do nothing: a source has no `PerRank` values."""
 
-    def reads(self) -> Reads:
-        return _ViewReads(self._source, self._view_for, self._coordinator)
-
 
 def _at_paths_of(
-    leaves: Mapping[Path, Any],
-    modules: Sequence[Path],
+    objects: LiveObjects,
     carried: CarriedState,
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]],
+    *,
+    by_name: bool,
 ) -> tuple[CarriedState, frozenset[str]]:
     """Move a source's entries to the paths that a live state has for them.
 
@@ -315,20 +271,17 @@ def _at_paths_of(
     optimizer moves in the same way. Entries under other keys than the live state's are left out, such as a scheduler's,
     or the optimizer's if the live state is a model alone.
 
+    With ``by_name``, only a model without a key, in the state or in the source, moves.
+
     Args:
-        leaves: leaves of the live state.
-        modules: paths of the live state's modules; empty for a state of plain dicts, whose model is then detected.
+        objects: the live state.
         adapter_names: see `OpenedSource`.
 
     Returns:
         (the moved entries, full names of the live tensors that an adapter fills).
     """
+    leaves, live = objects.leaves, split_leaves(objects)
     paths = {name_of(path): path for path in leaves}
-    shapes = {
-        name: leaf.shape for name, path in paths.items() if isinstance(leaf := leaves[path], torch.Tensor)
-    }
-    prefix = name_of(modules[0]) if len(modules) == 1 else None
-    live = split_entries(paths, shapes, prefix, "the state to be filled")
     optimizers = {home for name in live.optimizer if (home := optimizer_container(paths[name])) is not None}
 
     names = adapter_names(live.names.values(), carried.is_model)
@@ -338,12 +291,12 @@ def _at_paths_of(
         carried = carried.with_replaced(renamed, stored)
 
     # `candidates` is not empty if there are several models.
-    has_one_model = len(modules) == 1 or (not modules and not live.candidates)
-    if has_one_model and not carried.model.candidates:
-        container = modules[0] if modules else container_of(live.prefix, leaves)
-        carried = _moved(carried, dict.fromkeys(carried.is_model, carried.container), container)
+    container = model_path(objects)
+    if container is not None and not carried.model.candidates:
+        if not by_name or not (container and carried.model.prefix):
+            carried = _moved(carried, dict.fromkeys(carried.is_model, carried.container), container)
     containers = optimizers_of(carried)
-    if len(containers) == len(optimizers) == 1:
+    if len(containers) == len(optimizers) == 1 and not by_name:
         (container,) = optimizers
         ((old, entries),) = containers.items()
         carried = _moved(carried, dict.fromkeys(entries, old), container)
@@ -396,18 +349,13 @@ class _ViewReads(Reads):
         region   rows 3.5 .. 9.0 of a matrix      boxes   half of row 3 | rows 4 .. 8       (of at most 16 MiB)
     """
 
-    def __init__(
-        self,
-        source: Source,
-        view_for: Callable[[int, torch.Tensor], TensorView],
-        coordinator: Coordinator,
-    ) -> None:
+    def __init__(self, source: Source, catalogue: ViewCatalogue, coordinator: Coordinator) -> None:
         super().__init__(source.store)
-        self._source, self._view_for, self._coordinator = source, view_for, coordinator
+        self._source, self._catalogue, self._coordinator = source, catalogue, coordinator
         self._fillings: list[_Filling] = []
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        filling = _Filling(self._view_for(index, tensor), region, LoadTarget(tensor))
+        filling = _Filling(self._catalogue.view(index, tensor.dtype), region, LoadTarget(tensor))
         self._fillings.append(filling)
         return filling.target
 

@@ -132,18 +132,14 @@ class LiveObjects:
         visit(self._state, ())
         return modules
 
+    @cached_property
     def leaves(self) -> dict[Path, Any]:
-        """Return the leaves of the state by path; modules and optimizers count as dicts of their state.
-
-        Raises:
-            CheckpointError: if an optimizer has parameters on the meta device.
-        """
+        """The leaves of the state by path; modules and optimizers count as dicts of their state."""
 
         def opened(value: Any, name: str) -> Any:
             if isinstance(value, nn.Module):
                 return self.module_state(value).values
             if isinstance(value, torch.optim.Optimizer):
-                _require_memory(value, name)
                 named = self.named(value, name)
                 return value.state_dict() if named is None else named.value()
             if isinstance(value, Mapping):
@@ -300,15 +296,6 @@ def _short_names(names: Iterable[Any]) -> dict[str, str]:
     return short_names
 
 
-def has_meta_modules(state: Any) -> bool:
-    """Return whether a module of a state has parameters or buffers on the meta device."""
-    return any(
-        tensor.device.type == "meta"
-        for _, module in _modules(state, "", 0)
-        for tensor in (*module.parameters(), *module.buffers())
-    )
-
-
 def is_meta(tensor: torch.Tensor) -> bool:
     """Return whether this rank's part of a tensor is on the meta device, and has no memory."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
@@ -411,7 +398,7 @@ def home_device(state: Mapping[str, Any]) -> torch.device:
     return current_device(kind)
 
 
-def _require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
+def require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Raise a CheckpointError if an optimizer has parameters on the meta device."""
     if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
         raise CheckpointError(

@@ -13,8 +13,9 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name, decode
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.state.capture import is_stateful
 from vescale_fsdp.checkpoint.state.live_objects import NamedOptimizer, load_into
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
+from vescale_fsdp.checkpoint.state.matching.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.matching.result import Finish, Match, TensorRead
-from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 
 Items = Iterable[tuple[Any, Any]]
@@ -27,8 +28,8 @@ class LeafMatcher:
         include: name patterns; only leaves that match a pattern are loaded. None for all leaves.
     """
 
-    def __init__(self, include: tuple[str, ...] | None) -> None:
-        self.matched = Match(unused=set(include or ()))
+    def __init__(self, catalogue: Catalogue, include: tuple[str, ...] | None) -> None:
+        self.matched = Match(catalogue, unused=set(include or ()))
         self._shared_new: dict[int, NewTensor] = {}  # by number in the manifest
         self._include = include
 

@@ -1,12 +1,15 @@
-"""Match a state with a manifest's tree: which stored tensor fills which leaf. Nothing is overwritten yet.
+"""Match a state with a checkpoint's catalogue: which stored tensor fills which leaf. Nothing is overwritten yet.
 
-`match` walks the state and the tree together and returns a `Match`: the tensors to fill in place, the leaves that are
-missing or unexpected, and a `finish` that assigns plain values after all bytes are read.
+`match` walks the state and the catalogue's tree together and returns a `Match`: the tensors to fill in place, the
+leaves that are missing or unexpected, and a `finish` that assigns plain values after all bytes are read. Checkpoints of
+all formats are matched here; who reads the bytes is decided afterwards.
 
-    match         containers and modules
-    leaves        tensors, per-rank values, plain values, and leaves that only the checkpoint has
-    optimizers    optimizers, by the names of their parameters
-    result        the result, and the errors if the checkpoint does not fit
+    catalogue      what a checkpoint has: the tree, and each tensor's shape, dtype and identity
+    match          containers and modules
+    leaves         tensors, per-rank values, plain values, and leaves that only the checkpoint has
+    optimizers     optimizers, by the names of their parameters
+    shared_memory  tensors of the state that share memory, whose stored values must be equal
+    result         the result, and the errors if the checkpoint does not fit
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.state.capture import is_stateful, remade
-from vescale_fsdp.checkpoint.state.live_objects import LiveObjects, load_into, same_names
+from vescale_fsdp.checkpoint.state.live_objects import (
+    LiveObjects,
+    aliases_of,
+    is_meta,
+    load_into,
+    require_memory,
+    same_names,
+)
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.checkpoint.state.matching.leaves import Items, LeafMatcher, holds_tensors, kind_of_node
 from vescale_fsdp.checkpoint.state.matching.optimizers import OptimizerMatcher
 from vescale_fsdp.checkpoint.state.matching.result import Finish, Match
@@ -30,34 +41,42 @@ from vescale_fsdp.checkpoint.state.per_rank import PerRank
 
 
 def match(
-    state: Any,
-    tree: Json,
-    include: tuple[str, ...] | None,
-    *,
-    live: LiveObjects | None = None,
-    gives_modules: bool = True,
+    state: Any, catalogue: Catalogue, include: tuple[str, ...] | None, *, live: LiveObjects | None = None
 ) -> Match:
-    """Match a state with a manifest's tree; overwrites nothing.
+    """Match a state with what a checkpoint has; overwrites nothing.
 
     Args:
         include: name patterns; only leaves that match a pattern are loaded. None for all leaves.
         live: the state's modules and optimizers; None to collect them here.
-        gives_modules: whether ``finish`` passes all entries to a module's ``load_state_dict``. Otherwise it passes only
-            the entries that are not tensors, because tensors are filled in place.
     """
-    leaves = LeafMatcher(include)
-    matcher = _Matcher(leaves, LiveObjects(state) if live is None else live, gives_modules)
-    leaves.matched.finish = matcher.visit(state, tree, "", False)
-    return leaves.matched
+    live = LiveObjects(state) if live is None else live
+    leaves = LeafMatcher(catalogue, include)
+    matched = leaves.matched
+    matched.finish = _Matcher(leaves, live).visit(state, catalogue.tree, "", False)
+    matched.left_out = [*catalogue.left_out, *matched.left_out]
+    matched.reads = [read for read in matched.reads if matched.fits(read)]
+    if matched.missing:
+        _excuse_missing(matched, live)
+    return matched
+
+
+def _excuse_missing(matched: Match, live: LiveObjects) -> None:
+    """Remove the leaves from ``missing`` that get a value nevertheless, or that the checkpoint may lack."""
+    catalogue, filled = matched.catalogue, {read.name for read in matched.reads}
+    aliases = aliases_of(live.leaves)
+    # A tied tensor is filled if any of its names is.
+    missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
+    missing = [name for name in missing if not catalogue.may_lack(name)]
+    matched.of_class = [name for name in missing if catalogue.leaves_to_class(name)]
+    matched.missing = [name for name in missing if not catalogue.leaves_to_class(name)]
 
 
 class _Matcher:
     """Walks a state and a manifest's tree; ``leaves`` collects the result."""
 
-    def __init__(self, leaves: LeafMatcher, live: LiveObjects, gives_modules: bool) -> None:
+    def __init__(self, leaves: LeafMatcher, live: LiveObjects) -> None:
         self._leaves, self._matched = leaves, leaves.matched
         self._live = live
-        self._gives_modules = gives_modules
         self._optimizers = OptimizerMatcher(leaves, self.visit)
 
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
@@ -86,6 +105,8 @@ class _Matcher:
             and isinstance(node, Mapping)
             and (target and all(isinstance(item, torch.optim.Optimizer) for item in target))
         ):
+            for each in target:
+                require_memory(each, name)
             owners = [
                 (child_name(name, index), self._live.named(each, name)) for index, each in enumerate(target)
             ]
@@ -183,6 +204,7 @@ class _Matcher:
         if isinstance(target, nn.Module):
             return self._module(target, node, name)
         if isinstance(target, torch.optim.Optimizer):
+            require_memory(target, name)
             named = self._live.named(target, name)
             finishers = None if named is None else self._optimizers.match([(name, named)], node, name)
             if finishers is not None:
@@ -200,15 +222,18 @@ class _Matcher:
         inner = self._mapping(state.values, node, name, False, opaque)
 
         def finish() -> Any:
-            values = {state.raw_names[short]: value for short, value in inner().items()}
-            if self._gives_modules:
-                state.raw.update(values)
-                return load_into(module, state.raw, name)
-            # The tensors are already filled in place. Not strict, because their names are left out.
-            others = {raw: value for raw, value in values.items() if not isinstance(value, torch.Tensor)}
-            return load_into(module, others, name, strict=False) if others else module
+            state.raw.update({state.raw_names[short]: value for short, value in inner().items()})
+            # Tensors are filled in place, but a module's hooks may have put copies into its state dict, which only its
+            # load_state_dict takes back. Tensors that stay on the meta device have no value to give.
+            values = {name: value for name, value in state.raw.items() if not _is_meta(value)}
+            is_whole = len(values) == len(state.raw)
+            return load_into(module, values, name, **({} if is_whole else {"strict": False}))
 
         return finish
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_meta(value)
 
 
 def _has_tensor(target: Mapping[Any, Any]) -> bool:

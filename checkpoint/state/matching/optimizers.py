@@ -20,8 +20,8 @@ from vescale_fsdp.checkpoint.state.live_objects import (
     same_names,
 )
 from vescale_fsdp.checkpoint.state.matching.leaves import LeafMatcher
+from vescale_fsdp.checkpoint.state.matching.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.matching.result import Finish, TensorRead
-from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.optimizer_state import (
     OptimizerGroup,
     OptimizerState,

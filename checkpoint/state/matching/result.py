@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dtype
-from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
+from vescale_fsdp.checkpoint.state.matching.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.errors import CheckpointError, callers_level, some
 
@@ -22,7 +23,7 @@ _TRIED_NAMES = 64
 
 
 class TensorRead(NamedTuple):
-    """A read of the manifest's tensor ``number`` into ``tensor``, which has ``name`` in the state."""
+    """A read of the catalogue's tensor ``number`` into ``tensor``, which has ``name`` in the state."""
 
     name: str
     number: int
@@ -31,14 +32,16 @@ class TensorRead(NamedTuple):
 
 @dataclass
 class Match:
-    """The corresponding leaves of a state and a manifest.
+    """The corresponding leaves of a state and a checkpoint.
 
     Attributes:
-        reads: tensors of the state to fill, each with the number of the manifest's tensor.
+        catalogue: the checkpoint's content, by the names of the state.
+        reads: tensors of the state to fill, each with the number of the stored tensor; only tensors that fit.
         fresh: tensors of the checkpoint that an object of the state lacks; the caller allocates and fills them.
         per_rank: name in the manifest -> per-rank leaf of the state.
         per_rank_values: name in the manifest -> value to load; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
+        of_class: leaves that the checkpoint lacks because the model's class computes them.
         unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module.
         left_out: leaves of the checkpoint under keys that the state lacks, such as another object's.
         problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
@@ -50,11 +53,13 @@ class Match:
         finish: assigns plain values and loads the state of objects; called once, after all tensors are read.
     """
 
+    catalogue: Catalogue
     reads: list[TensorRead] = field(default_factory=list)
     fresh: list[NewTensor] = field(default_factory=list)
     per_rank: dict[str, PerRank] = field(default_factory=dict)
     per_rank_values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    of_class: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
@@ -64,19 +69,19 @@ class Match:
     other_classes: list[tuple[str, str, list[str], list[str]]] = field(default_factory=list)
     finish: Finish = field(default=lambda: None)
 
-    def fits(self, read: TensorRead, dtype: str, shape: Sequence[int]) -> bool:
+    def fits(self, read: TensorRead) -> bool:
         """Return whether a tensor of the state has the stored dtype and shape; if not, add it to ``mismatched``."""
-        stored = f"{dtype} {list(shape)}"
+        found = self.catalogue.stored(read.number, read.tensor.dtype)
+        stored = f"{found.dtype} {list(found.shape)}"
         own = f"{dtype_name(read.tensor.dtype)} {list(read.tensor.shape)}"
         if stored != own:
             self.mismatched[read.name] = (stored, own)
         return stored == own
 
-    def require_fit(self, where: str, strict: Strict, *, whole: bool = False) -> None:
+    def require_fit(self, strict: Strict, *, whole: bool = False) -> None:
         """Check that the checkpoint fits the state.
 
         Args:
-            where: the checkpoint.
             strict: False allows leaves that are missing, unexpected or mismatched, and patterns that match no leaf;
                 ``"missing"`` allows only unexpected leaves.
             whole: whether leaves under keys that the state lacks are unexpected, too.
@@ -84,6 +89,7 @@ class Match:
         Raises:
             CheckpointError: if the checkpoint does not fit; names the leaves.
         """
+        where = self.catalogue.where
         if self.problems:  # even if not strict: no value of one kind can replace a value of the other
             name, stored, own = self.problems[0]
             raise CheckpointError(
@@ -156,7 +162,7 @@ class Match:
                 "to load a part, pass include= with patterns ('model.*' for a model alone); "
                 "or pass strict=False to load what both have"
             )
-        if self._only_stored and self.renaming is None:
+        if self._only_stored and self._renaming is None:
             return (
                 "if leaves were renamed, rename them in a copy: vescale-convert to-vescale .. --rules FILE; "
                 "or pass strict=False to load what both have and keep the values of missing leaves"
@@ -167,35 +173,14 @@ class Match:
         )
 
     @property
-    def renaming(self) -> tuple[str, str] | None:
-        """(prefix of missing names, the checkpoint's prefix for them); None if less than half of the missing names fit.
-
-        >>> Match(missing=["model.0.bias", "model.1.bias"], unexpected=["model.m.0.bias", "model.m.1.bias"]).renaming
-        ('model.', 'model.m.')
-        """
-        left, best, most = set(self._only_stored), None, 0
-        # Last part -> names: two names with different prefixes have the same last part.
-        by_end: dict[str, list[str]] = {}
-        for name in self._only_stored:
-            by_end.setdefault(name.rpartition(".")[2], []).append(name)
-        tried: set[tuple[str, str]] = set()
-        for name in self.missing[:_TRIED_NAMES]:  # a part of the names, because the loops take quadratic time
-            for other in by_end.get(name.rpartition(".")[2], ())[:_TRIED_NAMES]:
-                start = _different_starts(name, other)
-                if start in tried:
-                    continue
-                tried.add(start)
-                own, stored = start
-                num = sum(m.startswith(own) and stored + m[len(own) :] in left for m in self.missing)
-                if num > most:
-                    best, most = start, num
-        return best if 2 * most >= len(self.missing) else None
+    def _renaming(self) -> tuple[str, str] | None:
+        return renaming(self.missing, self._only_stored)
 
     def _how_to_rename(self) -> str:
-        """Return advice for a message: how to load the checkpoint under its names; empty if `renaming` is None."""
-        if self.renaming is None:
+        """Return advice for a message: how to load the checkpoint under its names; empty without a `renaming`."""
+        if self._renaming is None:
             return ""
-        own, stored = self.renaming
+        own, stored = self._renaming
         text = f"the checkpoint has {stored!r} where the state has {own!r}: "
         if stored[:-1] in self.containers and own == "":  # [:-1]: without the dot
             return f"{text}pass {{{stored[:-1]!r}: state}}, or "
@@ -227,3 +212,28 @@ def _different_starts(name: str, other: str) -> tuple[str, str]:
         parts.pop()
         others.pop()
     return "".join(parts), "".join(others)
+
+
+def renaming(missing: Sequence[str], only_stored: Sequence[str]) -> tuple[str, str] | None:
+    """(prefix of missing names, the checkpoint's prefix for them); None if less than half of the missing names fit.
+
+    >>> renaming(["model.0.bias", "model.1.bias"], ["model.m.0.bias", "model.m.1.bias"])
+    ('model.', 'model.m.')
+    """
+    left, best, most = set(only_stored), None, 0
+    # Last part -> names: two names with different prefixes have the same last part.
+    by_end: dict[str, list[str]] = {}
+    for name in only_stored:
+        by_end.setdefault(name.rpartition(".")[2], []).append(name)
+    tried: set[tuple[str, str]] = set()
+    for name in missing[:_TRIED_NAMES]:  # a part of the names, because the loops take quadratic time
+        for other in by_end.get(name.rpartition(".")[2], ())[:_TRIED_NAMES]:
+            start = _different_starts(name, other)
+            if start in tried:
+                continue
+            tried.add(start)
+            own, stored = start
+            num = sum(m.startswith(own) and stored + m[len(own) :] in left for m in missing)
+            if num > most:
+                best, most = start, num
+    return best if 2 * most >= len(missing) else None

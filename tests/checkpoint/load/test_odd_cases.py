@@ -330,17 +330,6 @@ def test_an_object_gets_what_it_gave(now: int, tmp_path: Path) -> None:
     assert loader.taken["seen"].tolist() == [3, 3] and len(loader.places) in (now, 3)
 
 
-def test_two_tensors_that_are_one_now(tmp_path: Path) -> None:
-    """The last one's values count, whichever is larger or read first, as in load_state_dict."""
-    numel = 3 << 20
-    save(tmp_path / "c", {"a": torch.ones(numel), "b": torch.full((numel,), 2.0), "c": torch.ones(2)})
-    tied = torch.zeros(numel)
-    load(tmp_path / "c", {"a": tied, "b": tied, "c": torch.zeros(2)})
-    assert tied.eq(2).all()
-    load(tmp_path / "c", {"b": tied, "a": tied, "c": torch.zeros(2)})
-    assert tied.eq(1).all()
-
-
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that changes its folder while saves are in flight does not take them along."""
     for name in ("here", "there"):

@@ -409,8 +409,8 @@ def test_a_module_of_other_parts_is_named_and_loaded_in_part(tmp_path: Path) -> 
         ),
         (lambda m: {"model": m}, "wrapped", ("model.backbone.", "model.")),
         (lambda m: {"model": m, "step": 1}, "net", ("net.", "model.")),
-        (lambda m: {"model": m}, "bare", ("", "model.")),
-        (lambda m: m, "model", ("model.", "")),
+        (lambda m: {"student": m, "teacher": m.state_dict()}, "bare", ("", "student.")),
+        (lambda m: m, "two", ("model.", "")),
     ],
 )
 def test_the_prefix_that_maps_names_is_named(
@@ -424,6 +424,7 @@ def test_the_prefix_that_maps_names_is_named(
         "wrapped": {"model": nn.ModuleDict({"backbone": net})},
         "net": {"net": net},
         "bare": net,
+        "two": {"model": net, "other": nn.Linear(1, 1)},
     }[own]
     with pytest.raises(CheckpointError) as error:
         load(tmp_path / "c", state)
@@ -433,6 +434,25 @@ def test_the_prefix_that_maps_names_is_named(
     values = {f"{inner}{name}": value for name, value in net.state_dict().items()}
     load(tmp_path / "c", {key: values} if key else values, strict=False)
     assert torch.equal(net.a.weight, Net(1).a.weight) and torch.equal(net.b.weight, Net(1).b.weight)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "state"}, {"init": lambda module: None}])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_without_a_key_is_the_only_one(device: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """On either side, whoever reads the bytes; what is stored beside it is left out, and what the state has stays."""
+    whole = Net(1)
+    save(tmp_path / "with", {"app": {"model": whole}, "step": 7, "seed": torch.ones(1)})
+    save(tmp_path / "without", whole)
+    for path, own in (("with", lambda net: net), ("without", lambda net: {"app": {"model": net}})):
+        with torch.device(device):
+            net = Net(2)
+        report = load(tmp_path / path, own(net), **options)
+        assert torch.equal(net.a.weight, whole.a.weight) and torch.equal(net.b.weight, whole.b.weight)
+        assert sorted(report.left_out) == (["seed", "step"] if path == "with" else [])
+    tensors = {name: torch.zeros_like(value) for name, value in whole.state_dict().items()}
+    state = {**tensors, "step": 0}
+    assert load(tmp_path / "with", state, **options).left_out == ("seed",)
+    assert state["step"] == 7 and torch.equal(tensors["a.weight"], whole.a.weight)
 
 
 def test_the_error_proposes_what_loads(tmp_path: Path) -> None:

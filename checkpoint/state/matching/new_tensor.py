@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.errors import CheckpointError
 
 # Kinds of state that are single numbers, even where the parameter is 0-d and its other state has the same shape.
@@ -34,7 +36,7 @@ class NewTensor:
 
     Attributes:
         name: name of the leaf.
-        number: number of the tensor in the manifest.
+        number: number of the tensor in the catalogue.
         param: for optimizer state, the parameter; else None.
         kind: for optimizer state, its kind, such as ``exp_avg``.
         optimizer: for optimizer state, the optimizer.
@@ -48,22 +50,17 @@ class NewTensor:
     optimizer: torch.optim.Optimizer | None = None
     value: torch.Tensor | None = None
 
-    def make(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str
-    ) -> torch.Tensor:
+    def make(self, catalogue: Catalogue) -> torch.Tensor:
         """Allocate the tensor: sharded like the parameter if it has the parameter's shape, else unsharded.
-
-        Args:
-            shape, dtype: shape and dtype in the checkpoint.
-            is_sharded: whether the tensor is sharded in the checkpoint.
-            where: the checkpoint.
 
         Raises:
             CheckpointError: if the sharding is unknown, or the shape does not fit the parameter.
         """
+        where, stored = catalogue.where, catalogue.stored(self.number, None)
+        shape, dtype = stored.shape, dtype_named(stored.dtype)
         param = self.param
         if param is None:
-            if is_sharded:
+            if stored.is_sharded:
                 raise CheckpointError(
                     "An object of the state lacks a sharded tensor of the checkpoint.",
                     expected="a tensor of that name in its state_dict(), which defines the sharding",
@@ -87,7 +84,7 @@ class NewTensor:
             )
         elif not isinstance(param, DTensor):
             self.value = torch.empty(shape, dtype=dtype, device=param.device)
-        elif is_sharded:
+        elif stored.is_sharded:
             raise CheckpointError(
                 "The sharding of optimizer state is unknown: the state has another shape than its parameter.",
                 expected="state in the optimizer, which defines the sharding",
