@@ -32,14 +32,11 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointErro
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import noting
+from vescale_fsdp.checkpoint.state.allocation import Allocation, meta_tensors
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.state.live_objects import (
-    LiveObjects,
-    allocate,
-    is_meta,
-    unsaved_meta_buffers,
-)
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects, is_meta
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
+from vescale_fsdp.checkpoint.state.matching.leaves import fitting
 from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, Strict
 from vescale_fsdp.checkpoint.state.matching.shared_memory import Fill, require_equal, sharing
@@ -74,7 +71,7 @@ class LoadReport:
     """The result of `load`: names that were not loaded, bytes that were read, and the saved metadata.
 
     Attributes:
-        missing: leaves of the state that the checkpoint lacks; they keep their values.
+        missing: leaves of the state that the checkpoint lacks; they keep their values, or get first ones from ``init``.
         unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module or a dict of tensors.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         num_bytes_read: bytes of tensors that this rank read from the storage; with ``verify="before"``, hashed bytes
@@ -84,6 +81,7 @@ class LoadReport:
             the state).
         left_out: leaves of the checkpoint under keys that the state lacks, such as an optimizer's or a scheduler's.
         warnings: possible problems with the checkpoint's files; the logger ``vescale_fsdp`` reports them too.
+        unfilled: tensors of modules on the meta device that got no value, neither a stored one nor from ``init``.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -100,6 +98,7 @@ class LoadReport:
     mismatched: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,9 +169,10 @@ def load(
             also be joined by ``/``.
         dtype: ``"state"`` casts floats to the state's dtypes. Casts as for ``vescale-convert --dtype``, such as
             ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
-        init: initializes buffers on the meta device that no checkpoint contains, such as ``model._init_weights`` for
-            transformers models. Called with each module that owns such a buffer, after the allocation and before any
-            tensor is read.
+        init: writes first values into the tensors on the meta device that the checkpoint lacks, such as buffers that no
+            ``state_dict()`` contains. Called with each module that owns one, after the allocation and before any tensor
+            is read. Models of transformers, and models that contain some, need none: their classes initialize these
+            tensors. Under ``strict``, a tensor that is still without a value is an error.
         source: options for a checkpoint whose names, layouts or encodings differ from the state's.
         verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage then
             raises a `PartialLoadError`, because tensors may contain damaged bytes. "before" reads and hashes all bytes
@@ -326,7 +326,8 @@ class Loader:
             with self._preparing(checkpoint, alike):
                 with gc_paused():  # planning creates many objects and no cycles
                     matched.require_fit(strict, whole=self.whole and include is None)
-                    matched = self._allocated(matched, state, include, strict, on_failure)
+                    matched = self._allocated(matched, state, include, on_failure)
+                    matched.require_filled(strict, has_init=self.init is not None)
                     fills = self._fills(matched)
                     # What is read before anything is overwritten, to compare it.
                     ties = [
@@ -453,43 +454,27 @@ class Loader:
         return targets
 
     def _allocated(
-        self,
-        matched: Match,
-        state: Any,
-        include: tuple[str, ...] | None,
-        strict: Strict,
-        on_failure: ExitStack,
+        self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
-        """Allocate tensors that are on the meta device, and match the state again.
+        """Allocate and initialize tensors that are on the meta device, and match the state again.
 
         Args:
             on_failure: receives a callback that moves these tensors back to the meta device.
-
-        Raises:
-            CheckpointError: if ``strict`` and no checkpoint contains a buffer on the meta device, and there is no
-                ``init``.
         """
         live = LiveObjects(state)
-        names = [read.name for read in matched.reads if is_meta(read.tensor)]
-        buffers = unsaved_meta_buffers(live)
-        if buffers and self.init is None and strict:
-            raise CheckpointError(
-                "The model has non-persistent buffers on the meta device, whose values no checkpoint contains.",
-                expected="values for every tensor of the model",
-                got=some(buffers),
-                todo="pass init=, which is called with each module that has such buffers: "
-                "init=model._init_weights for transformers, else often lambda module: module.reset_parameters()",
-            )
-        if not names and not buffers:
+        tensors = meta_tensors(live)
+        if not tensors:
             return matched
-        # If not strict and without `init`, these buffers stay on the meta device.
-        buffers = buffers if self.init is not None else {}
-        on_failure.callback(allocate(live, names, buffers))
-        for owner in dict.fromkeys(buffers.values()):  # one call per module, in a fixed order
-            assert self.init is not None
-            self.init(owner)
+        filled = {read.name for read in matched.reads}
+        # Buffers of no state dict are in no checkpoint.
+        unsaved = {each.name for each in tensors if not each.is_saved and fitting(each.name, include)}
+        unsaved.update(matched.of_class)
+        allocation = Allocation(tensors, live, filled, matched.missing, unsaved, self.init)
+        on_failure.callback(allocation.undo)
+        allocation.initialize()
         again = match(state, matched.catalogue, include)
         again.unexpected = matched.unexpected  # already reduced to the names that are unexpected on all ranks
+        again.unfilled = allocation.unfilled()
         return again
 
     def _check_files(
@@ -557,6 +542,7 @@ def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport
         matched.mismatched,
         tuple(matched.left_out),
         checkpoint.warnings,
+        tuple(matched.unfilled),
     )
 
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from vescale_fsdp.checkpoint.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.formats.read_state import read_manifest
@@ -37,6 +38,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.save import Format, Saver, form_of
+from vescale_fsdp.checkpoint.state.matching.result import Strict
 from vescale_fsdp.checkpoint.steps.retention import (
     RetentionPolicy,
     StepRecord,
@@ -621,8 +623,9 @@ class CheckpointManager:
         state: Any,
         *,
         step: int | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         include: str | tuple[str, ...] | None = None,
+        init: Callable[[nn.Module], object] | None = None,
         verify: Verify = "while",
         read: Read = "auto",
         read_only: bool = False,
@@ -646,9 +649,9 @@ class CheckpointManager:
             state: filled in place, as by `load`.
             step: restore this step only.
             read_only: True if this manager does not continue the run: its saves then never mark steps as abandoned.
-            strict, include, verify, read: as for `load`. ``read`` does not apply to a step in memory, which each rank
-                reads itself. Unless ``read_only``, a strict restore also refuses a step with another object, such as an
-                optimizer that the state lacks: training would go on without it.
+            strict, include, init, verify, read: as for `load`. ``read`` does not apply to a step in memory, which each
+                rank reads itself. Unless ``read_only``, a strict restore also refuses a step with another object, such
+                as an optimizer that the state lacks: training would go on without it.
             patience_s: seconds for which ranks retry while they see different steps, for example because of stale
                 caches of a network file system; then all ranks raise.
 
@@ -666,6 +669,7 @@ class CheckpointManager:
         """
         self._wait_together()
         alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
+        alike["init"] = init is not None
         run: RunFile | None = None
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
             check_choices(verify, read)  # also checked by `Loader`, but only if there is a step to load
@@ -695,6 +699,7 @@ class CheckpointManager:
             state,
             strict=strict,
             include=patterns,
+            init=init,
             verify=verify,
             read=read,
             meter=meter_for(self._progress, self._coordinator.rank),

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.load import Loader, LoadReport, Read, Verify, partial_load
@@ -34,6 +36,7 @@ from vescale_fsdp.checkpoint.memory.peer_memory import (
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove
+from vescale_fsdp.checkpoint.state.matching.result import Strict
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -347,8 +350,9 @@ def restore_newest(
     coordinator: Coordinator,
     state: Any,
     *,
-    strict: bool,
+    strict: Strict,
     include: tuple[str, ...] | None,
+    init: Callable[[nn.Module], object] | None,
     verify: Verify,
     read: Read,
     meter: Meter,
@@ -368,7 +372,9 @@ def restore_newest(
         """Load a step; note the tensors that a failed load has overwritten."""
         if candidate.supply is not None:
             candidate.supply.bring_manifest()
-        loader = Loader(candidate.storage, coordinator, verify, candidate.supply, read, meter, whole=whole)
+        loader = Loader(
+            candidate.storage, coordinator, verify, candidate.supply, read, meter, init=init, whole=whole
+        )
         try:
             return loader.load(state, strict=strict, include=include)
         except PartialLoadError as error:

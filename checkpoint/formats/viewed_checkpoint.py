@@ -292,9 +292,9 @@ def _at_paths_of(
 
     # `candidates` is not empty if there are several models.
     container = model_path(objects)
-    if container is not None and not carried.model.candidates:
-        if not by_name or not (container and carried.model.prefix):
-            carried = _moved(carried, dict.fromkeys(carried.is_model, carried.container), container)
+    is_fixed = bool(carried.model.candidates) or (by_name and container and carried.model.prefix)
+    if container is not None and not is_fixed:
+        carried = _moved(carried, dict.fromkeys(carried.is_model, carried.container), container)
     containers = optimizers_of(carried)
     if len(containers) == len(optimizers) == 1 and not by_name:
         (container,) = optimizers

@@ -9,14 +9,12 @@
 This is the form of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``. Unlike the latter, it runs no
 optimizer step to create missing state. An optimizer's parameters are looked up by identity in the modules of the same
 state. Name parts that ``torch.compile``, DDP and activation checkpointing add are removed.
-
-A load allocates modules on the meta device (`allocate`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -31,7 +29,7 @@ from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.torch_modes import NULL_CONTEXT
-from vescale_fsdp.torch_private import apply_to_tensors, local_of, storage_id
+from vescale_fsdp.torch_private import is_wrapper, local_of, storage_id
 
 
 @runtime_checkable
@@ -310,59 +308,14 @@ def aliases_of(leaves: Mapping[Path, Any]) -> dict[str, list[str]]:
     for path, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor) and leaf.numel():  # empty tensors share no elements
             local = local_of(leaf) if isinstance(leaf, DTensor) else leaf
+            if is_wrapper(local):  # without a storage; `Describer` refuses it if it is to be filled
+                continue
             # Empty pieces of different tensors may have the same address on this rank, but not the same layout name.
             slot = leaf.layout_ref if isinstance(leaf, RaggedDTensor) else None
             name = None if slot is None else slot[1]
             memory = storage_id(local), local.storage_offset(), tuple(leaf.shape), local.stride(), leaf.dtype
             groups.setdefault((memory, name), []).append(name_of(path))
     return {name: names for names in groups.values() if len(names) > 1 for name in names}
-
-
-def unsaved_meta_buffers(live: LiveObjects) -> dict[str, nn.Module]:
-    """Return name -> owning module, for the non-persistent buffers on the meta device: no checkpoint contains them."""
-    found = {}
-    for model in live.modules.values():
-        if not any(buffer.is_meta for buffer in model.buffers()):
-            continue  # fast path: no call of state_dict()
-        saved = live.module_state(model).raw
-        for path, owner in model.named_modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                full = f"{path}.{name}".removeprefix(".")  # the root module's path is empty
-                if buffer.is_meta and full not in saved:
-                    found[full] = owner
-    return found
-
-
-def allocate(live: LiveObjects, names: Iterable[str], buffers: Iterable[str]) -> Callable[[], None]:
-    """Allocate tensors of modules that are on the meta device. ``live`` is outdated afterwards: create a new one.
-
-    Args:
-        names: names of the leaves to allocate.
-        buffers: names, in their modules, of the non-persistent buffers to allocate.
-
-    Returns:
-        A function that moves the tensors back to the meta device. Call it if the load fails: the values of the new
-        tensors are uninitialized.
-    """
-    wanted, unsaved = set(names), set(buffers)
-    moved: list[tuple[nn.Module, set[str]]] = []
-    for path, model in live.modules.items():
-        state = live.module_state(model)
-        leaf_names = {raw: name_of((*path, short)) for short, raw in state.raw_names.items()}
-        chosen = {
-            name
-            for name, tensor in _tensors(model)
-            if tensor.is_meta and (leaf_names.get(name) in wanted or name in unsaved)
-        }
-        if chosen:
-            _move(model, chosen, home_device(state.values))
-            moved.append((model, chosen))
-
-    def put_back() -> None:
-        for model, chosen in moved:
-            _move(model, chosen, torch.device("meta"))
-
-    return put_back
 
 
 def load_into(target: Any, state: Any, name: str, **options: Any) -> Any:
@@ -408,25 +361,6 @@ def require_memory(optimizer: torch.optim.Optimizer, name: str) -> None:
             where=name,
             todo="load the model first, then create the optimizer and load both; or call to_empty()",
         )
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters and buffers; tied ones under each of their names."""
-    params = model.named_parameters(remove_duplicate=False)
-    return [*params, *model.named_buffers(remove_duplicate=False)]
-
-
-def _move(model: nn.Module, names: set[str], device: torch.device) -> None:
-    """Replace the named tensors of a model by uninitialized tensors on a device. Tied tensors stay tied."""
-    before = _tensors(model)
-    chosen = {id(tensor) for name, tensor in before if name in names}
-    apply_to_tensors(model, lambda t: torch.empty_like(t, device=device) if id(t) in chosen else t)
-    first: dict[int, torch.Tensor] = {}
-    for (name, old), (_, new) in zip(before, _tensors(model), strict=True):
-        kept = first.setdefault(id(old), new)
-        if kept is not new:  # `apply_to_tensors` gave this name of a tied tensor a tensor of its own
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, kept)
 
 
 def _modules(value: Any, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

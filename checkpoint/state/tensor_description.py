@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -108,6 +109,15 @@ class Describer:
     def layouts(self) -> tuple[GroupLayout, ...]:
         """The layouts of the tensors described so far; `LayoutCut.layout` is an index into this tuple."""
         return tuple(self._layout_numbers)
+
+    def copy_part(self, name: str, full: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy this rank's part of a full tensor into a sharded tensor of the same shape."""
+        described = self.describe(name, into)
+        if described.local is None:  # this rank has no part of the tensor
+            return
+        flat = described.local.view(-1)
+        for box, at in self.region(described, dist.get_rank()).pieces():
+            flat[at : at + box.numel].view(box.sizes).copy_(full[box.slices()])
 
     def describe(self, name: str, tensor: torch.Tensor) -> Described:
         """Return the dtype, shape, distribution and local part of a tensor.

@@ -292,11 +292,5 @@ def _cut_tensor(
     else:
         # In the dtype of the full tensor, since torch's setter copies the values, which casts them.
         result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
-    described = describer.describe(name, result)
-    if described.local is None:  # this rank has no part of the tensor
-        return result
-    region = describer.region(described, dist.get_rank())
-    into = described.local.view(-1)
-    for box, at in region.pieces():
-        into[at : at + box.numel].view(box.sizes).copy_(full[box.slices()])
+    describer.copy_part(name, full, result)
     return result

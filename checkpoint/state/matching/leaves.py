@@ -21,6 +21,16 @@ from vescale_fsdp.checkpoint.state.per_rank import PerRank
 Items = Iterable[tuple[Any, Any]]
 
 
+def fitting(name: str, include: tuple[str, ...] | None) -> set[str]:
+    """Return the patterns that match a name; ``{name}`` without patterns, which selects all names."""
+    # A pattern may also be in the manifest's spelling: keys joined by "/", with "~1" for a "/" inside a key.
+    return {
+        pattern
+        for pattern in ((name,) if include is None else include)
+        if pattern == name or fnmatchcase(name, pattern) or fnmatchcase(name, dotted_name(pattern))
+    }
+
+
 class LeafMatcher:
     """Matches leaves with nodes, and collects the result in ``matched``.
 
@@ -42,14 +52,9 @@ class LeafMatcher:
         """Return whether ``include`` selects a leaf; patterns that match its name are no longer ``unused``."""
         if self._include is None:
             return True
-        # A pattern may also be in the manifest's spelling: keys joined by "/", with "~1" for a "/" inside a key.
-        fitting = {
-            pattern
-            for pattern in self._include
-            if fnmatchcase(name, pattern) or fnmatchcase(name, dotted_name(pattern))
-        }
-        self.matched.unused -= fitting
-        return bool(fitting)
+        patterns = fitting(name, self._include)
+        self.matched.unused -= patterns
+        return bool(patterns)
 
     def tensor(self, target: Any, node: Json, name: str) -> Finish:
         """Match a tensor or an array, which the load fills in place."""

@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dty
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.checkpoint.state.matching.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.errors import CheckpointError, callers_level, some
+from vescale_fsdp.errors import CheckpointError, callers_level, explain, some
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
@@ -42,6 +42,7 @@ class Match:
         per_rank_values: name in the manifest -> value to load; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
         of_class: leaves that the checkpoint lacks because the model's class computes them.
+        unfilled: tensors of modules on the meta device without a value; set by the caller.
         unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module.
         left_out: leaves of the checkpoint under keys that the state lacks, such as another object's.
         problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
@@ -60,6 +61,7 @@ class Match:
     per_rank_values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     of_class: list[str] = field(default_factory=list)
+    unfilled: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
@@ -149,6 +151,34 @@ class Match:
                 where=where,
                 todo=self._how_to_fit(),
             )
+
+    def require_filled(self, strict: Strict, *, has_init: bool) -> None:
+        """Check that modules on the meta device have a value for each tensor; warns if not ``strict``.
+
+        Args:
+            has_init: whether the caller has passed ``init``.
+
+        Raises:
+            CheckpointError: if ``strict`` and a tensor has none.
+        """
+        if not self.unfilled:
+            return
+        todo = (
+            "let init= write to each of them; zeros, where a buffer needs no values"
+            if has_init
+            else "pass init=, which is called with each module that owns such tensors: often lambda module: "
+            "module.reset_parameters()"
+        )
+        parts: dict[str, Any] = {
+            "expected": "a value from the checkpoint, from the model's class or from init=",
+            "got": some(self.unfilled),
+            "where": self.catalogue.where,
+            "todo": f"{todo}. strict=False leaves them without values",
+        }
+        problem = f"{len(self.unfilled)} tensors of modules on the meta device have no value."
+        if strict:
+            raise CheckpointError(problem, **parts)
+        warnings.warn(explain(problem, **parts), stacklevel=callers_level())
 
     @property
     def _only_stored(self) -> list[str]:

@@ -64,26 +64,33 @@ def check_formats(model: PreTrainedModel, hf: Path) -> None:
 
 
 def check_shards(class_name: str, config: Any, wanted: dict[str, torch.Tensor], hf: Path) -> None:
-    """On every rank: the folder fills live shards with the model's values, and they are saved as the same bytes.
+    """On every rank: the folder fills shards on the meta device with the model's values, which save the same bytes.
+
+    What no file contains has the values of the class.
 
     Args:
         wanted: `stored_names` of the model; hooks and parametrizations keep some models from being sent to a process.
     """
-    model = getattr(transformers, class_name)(copy.deepcopy(config))
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if name in wanted:
-                tensor.zero_()
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        model = model_class(copy.deepcopy(config))
     scalars = {param for param in model.parameters() if not param.ndim}  # which cannot be sharded
     fully_shard(model, mesh=cpu_mesh(), ignored_params=scalars)
     report = load(hf, model)
     assert not report.unexpected and set(report.missing).isdisjoint(wanted)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     state = model.state_dict()
     differ = []
     for name, tensor in wanted.items():
         ours = state[name]
         ours = ours.full_tensor() if isinstance(ours, RaggedDTensor) else ours
         differ += [] if same_bytes(ours, tensor) else [name]
+    own = dict(model.named_buffers())
+    differ += [
+        name
+        for name, buffer in model_class(copy.deepcopy(config)).named_buffers()
+        if name not in state and not same_bytes(own[name], buffer)
+    ]
     assert not differ, f"shards: {differ}"
     save(hf.with_name("live"), {"model": model}, format=HuggingFace(assets=hf))
     assert (hf.with_name("live") / WEIGHTS).read_bytes() == (hf / WEIGHTS).read_bytes(), "live: back"

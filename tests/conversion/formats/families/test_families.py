@@ -27,7 +27,8 @@ from tests.support.tiny_families import families, why_not_built
 # Model type -> class, one of each kind.
 SAMPLE = {
     "gpt_neox": "GPTNeoXForCausalLM",  # a name
-    "gemma3": "Gemma3ForConditionalGeneration",  # prefixes
+    "gemma3": "Gemma3ForConditionalGeneration",  # prefixes, and a text model that initializes a buffer of its own
+    "falcon_h1": "FalconH1ForCausalLM",  # a model that initializes buffers of the modules inside
     "mixtral": "MixtralForCausalLM",  # a list of experts is one tensor in memory
     "gte": "GteModel",  # a projection in files is three tensors in memory
     "olmo_hybrid": "OlmoHybridForCausalLM",  # the other way round
