@@ -1,7 +1,8 @@
 """Replacement for `torch.distributed.checkpoint.state_dict`, with the same names.
 
 The functions have torch's signatures. In the getters, ranks compare their calls once for all tensors. Unlike torch's
-setters, those here can also load a full state dict into ragged shards.
+setters, those here can also load a full state dict into ragged shards, and keep the dtypes of optimizer state and the
+state of frozen parameters. The getters take no step of an optimizer.
 """
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions

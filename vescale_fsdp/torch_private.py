@@ -100,6 +100,22 @@ _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 # DTensor's own slot of the local tensor; RaggedDTensor hides it by a slower property of the same name.
 local_slot: Any = vars(DTensor)["_local_tensor"]
 piece_in = local_slot.__get__  # called as piece_in(dtensor), returns the local tensor
+# Optimizers whose first step creates their state, in a method of its own.
+_LAZY_OPTIMIZERS = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
@@ -420,6 +436,21 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
 def apply_to_tensors(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace all parameters and buffers by ``change(tensor)``, as `Module.to` does (torch 2.11-2.15)."""
     module._apply(change)
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Create the state that torch's optimizers have before their first step, for parameters with gradients.
+
+    Returns False for other classes, derived ones included (torch 2.11-2.13).
+    """
+    if type(optimizer) not in _LAZY_OPTIMIZERS:
+        return False
+    # A group, and one list for each kind of tensor that a step uses.
+    num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            optimizer._init_group(group, *([] for _ in range(num_lists)))  # type: ignore[attr-defined]
+    return True
 
 
 def fqn_of(model: torch.nn.Module, name: str) -> str:

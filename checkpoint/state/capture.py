@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, dotted_
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_dtype
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects, remade
 from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -53,12 +53,6 @@ def is_stateful(value: object) -> bool:
     """Return whether a value is stored as the result of its ``state_dict()``."""
     # `Stateful` is a protocol, so tensors and mappings with its methods would match too; they are stored as such.
     return not isinstance(value, (torch.Tensor, Mapping)) and isinstance(value, Stateful)
-
-
-def remade(like: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a tuple of ``items`` with the type of ``like``: plain, named, or a torch class such as torch.Size."""
-    make = getattr(type(like), "_make", type(like))  # a named tuple's constructor takes separate arguments
-    return make(items)  # type: ignore[no-any-return]
 
 
 class _HashableSink(TreeSink):

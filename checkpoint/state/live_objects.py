@@ -14,7 +14,7 @@ state. Name parts that ``torch.compile``, DDP and activation checkpointing add a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -338,6 +338,59 @@ def load_into(target: Any, state: Any, name: str, **options: Any) -> Any:
             todo="build the object as it was at the save; leaves that were loaded before it have new values",
         ) from error
     return target
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: Any, given: Mapping[torch.Tensor, Mapping[Any, Any]], name: str
+) -> None:
+    """Call an optimizer's ``load_state_dict``, and keep the dtypes of its state.
+
+    Args:
+        state: the state dict.
+        given: parameter -> its state in ``state``.
+
+    Raises:
+        CheckpointError: if ``load_state_dict`` raises an exception of any class.
+    """
+    load_into(optimizer, state, name)
+    undo_casts(optimizer, given)
+
+
+def undo_casts(optimizer: torch.optim.Optimizer, given: Mapping[torch.Tensor, Mapping[Any, Any]]) -> None:
+    """Give an optimizer's state the dtypes that it had when it was loaded.
+
+    `torch.optim.Optimizer.load_state_dict` casts all state but ``step`` to the dtype of the parameter: the fp32 moments
+    of a bf16 parameter lose precision, and a counter stands still at 256.
+
+    Args:
+        given: parameter -> the state that was loaded.
+    """
+    for param, kinds in given.items():
+        held = optimizer.state.get(param, {})
+        for kind in held.keys() & kinds.keys() - {"step"}:
+            held[kind] = _uncast(held[kind], kinds[kind])
+
+
+def _uncast(held: Any, given: Any) -> Any:
+    """Return a value as it was given if ``held`` has been made from it by a cast; else return ``held``."""
+    if isinstance(held, torch.Tensor) and isinstance(given, torch.Tensor):
+        own, loaded = local_of(held), local_of(given)
+        if own.dtype == loaded.dtype or held.shape != given.shape or own.shape != loaded.shape:
+            return held
+        cast = loaded.to(own.device, own.dtype)
+        is_cast = bool(((own == cast) | ((own != own) & (cast != cast))).all())  # NaNs too
+        return given.to(held.device) if is_cast else held
+    if isinstance(held, dict) and isinstance(given, Mapping):
+        return {key: _uncast(value, given[key]) if key in given else value for key, value in held.items()}
+    if isinstance(held, (list, tuple)) and isinstance(given, (list, tuple)) and len(held) == len(given):
+        return remade(held, [_uncast(*pair) for pair in zip(held, given, strict=True)])
+    return held
+
+
+def remade(like: Any, items: Sequence[Any]) -> Any:
+    """Return ``items`` in a container of the type of ``like``: a list, a tuple, a named one, or such as torch.Size."""
+    make = getattr(type(like), "_make", type(like))  # a named tuple's constructor takes separate arguments
+    return make(items)
 
 
 def home_device(state: Mapping[str, Any]) -> torch.device:

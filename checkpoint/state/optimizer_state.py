@@ -93,14 +93,24 @@ class OptimizerState:
         numbers = chain.from_iterable(group.names for group in self.groups)
         return self.renamed(dict(zip(numbers, chain.from_iterable(groups), strict=True)))
 
-    def options_for(self, names: Collection[str], where: str) -> dict[str, Json]:
-        """Return the stored options for parameters that form one group in the live optimizer; empty if unknown.
+    def options_for(self, live: Sequence[Sequence[str]], number: int, where: str) -> dict[str, Json]:
+        """Return the stored options for one group of the live optimizer; empty if unknown.
+
+        A group without parameters gets those of the stored group without parameters at its place among them.
+
+        Args:
+            live: names of the parameters of each live group.
 
         Raises:
             CheckpointError: if the parameters have different options in the checkpoint.
         """
+        names = live[number]
         wanted = set(names)
         groups = [group for group in self.groups if not wanted.isdisjoint(group.names)]
+        if not wanted:
+            empty = [at for at, own in enumerate(live) if not own]
+            stored = [group for group in self.groups if not group.names]
+            groups = [stored[empty.index(number)]] if len(stored) == len(empty) else []
         if not groups:
             return {}
         for other in groups[1:]:

@@ -1,7 +1,8 @@
 """torch's ``get_*_state_dict`` and ``set_*_state_dict``, with setters that load a full state into any sharding.
 
 The getters call torch's, and their ranks meet once for all tensors (see `vescale_fsdp.dtensor.meeting`); in torch's own
-getters ranks meet once per tensor. With ``full_state_dict=True``, torch's setters call ``distribute_tensor``, which
+getters ranks meet once per tensor. `get_optimizer_state_dict` takes no step of an optimizer. `set_optimizer_state_dict`
+keeps the dtypes of state, and the state of frozen parameters. With ``full_state_dict=True``, torch's setters call ``distribute_tensor``, which
 refuses placements of other libraries. The setters here first cut each full tensor to this rank's region, and then pass
 a sharded state to torch's setters. Their signatures are torch's.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -27,19 +29,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict as _torch_get_model
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as _torch_get_optimizer
-from torch.distributed.checkpoint.state_dict import get_state_dict as _torch_get
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as _torch_set_model
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
-from vescale_fsdp.checkpoint.state.live_objects import home_device
+from vescale_fsdp.checkpoint.state.live_objects import home_device, undo_casts
+from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.collectives.process_groups import device_for_messages
 from vescale_fsdp.dtensor.meeting import meet, one_meeting
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import ArgumentError, CheckpointError
-from vescale_fsdp.torch_private import fqn_of, local_of, spec_of
+from vescale_fsdp.torch_private import create_optimizer_state, fqn_of, local_of, spec_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Given = ParamSpec("Given")
@@ -58,8 +60,6 @@ def _in_one_meeting(function: Callable[Given, T]) -> Callable[Given, T]:
 
 
 get_model_state_dict = _in_one_meeting(_torch_get_model)
-get_optimizer_state_dict = _in_one_meeting(_torch_get_optimizer)
-get_state_dict = _in_one_meeting(_torch_get)
 
 
 @_in_one_meeting
@@ -112,6 +112,110 @@ def _materialize(model: nn.Module, template: dict[str, Any], state: dict[str, An
 
 
 @_in_one_meeting
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """Return the state of optimizers by parameter name; optimizers and parameters do not change.
+
+    An optimizer has no state before its first step. The result then has the state that it begins with, which `dcp.load`
+    can fill. torch's function takes a step instead: counts begin at 1, moments with those of a weight decay, and the
+    optimizer keeps them.
+
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> state = get_optimizer_state_dict(model, optimizer)["state"]["weight"]
+        >>> state["step"].item(), state["exp_avg"].any().item(), len(optimizer.state)
+        (0.0, False, 0)
+    """
+    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    with ExitStack() as after:
+        for optimizer in optimizers:
+            if _begin_state(optimizer):
+                after.callback(optimizer.state.clear)
+        return _torch_get_optimizer(model, optimizers, submodules=submodules, options=options)
+
+
+@_in_one_meeting
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of `get_model_state_dict` and `get_optimizer_state_dict`.
+
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> weights, moments = get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> list(weights), list(moments)
+        (['weight', 'bias'], ['state', 'param_groups'])
+    """
+    weights = get_model_state_dict(model, submodules=submodules, options=options)
+    return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+
+
+def _begin_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Create the state that an optimizer begins with; return whether it had none.
+
+    Optimizers of classes that torch does not define take a step with gradients, learning rates and weight decays of 0,
+    whose counts are reset.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # As in torch: with gradients, an optimizer without state needs none. LBFGS cannot step without a closure.
+    if (
+        optimizer.state
+        or any(param.grad is not None for param in params)
+        or isinstance(optimizer, torch.optim.LBFGS)
+    ):
+        return False
+    trained = [param for param in params if param.requires_grad]
+    try:
+        for param in trained:  # optimizers create no state for parameters without gradients
+            param.grad = torch.zeros_like(param)
+        if not create_optimizer_state(optimizer):
+            _step_by_nothing(optimizer)
+    finally:
+        for param in trained:
+            param.grad = None
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for param in group["params"] if group["momentum"] else ():
+            if param.requires_grad:  # the first step would create the buffer
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+    return True
+
+
+@torch.no_grad()
+def _step_by_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step that changes no parameter, and reset the counts of steps."""
+    params = [
+        param for group in optimizer.param_groups for param in group["params"] if param.grad is not None
+    ]
+    rates = [
+        (group, name) for group in optimizer.param_groups for name in ("lr", "weight_decay") if name in group
+    ]
+    # In fp16, eps is 0, and a rate of 0 times 0/0 makes NaNs of the parameters.
+    values, before = [param.clone() for param in params], [group[name] for group, name in rates]
+    try:
+        for group, name in rates:
+            group[name] = torch.zeros_like(group[name]) if isinstance(group[name], torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for (group, name), rate in zip(rates, before, strict=True):
+            group[name] = rate
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+    for parts in optimizer.state.values():
+        if "step" in parts:
+            parts["step"] = torch.zeros_like(parts["step"]) if isinstance(parts["step"], torch.Tensor) else 0
+
+
+@_in_one_meeting
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -125,7 +229,6 @@ def set_optimizer_state_dict(
         CheckpointError: if the shape of a full tensor differs from that of the optimizer's tensor.
 
     Examples:
-        >>> from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
         >>> model = nn.Linear(3, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> saved = get_optimizer_state_dict(model, optimizer)
@@ -137,7 +240,29 @@ def set_optimizer_state_dict(
     if full is not None:
         template = get_optimizer_state_dict(model, optimizers, options=plain)
         optim_state_dict = _cut(template, optim_state_dict, full.broadcast_from_rank0)
-    _torch_set_optimizer(model, optimizers, optim_state_dict, options=plain)
+    given = _state_of_params(model, optimizers, optim_state_dict)
+    frozen = [param for param in given if not param.requires_grad and param.is_floating_point()]
+    with ExitStack() as after:
+        for param in frozen:  # torch drops the state of parameters without gradients
+            param.requires_grad_(True)
+            after.callback(param.requires_grad_, False)
+        for optimizer in optimizers:
+            _begin_state(optimizer)  # else torch would take a step
+        _torch_set_optimizer(model, optimizers, optim_state_dict, options=plain)
+    for optimizer in optimizers:
+        undo_casts(optimizer, given)
+
+
+def _state_of_params(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], state: dict[str, Any]
+) -> dict[torch.Tensor, Mapping[Any, Any]]:
+    """Return the part of a state dict that belongs to each parameter of the optimizers."""
+    owned = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+    names = {param: fqn_of(model, name) for name, param in model.named_parameters() if param in owned}
+    parsed = optimizer_state(state, names.values())
+    if parsed is None or parsed.is_numbered:
+        return {}
+    return {param: parsed.state[name] for param, name in names.items() if parsed.state.get(name)}
 
 
 @_in_one_meeting
@@ -152,7 +277,6 @@ def set_state_dict(
     """Call `set_optimizer_state_dict` and `set_model_state_dict`; an empty model state is skipped.
 
     Examples:
-        >>> from torch.distributed.checkpoint.state_dict import get_state_dict
         >>> model = nn.Linear(3, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> weights, moments = get_state_dict(model, optimizer)

@@ -23,12 +23,13 @@ import torch
 from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
-from vescale_fsdp.checkpoint.state.capture import is_stateful, remade
+from vescale_fsdp.checkpoint.state.capture import is_stateful
 from vescale_fsdp.checkpoint.state.live_objects import (
     LiveObjects,
     aliases_of,
     is_meta,
     load_into,
+    remade,
     require_memory,
     same_names,
 )

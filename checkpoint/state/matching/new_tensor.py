@@ -57,8 +57,14 @@ class NewTensor:
             CheckpointError: if the sharding is unknown, or the shape does not fit the parameter.
         """
         where, stored = catalogue.where, catalogue.stored(self.number, None)
-        shape, dtype = stored.shape, dtype_named(stored.dtype)
+        shape = stored.shape
         param = self.param
+        is_like_param = param is not None and tuple(param.shape) == shape
+        is_like_param = is_like_param and (bool(shape) or self.kind not in _PER_PARAMETER)
+        # A load that casts gives new state its parameter's dtype, as optimizers do; counts keep theirs.
+        if param is not None and is_like_param:
+            stored = catalogue.stored(self.number, param.dtype)
+        dtype = dtype_named(stored.dtype)
         if param is None:
             if stored.is_sharded:
                 raise CheckpointError(
@@ -69,7 +75,7 @@ class NewTensor:
                     todo="for an optimizer, put the optimizer itself and its module into the state",
                 )
             self.value = torch.empty(shape, dtype=dtype, device="cpu")
-        elif tuple(param.shape) == shape and (shape or self.kind not in _PER_PARAMETER):
+        elif is_like_param:
             self.value = torch.empty_like(param, dtype=dtype, requires_grad=False)
         # Single numbers, such as step counts, are on the CPU as in torch. Those of LBFGS are created below.
         elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):

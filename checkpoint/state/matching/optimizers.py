@@ -16,7 +16,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.state.live_objects import (
     ChecksStateDict,
     NamedOptimizer,
-    load_into,
+    load_optimizer,
     same_names,
 )
 from vescale_fsdp.checkpoint.state.matching.leaves import LeafMatcher
@@ -95,7 +95,9 @@ class OptimizerMatcher:
             named.optimizer.check_state_dict(matched.state_dict(named))
 
         def finish() -> Any:
-            load_into(named.optimizer, matched.state_dict(named), name)
+            whole = matched.state_dict(named)
+            given = {param: whole["state"].get(named.numbers[fqn], {}) for fqn, param in named.params.items()}
+            load_optimizer(named.optimizer, whole, given, name)
             for own, group in zip(named.raw["param_groups"], named.optimizer.param_groups, strict=True):
                 for option, value in own.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
@@ -151,13 +153,13 @@ class OptimizerMatcher:
         self, named: NamedOptimizer, stored: OptimizerState, number: int, name: str
     ) -> dict[str, Finish]:
         """Return the options of a param group to load: name -> function that returns the value."""
-        own, fqns = named.raw["param_groups"][number], named.names[number]
+        own = named.raw["param_groups"][number]
         # First, because `options_for` raises if stored groups disagree: no error if no option is to be loaded.
         if not self._leaves.includes_all and not any(
             self._leaves.selects(child_name(name, option)) for option in own
         ):
             return {}
-        stored_options = stored.options_for(fqns, name)
+        stored_options = stored.options_for(named.names, number, name)
         loaded: dict[str, Finish] = {}
         for option, node in stored_options.items():
             inner = child_name(name, option)
@@ -218,7 +220,10 @@ class OptimizerMatcher:
             return node if "param_groups" in node else stored.nested()
         stored = stored.named(groups, name)
         # The target's groups may differ from the stored ones: each gets the options of its own parameters.
-        regrouped = [OptimizerGroup(names, stored.options_for(names, name)) for names in groups]
+        regrouped = [
+            OptimizerGroup(names, stored.options_for(groups, number, name))
+            for number, names in enumerate(groups)
+        ]
         return replace(stored, groups=regrouped).nested()
 
 
