@@ -134,7 +134,7 @@ def load(
     path: str | os.PathLike[str],
     state: Any,
     *,
-    strict: bool = True,
+    strict: Strict | Literal["auto"] = "auto",
     include: str | Sequence[str] | None = None,
     dtype: str | Sequence[str] = (),
     init: Callable[[nn.Module], object] | None = None,
@@ -161,10 +161,12 @@ def load(
             folder, only the model's adapter is loaded; the base weights stay unchanged.
         state: nested like the saved state; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Modules on the meta device are allocated.
-        strict: raise if leaves are missing, unexpected or mismatched, or a name pattern matches no leaf; False reports
-            these leaves, warns about mismatched tensors, and loads the rest. In every format, leaves of another object
-            that only the checkpoint has (an optimizer, a scheduler, a step count) are no error: they are logged and
-            listed in ``left_out``.
+        strict: what is an error. In every format, leaves of another object that only the checkpoint has (an optimizer,
+            a scheduler, a step count) are no error: they are logged and listed in ``left_out``.
+            "auto": "missing" for Hugging Face's files, which often have the heads of other classes; else True.
+            True: leaves that are missing, unexpected or mismatched, and name patterns that match no leaf.
+            "missing": the same, except unexpected leaves, which are logged and reported.
+            False: nothing; these leaves are reported, mismatched tensors with a warning, and the rest is loaded.
         include: name patterns (fnmatch, such as ``"model.*"``); only leaves that match a pattern are loaded. Keys may
             also be joined by ``/``.
         dtype: ``"state"`` casts floats to the state's dtypes. Casts as for ``vescale-convert --dtype``, such as
@@ -219,6 +221,9 @@ def load(
     with coordinator.together(f"opening {path_text(path)}", _NOTHING_LOADED, alike, is_first=True):
         # All arguments are checked inside the block, so that all ranks raise.
         check_choices(verify, read)
+        if strict not in (True, False, "missing", "auto"):
+            expected = "True, False, 'missing' or 'auto'"
+            raise ArgumentError("strict has an unknown value.", expected=expected, got=repr(strict))
         patterns = None if include is None else _as_tuple(include)
         casts = _as_tuple(dtype)
         alike |= {"dtype": list(casts), "source": None if source is None else asdict(source)}
@@ -313,10 +318,14 @@ class Loader:
         return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
     @plainly  # not in the caller's autograd, inference or autocast mode
-    def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
-        """Load a state. With ``strict="missing"``, leaves of the checkpoint that the state lacks are no error."""
+    def load(
+        self, state: Any, *, strict: Strict | Literal["auto"], include: tuple[str, ...] | None
+    ) -> LoadReport:
+        """Load a state."""
         start_s = time.monotonic()
         checkpoint, matched = self._open(state, include)
+        if strict == "auto":
+            strict = "missing" if checkpoint.may_have_more else True
         once = self._reads_once
         reading: Json = "once" if once else "each"
         alike = {"strict": strict, "include": include, "verify": self.verify, "read": reading}
@@ -362,7 +371,9 @@ class Loader:
         report = _report_of(checkpoint, reads, matched)
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
-            _log_report(checkpoint.where, report, seconds, is_partial=not strict or include is not None)
+            _log_report(
+                checkpoint.where, report, seconds, strict, is_partial=not strict or include is not None
+            )
         return report
 
     def _open(self, state: Any, include: tuple[str, ...] | None) -> tuple[Loadable, Match]:
@@ -546,7 +557,7 @@ def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport
     )
 
 
-def _log_report(where: str, report: LoadReport, seconds: float, *, is_partial: bool) -> None:
+def _log_report(where: str, report: LoadReport, seconds: float, strict: Strict, *, is_partial: bool) -> None:
     """Log the speed and the warnings of a load; what was left out only if the caller asked for the whole state."""
     rate = report.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
     text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
@@ -554,6 +565,8 @@ def _log_report(where: str, report: LoadReport, seconds: float, *, is_partial: b
     if report.left_out and not is_partial:
         others = dict.fromkeys(name.partition(".")[0] for name in report.left_out)
         _log.warning("%s: not loaded, since the state does not have it: %s", where, some(others))
+    if report.unexpected and strict == "missing":
+        _log.warning("%s: not loaded, since the state does not have it: %s", where, some(report.unexpected))
     for doubt in report.warnings:
         _log.warning("%s: %s", where, doubt)
 

@@ -7,7 +7,7 @@ them takes longer than a small conversion.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -188,7 +188,8 @@ def convert(
         # Another part or an earlier run has published the result, so `check_files` was not called.
         if outcome.published and not checks:
             require(check_planned(report.plan, find_quantized))
-    warnings = (*report.warnings, *_overflows(report.state))  # overflows are known only after the copy
+    # Overflows are known only after the copy, and what the class ignores only after its check.
+    warnings = (*report.warnings, *_overflows(report.state), *_ignored(checks))
     return replace(report, outcome=outcome, check=checks[0] if checks else None, warnings=warnings)
 
 
@@ -212,6 +213,15 @@ def _overflows(state: CarriedState) -> list[str]:
         if (count := view.overflows)
     ]
     return [f"finite values are infinite in their new type: {some(overflows)}"] if overflows else []
+
+
+def _ignored(checks: Iterable[ClassCheck]) -> list[str]:
+    """Return a warning if the class in config.json ignores tensors of the result, else an empty list."""
+    return [
+        f"{check.class_name} of config.json ignores tensors of the result: {some(check.extra, 6)}"
+        for check in checks
+        if check.extra
+    ]
 
 
 def plan_conversion(

@@ -196,9 +196,16 @@ class HuggingFace(Form):
                 todo="pass the model's own config.json as assets=, or rules= to its names; or leave out "
                 "require_check=True, and convert a native checkpoint with vescale-convert to-hf, which runs the class",
             )
-        if check is None or not problems:
+        if check is None:
             return ()
-        loads_not = (
-            f"{check.class_name} of config.json does not load" if check.class_name else "no class loads"
-        )
-        return (f"{loads_not} {where} as it is: {some(problems, 6)}",)
+        texts = []
+        if problems:
+            loads_not = (
+                f"{check.class_name} of config.json does not load" if check.class_name else "no class loads"
+            )
+            texts.append(f"{loads_not} {where} as it is: {some(problems, 6)}")
+        if check.extra:
+            texts.append(
+                f"{check.class_name} of config.json ignores tensors of {where}: {some(check.extra, 6)}"
+            )
+        return texts

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vescale_fsdp.checkpoint.formats.huggingface.class_names import class_of, in_memory
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+    KINDS,
     NAMES_OF_FILES,
     Assets,
     config_class,
@@ -61,7 +62,7 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
     def aliases(names: Collection[str], are_in_memory: bool) -> tuple[dict[str, str], tuple[str, ...]]:
         return left_out_by(source, names, in_memory=are_in_memory)
 
-    return OpenedSource(source, state, quantized, aliases, _adapter_names, named)
+    return OpenedSource(source, state, quantized, aliases, _adapter_names, named, source.kind in KINDS)
 
 
 def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:

@@ -37,11 +37,13 @@ class Loadable(ABC):
         where: the checkpoint's path or URL.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         warnings: possible problems with the checkpoint's files.
+        may_have_more: whether tensors that the state lacks are no error, unless the load is strict about them.
     """
 
     where: str
     metadata: Json = None
     warnings: tuple[str, ...] = ()
+    may_have_more = False
 
     @property
     @abstractmethod

@@ -71,6 +71,7 @@ class OpenedSource:
         in_memory: takes the live modules; returns the source's model under the names in memory of the only model of
             transformers among them, or None without such a model. Without modules, the class is that of config.json.
             Returns None for sources whose names are those in memory.
+        may_have_more: whether such sources often have tensors that a model lacks, such as the heads of another class.
     """
 
     source: Source
@@ -79,6 +80,7 @@ class OpenedSource:
     aliases: Callable[[Collection[str], bool], tuple[dict[str, str], tuple[str, ...]]]
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
     in_memory: Callable[[Collection[nn.Module]], InMemory | None]
+    may_have_more: bool = False
 
 
 class ViewCatalogue(Catalogue):
@@ -161,6 +163,7 @@ class ViewedCheckpoint(Loadable):
         self._computed = frozenset[str]()  # names in the model of weights that its class keeps out of files
         self.where, self.metadata = opened.source.url, metadata
         self.warnings = tuple(opened.source.warnings)
+        self.may_have_more = opened.may_have_more
 
     @property
     def identity(self) -> str:

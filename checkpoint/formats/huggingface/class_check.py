@@ -1,5 +1,7 @@
 """Check whether the class in config.json loads a repository: names, shapes, ties and quantization, never values.
 
+What the class misses or refuses is a problem. What it ignores is reported: ``from_pretrained`` loads such a repository.
+
     table          the shipped table of common classes       imports nothing
     class          ``from_pretrained`` on the meta device    runs in a child process (`model_class`)
     not checked    neither has an answer                     `ClassCheck.reason` says why
@@ -10,7 +12,7 @@ transformers 4 and of its base model). Without transformers, the table's rejecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -46,7 +48,8 @@ class ClassCheck:
     Args:
         how: what the answer comes from: the shipped table or the class itself; or that there is no answer.
         class_name: the class in config.json; None if there is none.
-        problems: one text for each tensor that the class would miss, ignore or refuse.
+        problems: one text for each tensor that the class would miss or refuse.
+        extra: one text for each tensor that the class would ignore, such as a head that another class has.
         reason: why there is no answer; empty if there is one.
         child_bytes: peak memory of the child process; 0 without one.
 
@@ -60,6 +63,7 @@ class ClassCheck:
     problems: tuple[str, ...] = ()
     reason: str = ""
     child_bytes: int = 0
+    extra: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for ``--json``."""
@@ -81,9 +85,9 @@ class ClassCheck:
                 if self.class_name
                 else "No class of transformers loads the result.",
                 expected=f"the tensors of {self.class_name or 'a model, without those of an adapter'}",
-                got=some(self.problems, 6),
+                got=some([*self.problems, *self.extra], 6),
                 where=where,
-                todo=f"{_HOW_TO_MERGE if any(_ADAPTED in text for text in self.problems) else ''}"
+                todo=f"{_HOW_TO_MERGE if any(_ADAPTED in text for text in (*self.problems, *self.extra)) else ''}"
                 "pass the model's own config.json with --assets, rename tensors with --rules, or choose them with "
                 "--exclude and --include; --no-assets writes tensors without a config.json, unchecked. Nothing was "
                 "published",
@@ -152,16 +156,26 @@ def _check(
     if not is_declared:  # neither the table nor descriptions of classes include quantized weights
         shapes = {name: info.shape for name, info in infos.items()}
         if (by_table := known_class(config, class_name)) is not None:
-            known = ClassCheck("table", class_name, by_table.problems(shapes))
+            known = _with_extra("table", class_name, by_table.problems(shapes))
         elif (by_class := class_asked_before(config, class_name)) is not None:
-            known = ClassCheck("class", class_name, by_class.problems(shapes))
+            known = _with_extra("class", class_name, by_class.problems(shapes))
     if known is None and asks != "always":
         return None
-    if known is not None and (asks == "never" or not known.problems):
+    # A tensor that the table does not know may have an older name, which the class knows.
+    if known is not None and (asks == "never" or not (known.problems or (known.extra and asks == "always"))):
         return known
     answer = _ask_class(infos, config, class_name)
     # If the class gives no answer, the rejection by the table remains.
     return answer if known is None or answer.how == "class" else known
+
+
+def _with_extra(
+    how: Literal["table", "class"], class_name: str, problems: Sequence[str], child_bytes: int = 0
+) -> ClassCheck:
+    """Return the result of a check, with the tensors that are only ignored apart from those that do not fit."""
+    extra = tuple(text for text in problems if text.startswith("unexpected: "))
+    rest = tuple(text for text in problems if text not in extra)
+    return ClassCheck(how, class_name, rest, child_bytes=child_bytes, extra=extra)
 
 
 def missing_tensors(
@@ -221,4 +235,4 @@ def _ask_class(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], class
     child_bytes = int(answer.get("peak_bytes", 0))
     if "problems" not in answer:
         return ClassCheck("not checked", class_name, reason=str(answer["unknown"]), child_bytes=child_bytes)
-    return ClassCheck("class", class_name, tuple(answer["problems"]), child_bytes=child_bytes)
+    return _with_extra("class", class_name, answer["problems"], child_bytes)

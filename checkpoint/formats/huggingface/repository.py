@@ -274,6 +274,7 @@ def _ties(config: Mapping[str, Any]) -> bool:
     )
 
 
+KINDS = ("hf", "bin", "shards", "safetensors")
 NAMES_OF_FILES = ("hf", "bin")
 """Kinds of sources whose tensors have the names that a class of transformers has in files."""
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import memory_names, ties_of_class
-from vescale_fsdp.checkpoint.formats.huggingface.repository import config_class, own_config
+from vescale_fsdp.checkpoint.formats.huggingface.repository import KINDS, config_class, own_config
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, pieces_of
 
 Compare = Callable[[TensorView, TensorView], bool]
 """Whether two tensors have the same bytes."""
 
-_FOLDERS = ("hf", "safetensors", "shards", "bin")  # sources that store only one name of a tied tensor
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
 # Tied name -> candidates for the stored name, in common model families; used if transformers gives no answer.
 _PAIRS = {
@@ -90,7 +89,7 @@ def left_out_by(
     Returns:
         Omitted name -> the one of ``names`` that the folder stores, empty for other formats; and warnings.
     """
-    if source.kind not in _FOLDERS:
+    if source.kind not in KINDS:  # others store a tied tensor under all its names
         return {}, ()
     config = own_config(source.store)
     ties, warnings = declared_ties(config, names)

@@ -18,6 +18,7 @@ from vescale_fsdp.errors import CheckpointError, callers_level, explain, some
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
+"""What is an error: all that does not fit, nothing, or all but leaves of the checkpoint that the state lacks."""
 # Limits the time to find a renamed prefix: this many missing names are compared, each with as many unexpected names.
 _TRIED_NAMES = 64
 
@@ -189,8 +190,8 @@ class Match:
         """Return what to do if the state and the checkpoint do not have the same leaves."""
         if not self.missing:
             return (
-                "to load a part, pass include= with patterns ('model.*' for a model alone); "
-                "or pass strict=False to load what both have"
+                "to load a part, pass include= with patterns ('model.*' for a model alone); or pass strict='missing' "
+                "to load all of the state, and leave out what only the checkpoint has"
             )
         if self._only_stored and self._renaming is None:
             return (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
@@ -121,3 +122,47 @@ def test_what_differs_is_the_same_error_in_every_format(
             load(path, make(), **options)
     else:
         assert load(path, make(), **options) == report
+
+
+def _folder(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+
+
+# Whether tensors that the state lacks are an error by default.
+DEFAULTS: dict[str, tuple[Callable[[Path, dict[str, torch.Tensor]], object], bool]] = {
+    "native": (save, True),
+    "torch": (lambda path, state: torch.save(state, path), True),
+    "dcp": (lambda path, state: dcp.save(state, checkpoint_id=path, no_dist=True), True),
+    "hf": (_folder, False),
+    "safetensors": (lambda path, state: save_file(state, path), False),
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_the_default_depends_on_the_source(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What only Hugging Face's files have is reported; what they lack is an error, and so is all under True."""
+    write, is_strict = DEFAULTS[kind]
+    path = tmp_path / ("c.safetensors" if kind == "safetensors" else "c")
+    write(path, _MODEL | {"head": torch.ones(2)})
+    state = _linear()
+    for strict in ("auto", "missing"):
+        caplog.clear()
+        if strict == "auto" and is_strict:
+            with pytest.raises(CheckpointError, check=lambda error: "strict='missing'" in str(error.todo)):
+                load(path, state)
+            continue
+        state.weight.data.zero_()
+        report = load(path, state, **({} if strict == "auto" else {"strict": strict}))
+        assert report.unexpected == ("head",) and "head" in caplog.text and state.weight.eq(1).all()
+    with pytest.raises(CheckpointError, check=lambda error: error.expected == "equal names"):
+        load(path, state, strict=True)
+    for strict in ("auto", "missing", True):
+        with pytest.raises(CheckpointError, check=lambda error: "more" in str(error.got)):
+            load(path, {"weight": torch.zeros(2, 2), "more": torch.zeros(1)}, strict=strict)
+        with pytest.raises(CheckpointError, check=lambda error: error.where == f"weight in {path}"):
+            load(path, nn.Linear(3, 2), strict=strict)
+    with pytest.raises(ValueError, check=lambda error: error.got == "'all'"):
+        load(path, state, strict="all")  # type: ignore[arg-type]

@@ -105,13 +105,14 @@ ENDINGS = {"torch": ".pt", "safetensors": ".safetensors"}
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"dtype": ("bfloat16",)}, {"max_shard_bytes": 20_000})
 
 
-def _takes(folder: Path, class_name: str) -> State | None:
-    """What transformers makes of a folder; None if it misses, ignores or refuses anything."""
+def _takes(folder: Path, class_name: str) -> tuple[State, set[str]] | None:
+    """What transformers makes of a folder, and what it ignores; None if it misses or refuses anything."""
     try:
         model, info = getattr(transformers, class_name).from_pretrained(folder, output_loading_info=True)
     except Exception:  # noqa: BLE001  of whatever kind it raises
         return None
-    return None if any(info.values()) else dict(model.state_dict())
+    ignored = set(info.pop("unexpected_keys"))
+    return None if any(info.values()) else (dict(model.state_dict()), ignored)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -138,9 +139,12 @@ def test_a_folder_appears_if_and_only_if_transformers_takes_it(
         (other / "config.json").write_bytes((tmp_path / "assets" / "config.json").read_bytes())
         assert _takes(other, class_name) is None
         return
-    loaded = _takes(out, class_name)
-    assert loaded is not None
+    taken = _takes(out, class_name)
+    assert taken is not None
+    loaded, ignored = taken
     assert report.check is not None and report.check.problems == () and report.check.how != "not checked"
+    assert set(report.check.extra) == {f"unexpected: {key}" for key in ignored}
+    assert not ignored or any(all(key in text for key in ignored) for text in report.warnings)
     if change in {*RIGHT, "other head"}:
         wanted = changed if change == "other head" else state
         dtype = options.get("dtype", (None,))[0]
@@ -169,6 +173,7 @@ def test_the_report_says_who_checked(llama: Path, tmp_path: Path) -> None:
             "problems": [],
             "reason": "",
             "child_bytes": 0,
+            "extra": [],
         }
         done = _run("to-hf", llama, tmp_path / "again", *more, "--overwrite")
         assert "LlamaForCausalLM" in done.stdout and "check" not in done.stderr
@@ -377,12 +382,32 @@ def test_a_child_that_gives_no_answer(child: None, monkeypatch: pytest.MonkeyPat
         assert "FileNotFoundError" in ask_child(config, "BertModel", {})["unknown"]
 
 
-@pytest.mark.parametrize("problem", ["unexpected: l.0.q.base_layer.weight", "unexpected: l.0.q.weight"])
-def test_a_base_with_an_adapter_is_told_from_other_names(problem: str) -> None:
+@pytest.mark.parametrize("extra", ["unexpected: l.0.q.base_layer.weight", "unexpected: l.0.q.kernel"])
+def test_a_base_with_an_adapter_is_told_from_other_names(extra: str) -> None:
     """The names that peft gives to weights with an adapter: the error names the two commands that merge it."""
+    check = ClassCheck("table", "LlamaForCausalLM", ("missing: l.0.q.weight",), extra=(extra,))
     with pytest.raises(ConversionError) as error:
-        ClassCheck("table", "LlamaForCausalLM", (problem,)).require("out", is_required=False)
-    assert ("merge-adapter" in str(error.value.todo)) == ("base_layer" in problem)
+        check.require("out", is_required=False)
+    assert extra in str(error.value.got)
+    assert ("merge-adapter" in str(error.value.todo)) == ("base_layer" in extra)
+
+
+def test_a_head_of_another_class_is_reported(llama: Path, tmp_path: Path) -> None:
+    """By the command, and by a save from training; a weight that is missing is an error of both."""
+    state = load_file(llama / "model.safetensors") | {"value_head.weight": torch.ones(2, 2)}
+    save(tmp_path / "run", {"model": state})
+    done = _run("to-hf", tmp_path / "run", tmp_path / "out", "--assets", llama, "--json")
+    assert done.exit_code == 0 and "value_head.weight" in done.stderr
+    assert json.loads(done.stdout)["check"]["extra"] == ["unexpected: value_head.weight"]
+    assert "value_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"value_head\.weight"):
+        save(tmp_path / "live", {"model": state}, format=HuggingFace(assets=llama, require_check=True))
+    del state["model.norm.weight"]
+    save(tmp_path / "less", {"model": state})
+    refused = _run("to-hf", tmp_path / "less", tmp_path / "no", "--assets", llama)
+    assert refused.exit_code != 0 and "missing: model.norm.weight" in str(refused.exception.got)
+    with pytest.raises(ConversionError):
+        save(tmp_path / "no", {"model": state}, format=HuggingFace(assets=llama, require_check=True))
 
 
 @pytest.mark.part("formats")

@@ -85,7 +85,7 @@ def test_a_base_model_is_filled_from_a_folder_of_a_model_with_a_head(tmp_path: P
     """The live class decides, not the one in config.json; the head is unexpected."""
     whole = _saved("ViTForImageClassification", tmp_path / "hf")
     base = type(whole.vit)(whole.config, add_pooling_layer=False)
-    report = load(tmp_path / "hf", base, strict=False)
+    report = load(tmp_path / "hf", base)
     assert set(report.unexpected) == {"classifier.weight", "classifier.bias"} and not report.missing
     values = whole.vit.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in base.state_dict().items())
