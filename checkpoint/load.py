@@ -113,6 +113,7 @@ class SourceOptions:
         dequantize: the float dtype that quantized weights are converted to, before rules: ``"bf16"``, as for
             ``vescale-convert``.
         model_prefix: prefix of the model's names in the checkpoint; detected by default.
+        adapter_name: the adapter of the state that a peft adapter's folder fills, if the state has several.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -128,6 +129,7 @@ class SourceOptions:
     config: str | None = None
     dequantize: str | None = None
     model_prefix: str | None = None
+    adapter_name: str | None = None
 
 
 def load(

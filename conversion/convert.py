@@ -352,7 +352,7 @@ def _merged(
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
     require_adapter(options.merge)  # before opening, since its error lists the files of the folder
     adapter = open_source(options.merge, kind="adapter")
-    peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved")
+    peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved", merges=True)
     return merged_state(state, adapter, peft_config, _config(assets, source))
 
 

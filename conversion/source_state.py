@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.formats.viewed_checkpoint import OpenedSource
 from vescale_fsdp.checkpoint.moves.carried_state import InMemory, whole_state
 from vescale_fsdp.checkpoint.moves.casting import float_type
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.formats.peft import one_adapter, trained_names
+from vescale_fsdp.conversion.formats.peft import names_in_training
 from vescale_fsdp.conversion.quantization.dequantize import dequantized
 from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
@@ -62,21 +62,8 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
     def aliases(names: Collection[str], are_in_memory: bool) -> tuple[dict[str, str], tuple[str, ...]]:
         return left_out_by(source, names, in_memory=are_in_memory)
 
-    return OpenedSource(source, state, quantized, aliases, _adapter_names, named, source.kind in KINDS)
+    def adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:
+        is_folder = source.kind == "adapter"
+        return names_in_training(live, stored, options.adapter_name, url, is_folder=is_folder)
 
-
-def _adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:
-    """Map names in a peft folder to names in the model that trains the adapter; empty if ``stored`` has no such names.
-
-    Args:
-        live: tensor names of the state to be filled.
-        stored: tensor names of the checkpoint.
-
-    Raises:
-        ConversionError: if the live model has several adapters.
-    """
-    trained = trained_names(live)
-    # A training checkpoint already has the live names, so names that occur on both sides do not count as peft's.
-    if {name.saved for name in trained.values()}.isdisjoint(set(stored).difference(trained)):
-        return {}
-    return {saved: name for name, saved in one_adapter(trained, None, "the state to be filled").items()}
+    return OpenedSource(source, state, quantized, aliases, adapter_names, named, source.kind in KINDS)

@@ -10,6 +10,8 @@ Names of tensors differ between the state of a training run, which may contain s
     in training   base_model.model.h.0.q.lora_A.default.weight          ..q.modules_to_save.default.weight
     in a folder   base_model.model.h.0.q.lora_A.weight                  ..q.weight
     of the base   h.0.q.base_layer.weight                               ..q.original_module.weight
+
+Names of a folder may lack peft's prefix, ``base_model.model.``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
-_PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
+_PARTS = r"lora_\w+|ia3_l|trainable_tokens_delta|modules_to_save"
 # [^.]+, because an adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
@@ -84,13 +86,20 @@ def trained_biases(names: Iterable[str], adapter: Collection[str], which: str) -
     return biases
 
 
-def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str) -> dict[str, str]:
+def one_adapter(
+    trained: Mapping[str, TrainedName],
+    adapter: str | None,
+    where: str,
+    *,
+    option: str = "--adapter-name {}",
+) -> dict[str, str]:
     """Return the tensors of one adapter: name in training -> name in a peft folder.
 
     Args:
         trained: the tensors of all adapters, by name in training.
         adapter: name of the adapter; None if there is only one.
         where: the source, for errors.
+        option: how the caller chooses an adapter, for errors.
 
     Raises:
         ConversionError: if there is no such adapter, or if there are several and no name is given.
@@ -112,13 +121,54 @@ def one_adapter(trained: dict[str, TrainedName], adapter: str | None, where: str
             expected=f"one of {some(adapters, 8)}",
             got=adapter or some(adapters, 8),
             where=where,
-            todo=f"pass --adapter-name {adapters[0]}",
+            todo=f"pass {option.format(adapters[0])}",
         )
     return {name: each.saved for name, each in trained.items() if each.adapter == adapter}
 
 
+def names_in_training(
+    live: Collection[str], stored: Collection[str], adapter: str | None, where: str, *, is_folder: bool
+) -> dict[str, str]:
+    """Map names in a peft folder to the names of the model that trains the adapter.
+
+    Args:
+        live: tensor names of the model.
+        stored: tensor names of the checkpoint.
+        adapter: name of the adapter in the model; None if there is only one.
+        where: the checkpoint, for errors.
+        is_folder: whether the checkpoint is known to be a peft folder, whose names may lack peft's prefix.
+
+    Returns:
+        Name in the folder -> name in the model, of all tensors of the adapter, and of the base's tensors in the folder,
+        such as trained biases. Empty if the checkpoint has no adapter with names of a folder.
+
+    Raises:
+        ConversionError: if the model has several adapters and none is chosen, or ``adapter`` does not apply.
+    """
+    trained = trained_names(live)
+    given = {ROOT + name.removeprefix(ROOT) if is_folder else name: name for name in stored}
+    # A training checkpoint already has the live names, so names that occur on both sides do not count as peft's.
+    if {name.saved for name in trained.values()}.isdisjoint(given.keys() - trained.keys()):
+        if adapter is not None:
+            raise ConversionError(
+                "The checkpoint has no adapter to load under another name.",
+                expected="a folder that peft saved, and a model with its adapter",
+                got=f"{some(stored, 2)} for a model with {some(trained, 2) if trained else 'no adapter'}",
+                where=where,
+                todo="leave out adapter_name",
+            )
+        return {}
+    option = "source=SourceOptions(adapter_name={!r})"
+    names = one_adapter(trained, adapter, "the state to be filled", option=option)
+    of_base = {ROOT + name.removeprefix(ROOT): name for name in live if name not in trained}
+    in_training = {given[saved]: name for saved, name in of_base.items() if saved in given}
+    return in_training | {given.get(saved, saved): name for name, saved in names.items()}
+
+
 ADAPTER_CONFIG = "adapter_config.json"
-_TYPES = ("LORA", "IA3")
+_TYPES = ("LORA", "IA3")  # that can be merged
+# That can be exported: their tensors have the names above.
+_EXPORTED_TYPES = (*_TYPES, "TRAINABLE_TOKENS")
 # Settings that change how an adapter is merged, or the base weights, in ways that this converter does not implement.
 _OTHER_MERGES = (
     "use_bdlora",
@@ -141,15 +191,17 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")  # other values ch
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The settings of an adapter that a merge needs.
+    """The settings of an adapter that a merge or an export needs.
 
     Args:
-        kind: ``LORA`` or ``IA3``.
+        kind: ``LORA``, ``IA3`` or ``TRAINABLE_TOKENS``.
         rank, alpha: LoRA's rank and alpha for all modules that match no pattern.
         rank_patterns, alpha_patterns: regular expression for the end of a module's name -> rank or alpha.
         is_rank_stabilized: whether alpha is divided by the square root of the rank instead of the rank (rslora).
         is_dora: whether rows have trained magnitudes (DoRA).
         biases: which biases of the base were also trained: ``none``, ``all`` or ``lora_only``.
+        has_parameters: whether parameters of several matrices, such as fused experts, have LoRA: the ranks of their
+            matrices follow each other.
     """
 
     kind: str
@@ -160,17 +212,19 @@ class PeftConfig:
     is_rank_stabilized: bool = False
     is_dora: bool = False
     biases: str = "none"
+    has_parameters: bool = False
 
     @classmethod
-    def read(cls, store: Storage, todo: str) -> PeftConfig:
+    def read(cls, store: Storage, todo: str, *, merges: bool) -> PeftConfig:
         """Read the adapter_config.json of a folder.
 
         Args:
             store: the folder.
             todo: what the user can do, for the error if the folder has no such file.
+            merges: whether the adapter is to be merged; an export is a copy of its tensors.
 
         Raises:
-            ConversionError: if there is no such file, or if the converter cannot merge this kind of adapter.
+            ConversionError: if there is no such file, or this kind of adapter cannot be merged or exported.
         """
         where = f"{store.where}/{ADAPTER_CONFIG}"
         if store.size(ADAPTER_CONFIG) is None:
@@ -183,7 +237,7 @@ class PeftConfig:
             )
         try:
             data = parse_json(store.read(ADAPTER_CONFIG), is_text=True)
-            _check_kind(data, where)
+            (_check_mergeable if merges else _check_exported)(data, where)
             # `or`, because IA3 has no rank and alpha, and settings may be null.
             return cls(
                 data["peft_type"],
@@ -194,6 +248,7 @@ class PeftConfig:
                 bool(data.get("use_rslora")),
                 bool(data.get("use_dora")),
                 str(data.get("bias") or "none"),
+                bool(data.get("target_parameters")),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # the JSON may have any structure
             refuse_pointers(store, [ADAPTER_CONFIG], error)  # a pointer of git-lfs is no JSON either
@@ -221,7 +276,19 @@ def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _check_kind(data: Mapping[str, Any], where: str) -> None:
+def _check_exported(data: Mapping[str, Any], where: str) -> None:
+    """Raise ConversionError if the names of this kind of adapter are not known."""
+    if data["peft_type"] not in _EXPORTED_TYPES:
+        raise ConversionError(
+            "This kind of adapter cannot be exported here.",
+            expected=" or ".join(_EXPORTED_TYPES),
+            got=f"peft_type {data['peft_type']}",
+            where=where,
+            todo="save it with peft itself, on a model that is not sharded: model.save_pretrained(FOLDER)",
+        )
+
+
+def _check_mergeable(data: Mapping[str, Any], where: str) -> None:
     """Raise ConversionError if the converter cannot merge this kind of adapter."""
     start = data.get("init_lora_weights")
     other = next((f"{key} {data[key]!r:.60}" for key in _OTHER_MERGES if data.get(key)), None)
@@ -286,14 +353,21 @@ def adapter_state(
             adapter_config.json, or it belongs to another adapter.
     """
     state = model_state(source, model_prefix)
-    config = PeftConfig.read(_settings(assets), "pass the folder that has it with --assets")
+    config = PeftConfig.read(_settings(assets), "pass the folder that has it with --assets", merges=False)
     if source.kind != "adapter":
         names = one_adapter(trained_names(state.views), adapter_name, source.url)
         names |= trained_biases(state.views, names, config.biases)
+        names = _without_tied(names, state.views)
         renamed = {saved: (RenamedView(state.views[name], saved), name) for name, saved in names.items()}
         state = state.with_replaced(renamed, set(state.views))
     _check_ranks(state.views, config, str(assets))
     return state
+
+
+def _without_tied(names: dict[str, str], views: Mapping[str, TensorView]) -> dict[str, str]:
+    """Leave out further names of one tensor: the trained rows of tied weights, which peft stores once."""
+    first = {views[name].sameness: name for name in reversed(names)}
+    return {name: saved for name, saved in names.items() if first[views[name].sameness] == name}
 
 
 def _settings(assets: str | None) -> Storage:
@@ -326,7 +400,9 @@ def _check_ranks(views: Mapping[str, TensorView], config: PeftConfig, where: str
     for name, view in views.items():
         module, part, _ = name.partition(".lora_A.")
         rank = config.rank_of(module.removeprefix(ROOT))
-        if part and view.info.shape[0] != rank:
+        ranks = [rank, config.rank, *config.rank_patterns.values()] if config.has_parameters else []
+        is_several = any(view.info.shape[0] % each == 0 for each in ranks if each)
+        if part and view.info.shape[0] != rank and not is_several:
             raise ConversionError(
                 "The adapter_config.json belongs to another adapter.",
                 expected=f"rank {view.info.shape[0]}, as {name} has",

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint import SourceOptions, load, save
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError, VescaleError
+from vescale_fsdp.errors import CheckpointError, ConversionError, VescaleError
 
 ROOT = "base_model.model."
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q", "up"]}
@@ -396,3 +396,107 @@ def test_into_a_sharded_model_and_back(tmp_path: Path) -> None:
         back = load_file(tmp_path / f"back-{name}" / "adapter_model.safetensors")
         assert back.keys() == {ROOT + each for each in expected}
         assert all(same_bytes(back[ROOT + each], tensor) for each, tensor in expected.items())
+
+
+# Config of the adapter -> name in a folder -> (name in training, shape), of what peft itself writes: see tests/stacks.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]] = {
+    "fused experts": (
+        {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 4},
+        {
+            "experts.base_layer.lora_A.weight": ("experts.base_layer.lora_A.{}.weight", (12, 5)),
+            "experts.lora_A.weight": ("experts.lora_A.{}.weight", (12, 6)),
+            "experts.lora_B.weight": ("experts.lora_B.{}.weight", (5, 12)),
+        },
+    ),
+    "tokens beside LoRA": (
+        {"trainable_token_indices": [1, 5], "r": 4},
+        {
+            "emb.token_adapter.trainable_tokens_delta": (
+                "emb.token_adapter.trainable_tokens_delta.{}",
+                (2, 8),
+            ),
+            "q.lora_A.weight": ("q.lora_A.{}.weight", (4, 8)),
+        },
+    ),
+    "tokens": (
+        {"peft_type": "TRAINABLE_TOKENS"},
+        {"emb.trainable_tokens_delta": ("emb.trainable_tokens_delta.{}", (2, 8))},
+    ),
+    "PiSSA": ({"init_lora_weights": "pissa"}, {"q.lora_B.weight": ("q.lora_B.{}.weight", (8, 4))}),
+    "OLoRA": ({"init_lora_weights": "olora"}, {"q.lora_B.weight": ("q.lora_B.{}.weight", (8, 4))}),
+    "replicated layers": (
+        {"layer_replication": [[0, 1], [0, 2]]},
+        {"q.lora_B.weight": ("q.lora_B.{}.weight", (8, 4))},
+    ),
+    "biases, DoRA, a whole module": (
+        {"bias": "all", "use_dora": True},
+        {
+            "q.lora_magnitude_vector": ("q.lora_magnitude_vector.{}.weight", (8,)),
+            "q.lora_A.weight": ("q.lora_A.{}.weight", (4, 8)),
+            "q.base_layer.bias": ("q.base_layer.bias", (8,)),
+            "up.bias": ("up.bias", (3,)),
+            "head.weight": ("head.modules_to_save.{}.weight", (9, 8)),
+        },
+    ),
+}
+_OF_BASE = {
+    "q.base_layer.weight": torch.full((8, 8), 7.0),
+    "head.original_module.weight": torch.full((9, 8), 7.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_that_is_copied_comes_out_and_back(kind: str, tmp_path: Path) -> None:
+    """Of two adapters in a training state the one that is named; a folder without peft's prefix is the same folder."""
+    config, names = KINDS[kind]
+    assets = tmp_path / "assets"
+    stored = _adapter(assets, {name: shape for name, (_, shape) in names.items()}, **config)
+    in_training = {
+        ROOT + name.format(adapter): stored[saved] * (adapter == "a" or "{}" not in name)
+        for saved, (name, _) in names.items()
+        for adapter in ("a", "b")
+    } | {ROOT + name: value for name, value in _OF_BASE.items()}
+    save(tmp_path / "run", {"model": in_training})
+    out = tmp_path / "out"
+    convert(
+        open_source(str(tmp_path / "run")),
+        str(out),
+        "adapter",
+        ConvertOptions(assets=str(assets), adapter_name="a"),
+    )
+    found = load_file(out / "adapter_model.safetensors")
+    assert found.keys() == {ROOT + name for name in stored}
+    assert all(same_bytes(found[ROOT + name], value) for name, value in stored.items())
+    bare = tmp_path / "bare"
+    shutil.copytree(out, bare)
+    save_file(stored, bare / "adapter_model.safetensors")
+    for folder, prefix in ((out, ROOT), (bare, ROOT), (out, ""), (bare, "")):
+        state = {
+            name.removeprefix(ROOT) if not prefix else name: value * 0 for name, value in in_training.items()
+        }
+        with pytest.raises(ConversionError, check=lambda error: "adapter_name" in str(error.todo)):
+            load(folder, {"model": state})
+        load(folder, {"model": state}, source=SourceOptions(adapter_name="a"))
+        for saved, (name, _) in names.items():
+            assert same_bytes(state[prefix + name.format("a")], stored[saved])
+            assert "{}" not in name or not state[prefix + name.format("b")].any()
+        assert not any(state[prefix + name].any() for name in _OF_BASE)
+
+
+def test_what_an_export_and_a_load_of_an_adapter_refuse(tmp_path: Path) -> None:
+    """Kinds whose tensors have names that are not known; an adapter that the model lacks; a name for no adapter."""
+    _adapter(tmp_path / "loha", {"q.hada_w1_a": (8, 4)}, peft_type="LOHA")
+    options = ConvertOptions(assets=str(tmp_path / "loha"))
+    with pytest.raises(ConversionError, check=lambda error: error.got == "peft_type LOHA"):
+        convert(open_source(str(tmp_path / "loha")), str(tmp_path / "out"), "adapter", options)
+    _adapter(tmp_path / "lora", _pair("q", 4, 24, 24))
+    state = _wrapped().state_dict()
+    for folder, model in (("lora", state), ("base", state)):
+        if folder == "base":
+            save_file({"q.weight": torch.ones(24, 24)}, tmp_path / "base.safetensors")
+            folder = "base.safetensors"
+        with pytest.raises(ConversionError, check=lambda error: "adapter" in error.problem):
+            load(tmp_path / folder, model, source=SourceOptions(adapter_name="c"))
+    smaller = {name: value for name, value in state.items() if "lora_A" not in name}
+    with pytest.raises(CheckpointError, check=lambda error: "lora_A" in str(error.got)):
+        load(tmp_path / "lora", smaller)  # else a matrix of the folder would be left out

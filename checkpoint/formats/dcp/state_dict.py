@@ -2,9 +2,9 @@
 
 The getters call torch's, and their ranks meet once for all tensors (see `vescale_fsdp.dtensor.meeting`); in torch's own
 getters ranks meet once per tensor. `get_optimizer_state_dict` takes no step of an optimizer. `set_optimizer_state_dict`
-keeps the dtypes of state, and the state of frozen parameters. With ``full_state_dict=True``, torch's setters call ``distribute_tensor``, which
-refuses placements of other libraries. The setters here first cut each full tensor to this rank's region, and then pass
-a sharded state to torch's setters. Their signatures are torch's.
+keeps the dtypes of state, and the state of frozen parameters. With ``full_state_dict=True``, torch's setters call
+``distribute_tensor``, which refuses placements of other libraries. The setters here first cut each full tensor to this
+rank's region, and then pass a sharded state to torch's setters. Their signatures are torch's.
 
     options                                what each rank passes             what is sent between ranks
     full_state_dict                        the whole state                   nothing

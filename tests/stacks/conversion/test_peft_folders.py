@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from tests.conversion.rules.multimodal_models import FAMILIES, build_multimodal
+from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
@@ -70,6 +78,70 @@ CASES: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
+
+
+def _mixtral() -> Any:
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=67, num_key_value_heads=2, num_local_experts=4, **sizes)
+    )
+
+
+def _tied() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**_llama().config.to_dict() | {"tie_word_embeddings": True}))
+
+
+# What is copied, and merged by peft alone.
+COPIED: dict[str, tuple[Any, Any]] = {
+    **CASES,
+    "experts": (
+        _mixtral,
+        LoraConfig(
+            r=3,
+            target_modules=["q_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ),
+    ),
+    "tokens beside": (_llama, LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[1, 5])),
+    "tokens of two": (
+        _llama,
+        LoraConfig(
+            r=3, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 5], "lm_head": [2]}
+        ),
+    ),
+    "tokens, tied": (_tied, LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[1, 5])),
+    "tokens": (_llama, TrainableTokensConfig(token_indices=[0, 3], target_modules=["embed_tokens"])),
+    "pissa": (_llama, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="pissa")),
+    "olora": (_llama, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="olora")),
+    "replication": (_llama, LoraConfig(r=3, target_modules=["q_proj"], layer_replication=[[0, 1], [0, 2]])),
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_export_and_load(tmp_path: Path, case: str) -> None:
+    """The bytes of peft's folder from a training state, and from the folder into another model with the adapter."""
+    make, config = COPIED[case]
+    torch.manual_seed(0)
+    model = get_peft_model(make(), copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapter = tmp_path / "adapter"
+    model.save_pretrained(adapter)
+    torch.save({"model": model.state_dict()}, tmp_path / "run.pt")
+    options = ConvertOptions(assets=str(adapter))
+    convert(open_source(str(tmp_path / "run.pt")), str(tmp_path / "out"), "adapter", options)
+    saved = load_file(adapter / "adapter_model.safetensors")
+    saved = {name: tensor for name, tensor in saved.items() if not name.endswith(".base_layer.weight")}
+    _equal(saved, load_file(tmp_path / "out" / "adapter_model.safetensors"))
+
+    torch.manual_seed(1)
+    other = get_peft_model(make(), copy.deepcopy(config))
+    assert load(tmp_path / "out", other).missing == ()
+    found, expected = other.state_dict(), model.state_dict()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and [name for name in trained if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
