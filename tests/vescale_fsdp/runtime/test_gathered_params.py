@@ -306,6 +306,7 @@ def test_a_parameter_frozen_while_gathered_stays_frozen() -> None:
 
 # -- gradients that wait --------------------------------------------------------------------------------------
 
+
 def _clear(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad = None
