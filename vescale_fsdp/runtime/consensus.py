@@ -155,7 +155,7 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         LifecycleError: if lines differ, on all ranks of the mesh.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if is_fake(torch.empty(0, device=mesh.device_type)):
+    if is_fake(torch.empty(0, dtype=torch.int64, device=mesh.device_type)):
         return 0  # under FakeTensorMode no values are computed or sent
     meet(groups, "first use of a sharded model")
     digest = _hash("\n".join(lines))

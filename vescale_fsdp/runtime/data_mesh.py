@@ -332,7 +332,7 @@ class PriorSharding:
             return local_of(grad)
         if any(placement.is_partial() for placement in grad.placements):
             dtype = torch.promote_types(grad.dtype, dtype)
-            spec = spec_with(grad._spec, dtype=dtype)
+            spec = spec_with(spec_of(grad), dtype=dtype)
             grad = DTensor(local_of(grad).to(dtype), spec, requires_grad=False)  # type: ignore[call-arg]
         return local_of(grad.redistribute(placements=wanted))
 

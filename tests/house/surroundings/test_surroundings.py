@@ -79,6 +79,7 @@ TORCHS_OWN = {
     ("loaders", "default device meta"): "a DataLoader draws its seed on the default device",
     ("loaders", "torch.device"): "likewise",
     ("switches", "autocast"): "the forward computes in bfloat16",
+    ("steps_in_backward", "autocast"): "likewise",
     ("steps_in_backward", "default dtype float64"): "AdamW counts steps in the default dtype",
 }
 # Public names that no recipe calls: the beginning of the name, and why.

@@ -322,7 +322,6 @@ def remedies_work(name: str, gathered: str) -> None:
         module.unshard()
         with pytest.raises(UnsupportedOpError) as refused:
             AVERAGES[name](teacher.weight, student.weight)
-        assert "module.reshard(), then take the parameter" in str(refused.value.todo)
         module.reshard()
         AVERAGES[name](teacher.weight, student.weight)
         check(teacher.weight, want, name)

@@ -298,7 +298,7 @@ def adapters_train(kind: type[HooklessCodes]) -> None:
     model, plain = models
     with pytest.raises(UnsupportedOpError) as caught:
         fully_shard(model[0], mesh=cpu_mesh())
-    assert "ignored_params={param} in every fully_shard call" in str(caught.value.todo)
+    assert "ignored_params" in str(caught.value.todo)
     frozen = {layer.base for layer in model}
     for module in (*model, model):
         fully_shard(module, mesh=cpu_mesh(), ignored_params=frozen)
