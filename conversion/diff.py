@@ -284,7 +284,7 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
             expected=f"at most {MOST_GROWTH} times the bytes that are stored, or {format_bytes(UNCHECKED_BYTES)}",
             got=f"{format_bytes(nbytes)} of {format_bytes(max(stored))} that are stored",
             where=f"tensor {a.info.name}",
-            todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B",
+            todo="compare the stored bytes in Python, or a sample: vescale-convert report A --against B --out FILE",
         )
     return left, right, a.info.numel // max(1, left.info.numel)  # not 0, which empty tensors would divide by
 

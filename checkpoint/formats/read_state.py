@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import how_to_download
 from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
 from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
@@ -35,7 +34,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.open import how_to_download, open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
 

@@ -586,7 +586,7 @@ def _with_form(
             "An optimizer entry belongs to no parameter.",
             expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
             got=unknown[0] if unknown else name_of(container),
-            todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
+            todo="keep the form (--optimizer keep), or leave the optimizer out (--optimizer drop)",
         )
     tree = optimizer.nested() if form == "nested" else optimizer.flattened()
     if not optimizer.groups:  # do not add an empty list that the source lacks

@@ -282,5 +282,7 @@ def has_pattern(local: torch.Tensor) -> bool:
 
 def _pattern(memory: torch.Tensor) -> torch.Tensor:
     """Return the bytes from 128 to 223, in another order, as often as they fit into the memory or a chunk of it."""
-    period = (torch.arange(_PERIOD_BYTES, device=memory.device) * 37 % _PERIOD_BYTES + 128).to(torch.uint8)
+    period = (
+        torch.arange(_PERIOD_BYTES, dtype=torch.int64, device=memory.device) * 37 % _PERIOD_BYTES + 128
+    ).to(torch.uint8)
     return period.repeat(-(-min(memory.numel(), _CHUNK_BYTES) // _PERIOD_BYTES))

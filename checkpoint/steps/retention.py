@@ -98,7 +98,7 @@ def remove_old_steps(root: Storage, saved: int, policy: RetentionPolicy, best: S
                 warnings.warn(
                     f"steps {sorted(damaged)} of {root.where} are kept, because their manifests are damaged: a lost "
                     "metric may be the best one. To remove a step, call CheckpointManager.remove",
-                    stacklevel=2,
+                    stacklevel=callers_level(),
                 )
             steps = [step for step in steps if step not in kept | damaged]
         return [step for step in steps if not is_pinned(root, step)]

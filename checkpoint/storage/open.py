@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError
+
+# The owner and the name, as in "org/model". Not paths such as ../model.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) -> Storage:
@@ -64,6 +68,14 @@ def open_store(url: str) -> Storage:
     if folder is None:
         return _open_url(url, explains=True)
     return LocalStorage(folder, durable=False, whole_files=True)
+
+
+def how_to_download(path: str) -> str | None:
+    """Return advice for a path that does not exist but may be the id of a repository on the Hugging Face Hub."""
+    name = os.path.relpath(path) if os.path.isabs(path) else path
+    if _HUB_ID.fullmatch(name) is None or os.path.exists(name.partition("/")[0]):
+        return None
+    return f"for a repository on the Hub, pass the folder that huggingface_hub.snapshot_download({name!r}) returns"
 
 
 def _on_disk(url: str) -> str | None:

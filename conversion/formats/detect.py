@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
-    how_to_download,
     is_weight_file,
     refuse_pointers,
 )
@@ -28,7 +27,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import checked_path, open_parent, open_store
+from vescale_fsdp.checkpoint.storage.open import checked_path, how_to_download, open_parent, open_store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, VescaleError, some
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function

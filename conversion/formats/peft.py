@@ -377,7 +377,8 @@ def _settings(assets: str | None) -> Storage:
             "An adapter needs its adapter_config.json.",
             expected="--assets FOLDER, with the adapter_config.json of the training run",
             got="no --assets",
-            todo="write it with: peft_config.save_pretrained(FOLDER); it contains alpha, which the tensors do not show",
+            todo="write it with peft_config.save_pretrained(FOLDER), and pass --assets FOLDER: it contains alpha, "
+            "which the tensors do not show",
         )
     return open_store(assets)
 

@@ -15,7 +15,6 @@ them to the converted weights.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,9 +34,6 @@ BEING_WRITTEN = ".vescale-being-written"  # marker file: the folder is incomplet
 _WEIGHTS = re.compile(
     r"(model|diffusion_pytorch_model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"
 )
-
-# The owner and the name, as in "org/model". Not paths such as ../model.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Range of sizes of pointer files, which consist of a version, a hash and a size as text. Other files are not opened.
@@ -75,14 +71,6 @@ def index_of(stem: str) -> str:
 def is_weight_file(name: str) -> bool:
     """Whether a file is in the repository's root and contains weights or is an index of weights."""
     return "/" not in name and (_WEIGHTS.fullmatch(name) is not None or name.endswith(".safetensors"))
-
-
-def how_to_download(path: str) -> str | None:
-    """Return advice for a path that does not exist but may be the id of a repository on the Hugging Face Hub."""
-    name = os.path.relpath(path) if os.path.isabs(path) else path
-    if _HUB_ID.fullmatch(name) is None or os.path.exists(name.partition("/")[0]):
-        return None
-    return f"for a repository on the Hub, pass the folder that huggingface_hub.snapshot_download({name!r}) returns"
 
 
 def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | None = None) -> None:
