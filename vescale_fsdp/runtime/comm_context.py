@@ -279,6 +279,10 @@ class CommContext:
         stays = lingers and self.streams is not None and not self._ahead
         with outside_modes():
             for group in groups:
+                # A stream on which the unit has not computed may reshard it, and reads the buffer to keep writes.
+                if self.streams is not None and group.filled is not None:
+                    self.streams.current().wait_event(group.filled)
+                group.filled = None
                 group.reshard(keep_part=keep_part, frees=not stays)
         if stays:
             assert self.streams is not None

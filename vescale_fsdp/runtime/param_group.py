@@ -292,6 +292,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # created at the first unshard
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
+        self.filled: Event | None = None  # the same, until the group is resharded
         self.was_gathered = False  # whether a gather has ever started
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
         self.sums_grads = False
@@ -522,7 +523,8 @@ class ParamGroup:
 
     def hand_over(self) -> None:
         """Set the unsharded parameters on the modules. The compute stream must wait for the gather before this call."""
-        self._part = self.gathered = None  # not earlier, because the gather reads the part
+        self._part = None  # not earlier, because the gather reads the part
+        self.filled, self.gathered = self.gathered, None
         unsharded = []
         for param in self.params:
             full = param.unsharded
