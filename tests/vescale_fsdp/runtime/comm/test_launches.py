@@ -92,7 +92,7 @@ KINDS = {
     "codes": Kind(
         {"mp_policy": CODES, "granularity": Rows(1)},
         # A policy without `reduce_dtype` reduces in bf16 and casts the sums, but not as of torch 2.15.
-        {**unit(19, _to_copy=35 - REDUCES_AS_STORED, clone=8), "_foreach_copy_": 1 + 2 * 2},
+        {**unit(19, _to_copy=23 - REDUCES_AS_STORED, clone=8), "_foreach_copy_": 1 + 2 * 2},
     ),
     "offload": Kind({"mp_policy": HALF}, unit(6), offload=True),
     "accumulation": Kind({"mp_policy": HALF}, unit(5, gathers=4, _to_copy=4), microbatches=2),
