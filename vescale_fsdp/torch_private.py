@@ -597,22 +597,9 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], 
     return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
 
 
-def with_several_post_hooks(params: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the tensors with more than one hook of `post_accumulate_grad_hooks`, at the cost of one call."""
-    return [
-        param
-        for param in params
-        if param is not None
-        and (hooks := param._post_accumulate_grad_hooks) is not None  # type: ignore[attr-defined]
-        and len(hooks) > 1
-    ]
-
-
-def replace_post_hooks(param: torch.Tensor, change: Callable[[Any], Any]) -> None:
-    """Replace each hook of `post_accumulate_grad_hooks` by ``change(hook)``; users' handles still remove it."""
-    hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-    for key, hook in hooks.items():
-        hooks[key] = change(hook)
+def set_post_accumulate_grad_hooks(param: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Let ``register_post_accumulate_grad_hook`` of a parameter add hooks to this dictionary (torch 2.11-2.15)."""
+    param._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
 def restart_group_names() -> None:

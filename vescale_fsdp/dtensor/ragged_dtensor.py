@@ -133,9 +133,16 @@ _AS_GIVEN = "_vescale_as_given"  # attribute of a piece, set by `show_as_given`
 
 
 class WriteCount:
-    """Number of writes to a tensor and its views."""
+    """Counts writes to a tensor and its views.
+
+    Attributes:
+        number: number of the writes so far.
+        then: called after each write with the tensor that was written, whose version torch raises after the call; None
+            for tensors that are not parameters of a unit.
+    """
 
     number = 0
+    then: Callable[[torch.Tensor], None] | None = None
 
 
 @set_module("vescale_fsdp")
@@ -305,6 +312,8 @@ class RaggedDTensor(DTensor):
                 todo="shard the full tensor with vescale_fsdp.distribute_tensor, and copy_ it into the tensor",
             )
         self._local_tensor = piece_in(value).detach()  # `.data` has no autograd history
+        if self.writes is not None and self.writes.then is not None:
+            self.writes.then(self)
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
@@ -509,6 +518,8 @@ def _count_write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(tensor, RaggedDTensor) and tensor.writes is not None:
                     tensor.writes.number += 1
+                    if tensor.writes.then is not None:
+                        tensor.writes.then(tensor)
 
 
 register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only

@@ -140,10 +140,7 @@ class CommContext:
 
     def watch(self, comm: GroupComm) -> None:
         """Begin to compare the order of a group's collectives with other ranks (`OrderWatch`)."""
-        # Groups of torch's test backends cannot compare through a store: "fake" has no other ranks, and the ranks of
-        # "threaded" are threads of one process.
-        has_store = dist.get_backend(comm.shard_group) not in ("fake", "threaded")
-        if comm.mesh.size() > 1 and has_store:
+        if comm.can_watch:
             if comm.mesh not in self.watches:
                 self.watches[comm.mesh] = OrderWatch(comm.mesh)
             comm.watch = self.watches[comm.mesh]
@@ -524,6 +521,7 @@ class UnshardHandle(TorchUnshardHandle):
             self._comm.explain(error)
             raise
         for group in self._groups:
+            group.expose()
             for param in group.params:
                 param.show_grad()
 

@@ -55,6 +55,7 @@ from vescale_fsdp.torch_private import (
     groups_with_timeout_of,
     inherit_timeout,
     local_of,
+    set_local,
     spec_of,
     spmd_mesh_of,
     unflatten_mesh,
@@ -311,7 +312,9 @@ class PriorSharding:
         if self.spec is None:
             return nn.Parameter(view, requires_grad)
         tensor = DTensor(view, spec_with(self.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
-        return nn.Parameter(tensor, requires_grad)
+        full = nn.Parameter(tensor, requires_grad)
+        full.__class__ = GatheredDTensor  # type: ignore[assignment]
+        return full
 
     def own_grad(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's part of an unsharded gradient, summed over the axes of other parallelisms.
@@ -335,6 +338,30 @@ class PriorSharding:
             spec = spec_with(spec_of(grad), dtype=dtype)
             grad = DTensor(local_of(grad).to(dtype), spec, requires_grad=False)  # type: ignore[call-arg]
         return local_of(grad.redistribute(placements=wanted))
+
+
+class GatheredDTensor(DTensor):
+    """An unsharded parameter that another parallelism has cut: a DTensor whose ``.data`` can be assigned.
+
+    torch's own setter changes the metadata of a DTensor and silently keeps its values.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The tensor without autograd, in shared memory, as in torch."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor) or (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise PlacementError(
+                "A tensor that is assigned to .data must be placed like the tensor itself.",
+                expected=f"a DTensor of shape {tuple(self.shape)}, {self.dtype}",
+                got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}",
+                todo="use copy_, or distribute the tensor with torch.distributed.tensor.distribute_tensor",
+            )
+        moved = value.redistribute(self.device_mesh, self.placements)
+        set_local(self, local_of(moved).detach())
 
 
 def local_part(param: nn.Parameter) -> torch.Tensor:

@@ -105,6 +105,7 @@ class FSDPState:
         self.post_optim_event: Event | None = None
         self.overlaps = False  # whether, on the CPU, collectives overlap with compute; as of the last forward
         self._outstanding = 0  # number of forward calls that the backward has not passed yet
+        self._calls: dict[int, int] = {}  # number of forward calls of each trace, by the trace's number
         self._took_part = False  # whether the unit ran with gradients enabled since its last reduction
         self._was_reduced = False  # whether this backward has reduced the unit
         self._entered: set[nn.Module] = set()  # modules of the unit that ran in this forward
@@ -246,7 +247,8 @@ class FSDPState:
         if not torch.is_grad_enabled():
             return args, kwargs
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
-        trains = any(group.trainable for group in self.groups)
+        noted = [group.note_trained() for group in self.groups]  # of all groups
+        trains = any(noted)
         self._took_part = self._took_part or trains
         # A forward that activation checkpointing recomputes must not add a second node: the first run added one.
         if self.schedule.in_backward and self._outstanding:
@@ -254,8 +256,11 @@ class FSDPState:
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not watched and not trains:  # the backward does not need this unit
             return args, kwargs
+        if not self._outstanding and not self.schedule.in_backward:
+            self._calls.clear()
         self._outstanding += 1
-        begin = self.schedule.note(self._leave_backward)
+        begin = self.schedule.note(functools.partial(self._leave_backward, is_late=True))
+        self._calls[begin.trace.number] = self._calls.get(begin.trace.number, 0) + 1
         self._begin_node = -1
         if not watched:  # without an autograd node, the schedule calls `_leave_backward`
             return args, kwargs
@@ -359,7 +364,16 @@ class FSDPState:
                 self.schedule.enter_differentiable(unit)
             return
         self.schedule.pass_by(end)  # first do the work of later units that autograd has skipped on this rank
+        for unit in units:
+            unit.count_again(end)
         _enter_backward(units)
+
+    def count_again(self, end: Moment) -> None:
+        """Count the forward calls of a graph that a second backward enters, once an earlier backward has reduced."""
+        if not self._outstanding and not self.schedule.has_begun(self):
+            self._outstanding = self._calls.get(end.trace.number, 0)
+            noted = [group.note_trained() for group in self.groups]  # of all groups
+            self._took_part |= bool(self._outstanding) and any(noted)
 
     def enter_backward(self) -> None:
         """Gather the unit for its backward, and the next unit."""
@@ -375,13 +389,20 @@ class FSDPState:
         self.schedule.pass_by(begin)
         self._leave_backward()
 
-    def _leave_backward(self) -> None:
-        """Count one forward call as passed by the backward; after the last one, reshard and reduce the unit."""
+    def _leave_backward(self, *, is_late: bool = False) -> None:
+        """Count one forward call as passed by the backward; after the last one, reshard and reduce the unit.
+
+        Args:
+            is_late: whether autograd has skipped the call. If the unit stayed gathered since its forward, code of the
+                user's may still read it, so it is resharded when the backward ends.
+        """
         self._outstanding = max(0, self._outstanding - 1)  # it is 0 if `forget_iteration` ran in between
         if self._outstanding == 0:
             for group in self.groups:
                 group.check_not_stale("backward")
-            self._reshard_in_backward()  # first, so that the full buffer's memory is free for the reduction
+                group.computes = False  # before hooks of users write the sharded parameters
+            if not is_late or self.reshard_after_forward is not False:
+                self._reshard_in_backward()  # first, so that the full buffer's memory is free for the reduction
             self.schedule.leave_backward(self)
 
     def end_backward(self, *, is_last: bool) -> None:
@@ -395,6 +416,7 @@ class FSDPState:
         self._methods_running = 0
         for group in self.groups:
             group.collect_grads()
+            group.computes = False
         # Gradients that arose without the unit's own forward, or through inputs that need no gradient. Only some ranks
         # may have such gradients, which therefore wait for the last backward, in which all ranks reduce.
         has_late_grads = any(group.grads or group.owes_reduction for group in self.groups)
@@ -424,7 +446,7 @@ class FSDPState:
 
     def reduce(self) -> None:
         """Start the reduction of the gradients; without synchronization sum them in the buffer."""
-        trained = [group for group in self.groups if group.trainable]
+        trained = [group for group in self.groups if group.note_trained() or group.is_due]
         if not trained:  # a frozen unit has nothing to reduce, and need not wait for a slot
             return
         if not self.requires_gradient_sync:  # sum in the gradient buffer, which frees the kept gradients

@@ -23,14 +23,15 @@ On an accelerator the host does not wait for values: such writes are kept, and n
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import xxhash
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale_fsdp.errors import LifecycleError, callers_level, some
 from vescale_fsdp.torch_modes import is_fake
@@ -49,15 +50,18 @@ class _Steps:
     def __init__(self) -> None:
         self.last = 0  # number of the last step among all steps of this process
         self._of: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     def note(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         """Note a step; torch calls this after every step of every optimizer."""
-        self.last += 1
-        self._of[optimizer] = self.last
+        with self._lock:
+            self.last += 1
+            self._of[optimizer] = self.last
 
     def have_written(self, params: Iterable[ManagedParam], after: int) -> bool:
         """Return whether an optimizer of these parameters has stepped after the step with this number."""
-        later = [optimizer for optimizer, step in self._of.items() if step > after]
+        with self._lock:
+            later = [optimizer for optimizer, step in self._of.items() if step > after]
         stepped = {
             id(each) for optimizer in later for group in optimizer.param_groups for each in group["params"]
         }
@@ -66,6 +70,22 @@ class _Steps:
 
 _steps = _Steps()
 register_optimizer_step_post_hook(_steps.note)
+# Groups whose unsharded parameters users may hold outside of a forward.
+_exposed: WeakSet[ParamGroup] = WeakSet()
+note_exposed = _exposed.add
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Let the sharded parameters, which the step writes, have what users have done to unsharded ones."""
+    if not _exposed:
+        return
+    stepped = {id(param) for each in optimizer.param_groups for param in each["params"]}
+    for group in list(_exposed):
+        if any(id(param.sharded) in stepped for param in group.params):
+            group.before_step()
+
+
+register_optimizer_step_pre_hook(_before_step)
 
 
 class GatheredWrites:
@@ -86,6 +106,10 @@ class GatheredWrites:
         # group that does not gather its shard's values.
         self._opened: list[int] = []
         self._fingerprint: str | None = None
+        self._accepts_versions = False
+        self._unnoted: dict[
+            str, None
+        ] = {}  # notes for the watch, which begins with the first forward; in order
         self._valid: list[int] = []  # versions at the last reshard: those of tensors that autograd has saved
 
     def take_raw(self) -> bool:
@@ -97,8 +121,12 @@ class GatheredWrites:
         """Drop the versions, since the group makes new unsharded parameters."""
         self._valid = []
 
-    def begin(self, params: Sequence[ManagedParam]) -> None:
+    def begin(self, group: ParamGroup) -> None:
         """Note that a gather begins to read the shard."""
+        params = group.params
+        if self._unnoted and group.comm.watch is not None:
+            notes, self._unnoted = list(self._unnoted), {}
+            self._note(group, notes)
         epoch = _epoch_of(params)
         if self._valid and epoch != self._epoch:
             moved = [now != before for now, before in zip(epoch, self._epoch, strict=True)]
@@ -108,10 +136,18 @@ class GatheredWrites:
                 for at, version in enumerate(self._valid)
             ]
         self._epoch, self._raw, self._step = epoch, _raw_writes_to(params), _steps.last
+        self._accepts_versions = False
+
+    def accept_versions(self) -> None:
+        """Let the operator that has written before the last gather raise versions of sharded parameters after it."""
+        self._accepts_versions = True
 
     def is_stale(self, params: Sequence[ManagedParam]) -> bool:
         """Return whether sharded parameters were written since the last gather began to read them."""
-        if _epoch_of(params) != self._epoch or _raw_writes_to(params) != self._raw:
+        epoch = _epoch_of(params)
+        if self._accepts_versions and epoch[len(params) :] == self._epoch[len(params) :]:
+            self._epoch = epoch  # a later write has counted itself, or calls `accept_versions` again
+        if epoch != self._epoch or _raw_writes_to(params) != self._raw:
             return True
         return self._step != _steps.last and _steps.have_written(params, self._step)
 
@@ -122,6 +158,28 @@ class GatheredWrites:
         self._opened = versions_of(unsharded)
         self._fingerprint = group.fingerprint()
 
+    def keep(self, group: ParamGroup, unsharded: Sequence[torch.Tensor]) -> None:
+        """Copy writes to the shard, before an optimizer writes the shard while the group is gathered.
+
+        Raises:
+            LifecycleError: if writes cannot be kept.
+        """
+        if versions_of(unsharded) == self._opened or is_fake(group.shard):
+            return
+        refusal, notes = self._keep(group, unsharded)
+        if refusal is not None:
+            raise refusal
+        self._opened = versions_of(unsharded)
+        self._note(group, notes)
+
+    def _note(self, group: ParamGroup, notes: Sequence[str]) -> None:
+        """Let ranks compare writes, now or once they have a watch."""
+        if group.comm.watch is None:
+            self._unnoted.update(dict.fromkeys(notes))
+            return
+        for note in notes:
+            group.comm.watch.note(note)
+
     def close(self, group: ParamGroup, unsharded: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Copy writes to the shard, before the memory of the unsharded parameters is freed.
 
@@ -131,15 +189,13 @@ class GatheredWrites:
         refusal, notes = (None, []) if is_fake(group.shard) else self._keep(group, unsharded)
         self._valid = versions_of(unsharded)
         increment_versions(unsharded)  # autograd must not read what is freed
-        watch = group.comm.watch
-        if refusal is None and (not notes or watch is None):
+        if refusal is None and not notes:
             return None
 
         def report() -> None:
             if refusal is not None:
                 raise refusal
-            for note in notes:
-                watch.note(note)  # type: ignore[union-attr]  # tested above
+            self._note(group, notes)
 
         return report
 
@@ -174,7 +230,7 @@ class GatheredWrites:
         self.was_written_raw |= bool(raw)
         if group.compute_dtype != group.shard.dtype and (touched or raw):
             _warn_of_rounding(group)
-        if group.comm.watch is None:
+        if not group.comm.can_watch:
             return None, []
         return None, [
             f"write to {param.slot.fqn} of {group.label[1:-1]} while it was gathered, bits {digest_of(local_of(each))}"

@@ -26,7 +26,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -424,6 +424,12 @@ def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | Non
     return dataclasses.replace(policy, **changes)
 
 
+class HasSharded(Protocol):
+    """A managed parameter."""
+
+    sharded: nn.Parameter
+
+
 class _NotTrained:
     """Parameters that a step would not train, as long as they are alive, each with its name in its unit.
 
@@ -433,13 +439,20 @@ class _NotTrained:
     def __init__(self) -> None:
         # The keys are ids, because tensors compare element by element. The weak reference keeps no parameter alive, and
         # removes the entry when the parameter is freed.
-        self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.Tensor], str, Callable[[], HasSharded | None]]] = {}
         self._hook: RemovableHandle | None = None
 
-    def add(self, param: torch.Tensor, fqn: str) -> None:
-        """Record that a step would not train ``param``, whose name in its unit is ``fqn``."""
+    def add(
+        self, param: torch.Tensor, fqn: str, managed: Callable[[], HasSharded | None] = lambda: None
+    ) -> None:
+        """Record that a step would not train ``param``.
+
+        Args:
+            fqn: its name in its unit.
+            managed: returns what has the sharded parameter that a step would train; None if there is none.
+        """
         key = id(param)
-        self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn)
+        self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn, managed)
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(_check_step)
 
@@ -455,9 +468,32 @@ class _NotTrained:
         # Compare the objects too: Python may have given the id of a freed parameter to this one.
         return entry[1] if entry is not None and entry[0]() is param else None
 
+    def sharded_of(self, param: torch.Tensor) -> nn.Parameter | None:
+        """Return the sharded parameter of a gathered one; None for a parameter that was not added."""
+        entry = self._alive.get(id(param))
+        managed = entry[2]() if entry is not None and entry[0]() is param else None
+        return None if managed is None else managed.sharded
+
 
 _replaced, _gathered = _NotTrained(), _NotTrained()
 note_replaced, note_gathered = _replaced.add, _gathered.add
+
+
+def _take_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Replace gathered parameters of an optimizer by the sharded ones; False, without a change, if it has used them."""
+    taken = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    changes: list[tuple[list[Any], int, nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            if _gathered.name_of(param) is None:
+                continue
+            sharded = _gathered.sharded_of(param)
+            if sharded is None or param in optimizer.state or id(sharded) in taken:
+                return False
+            changes.append((group["params"], index, sharded))
+    for params, index, sharded in changes:
+        params[index] = sharded
+    return True
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -477,16 +513,16 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             "model.parameters()",
         )
     full = [name for param in params if (name := _gathered.name_of(param)) is not None]
-    if full:
+    if full and not _take_sharded(optimizer):
         raise LifecycleError(
-            "The optimizer has parameters that were gathered when it got them, so its step would not train them.",
+            "The optimizer has parameters that were gathered when it got them, and has made state for them.",
             expected="an optimizer of the sharded parameters",
             got=f"{len(full)} of {len(params)} parameters are gathered ones: {', '.join(full[:4])}",
             where=type(optimizer).__name__,
             todo="build the optimizer (or call add_param_group) right after fully_shard, before the first forward, or "
             "after module.reshard() of every gathered unit (the root stays gathered from a forward to the backward)",
         )
-    for param in params:
+    for param in [param for group in optimizer.param_groups for param in group["params"]]:
         waiting = waiting_in(param.grad)
         if waiting is not None:
             raise waiting.refusal(type(optimizer).__name__)

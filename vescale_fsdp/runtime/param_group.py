@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -44,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.collectives.slice_exchange import Work
 from vescale_fsdp.dtensor.first_order import first_order
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, WriteCount, redistribute
 from vescale_fsdp.dtensor.waiting_grad import WaitingValues, waiting_in
 from vescale_fsdp.errors import LifecycleError, some
 from vescale_fsdp.layout.group_layout import TensorSlot
@@ -53,8 +54,8 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
 from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
 from vescale_fsdp.runtime.comm.streams import Event
-from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
-from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of
+from vescale_fsdp.runtime.data_mesh import GatheredDTensor, PriorSharding, local_part
+from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of, note_exposed
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, note_gathered, policy_of_group
 from vescale_fsdp.torch_modes import is_fake, profiled, without_grad
 from vescale_fsdp.torch_private import (
@@ -66,9 +67,10 @@ from vescale_fsdp.torch_private import (
     move_hooks,
     piece_in,
     post_accumulate_grad_hooks,
-    replace_post_hooks,
+    set_local,
+    set_post_accumulate_grad_hooks,
+    spec_of,
     tensor_hooks,
-    with_several_post_hooks,
 )
 
 
@@ -103,9 +105,15 @@ class ManagedParam:
     attributes: dict[str, Any] = field(default_factory=dict)  # the users', of both Parameters
     # Whether ``unsharded`` required a gradient when it was last set on the modules; None: never set.
     trained: bool | None = None
-    gathered_grad: WaitingValues | None = None  # ``.grad`` of ``unsharded`` after `FSDPModule.unshard`
+    # Whether it required a gradient in a forward or reduction since gradients were last delivered. A gradient that
+    # was summed before the user has frozen the parameter is delivered, too; the same on all ranks.
+    is_due: bool = False
+    gathered_grad: torch.Tensor | None = None  # ``.grad`` of ``unsharded`` after `FSDPModule.unshard`
     # While gradients wait for a reduction: what is shown as ``.grad`` of the two Parameters.
-    waiting: tuple[RaggedDTensor, WaitingValues | None] | None = None
+    waiting: tuple[RaggedDTensor, torch.Tensor | None] | None = None
+    # The hooks that the user had when the last gradient arrived; None once they were called.
+    called_after: list[Callable[[Any], Any]] | None = None
+    written: Callable[[torch.Tensor], None] | None = None  # called after writes to ``sharded`` or its views
     generation: int = 0  # how often ``sharded`` or ``piece`` was replaced
 
     def __post_init__(self) -> None:
@@ -117,6 +125,9 @@ class ManagedParam:
             move_hooks(self.sharded, sharded)
             self.generation += 1
         self.sharded = sharded
+        if self.written is not None and isinstance(sharded, RaggedDTensor):
+            sharded.writes = sharded.writes or WriteCount()
+            sharded.writes.then = self.written
         self.share_attributes()
         _by_sharded[id(sharded)] = self  # by id, so that the dictionary keeps no Parameter alive
 
@@ -128,7 +139,11 @@ class ManagedParam:
     def take_unsharded(self, unsharded: nn.Parameter) -> None:
         """Make ``unsharded`` the unsharded parameter."""
         self.unsharded, self.watched, self.trained = unsharded, False, None
-        note_gathered(unsharded, self.slot.fqn)
+        self.gathered_grad = None
+        if self.waiting is not None:
+            self.waiting = self.waiting[0], None
+        note_gathered(unsharded, self.slot.fqn, weakref.ref(self))
+        set_post_accumulate_grad_hooks(unsharded, _UnshardedHooks())
         self.share_attributes()
 
     def share_attributes(self) -> None:
@@ -148,23 +163,46 @@ class ManagedParam:
 
     def show_grad(self) -> None:
         """Let a reduced gradient be noticed at the unsharded parameter: it can be zeroed there, but not read."""
-        if (
-            type(self.unsharded) is nn.Parameter
-            and self.unsharded.grad is None
-            and self.sharded.grad is not None
-        ):
+        if self.gathered_grad is not None and self.sharded.grad is None:
+            self.hide_grad()  # the gradient that was shown has been dropped
+        if self.gathered_grad is None and self.sharded.grad is not None:
             zero = functools.partial(_zero_grad_of, weakref.ref(self))
-            shown = WaitingValues(self.unsharded, self.slot.fqn, zero, is_gathered=True)
-            self.unsharded.grad = self.gathered_grad = shown
+            self.gathered_grad = self.shown_at_unsharded(zero, is_gathered=True)
+
+    def shown_at_unsharded(self, zero: Callable[[], None], *, is_gathered: bool) -> torch.Tensor | None:
+        """Set ``.grad`` of the unsharded parameter to a tensor without values; None if it has one or cannot."""
+        full = self.unsharded
+        if full is None or type(full) not in _SHARE_ATTRIBUTES or full.grad is not None:
+            return None
+        shown: torch.Tensor = WaitingValues(local_of(full), self.slot.fqn, zero, is_gathered=is_gathered)
+        if isinstance(full, DTensor):
+            shown = DTensor(shown, spec_of(full), requires_grad=False)  # type: ignore[call-arg]
+        full.grad = shown
+        return shown
+
+    def follow_grad(self) -> None:
+        """Set the sharded gradient to None if a user has done so at the unsharded parameter."""
+        if self.gathered_grad is not None and (
+            self.unsharded is None or self.unsharded.grad is not self.gathered_grad
+        ):
+            self.hide_grad()
 
     def hide_grad(self) -> None:
         """End `show_grad`; a gradient that was set to None meanwhile is None at the sharded parameter, too."""
         shown, self.gathered_grad = self.gathered_grad, None
         assert shown is not None and self.unsharded is not None
+        values = waiting_in(shown)
+        assert values is not None
         if self.unsharded.grad is shown:
-            self.unsharded.grad = shown.added
-        elif not shown.is_added_to:
+            self.unsharded.grad = self.as_unsharded(values.added)
+        elif not values.is_added_to:
             self.sharded.grad = None
+
+    def as_unsharded(self, local: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a local tensor as a tensor like the unsharded parameter."""
+        if local is None or not isinstance(self.unsharded, DTensor):
+            return local
+        return DTensor(local, spec_of(self.unsharded), requires_grad=False)  # type: ignore[call-arg]
 
     def post_hooks(self) -> list[Callable[[Any], Any]]:
         """Return the user's hooks for accumulated gradients, of both Parameters."""
@@ -173,6 +211,16 @@ class ManagedParam:
             redirected = post_accumulate_grad_hooks(self.unsharded)
             hooks += [hook.hook for hook in redirected if isinstance(hook, _AfterReduction)]
         return hooks
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or unfreeze both Parameters if a user has frozen or unfrozen one since the last call."""
+        full, sharded = self.unsharded, self.sharded
+        assert full is not None
+        if self.trained is not None and full.requires_grad != self.trained == sharded.requires_grad:
+            sharded.requires_grad_(full.requires_grad)  # through the unsharded parameter
+        self.trained = sharded.requires_grad
+        if full.requires_grad != self.trained:
+            full.requires_grad_(self.trained)
 
     def replacements(self) -> list[nn.Parameter | None]:
         """Return parameters that users have set on owners in place of this one; None for an owner that has none."""
@@ -193,8 +241,8 @@ class ManagedParam:
 
 _SHARE_ATTRIBUTES: tuple[type, ...] = (
     nn.Parameter,
-    DTensor,
-)  # a Parameter of a DTensor is of the class DTensor
+    GatheredDTensor,
+)
 # The key is the id of the sharded Parameter, so that this dictionary keeps no Parameter alive.
 _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
@@ -212,6 +260,9 @@ class BackwardWatch(Protocol):
     in_backward: bool
     has_grads: bool  # whether a gradient has arrived in this backward
 
+    def gather_again(self, group: ParamGroup) -> None:
+        """Gather a group whose shard was written while it was gathered."""
+
     def begin_backward(self) -> None:
         """Begin a backward that has reached a gradient before any output of a unit."""
 
@@ -224,6 +275,15 @@ class _AfterReduction:
 
     def __call__(self, unsharded: torch.Tensor) -> None:
         """Do nothing."""
+
+
+class _UnshardedHooks(OrderedDict[int, Any]):
+    """The hooks for accumulated gradients of an unsharded parameter, whenever they are registered."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(
+            key, hook if isinstance(hook, (GradHook, _AfterReduction)) else _AfterReduction(hook)
+        )
 
 
 class GradHook:
@@ -243,7 +303,10 @@ class GradHook:
     def __call__(self, unsharded: torch.Tensor) -> None:
         grad = taken_grad(unsharded)
         take, param = self._take(), self._param()  # None once the group is freed
-        if grad is not None and take is not None and param is not None:
+        if grad is None or take is None or param is None:
+            return
+        # A parameter that was frozen at its sharded Parameter, while it was gathered, gets no gradient.
+        if param.sharded.requires_grad or not param.trained:
             for hook in tensor_hooks(param.sharded):  # as in DDP, they get the local gradient
                 changed = hook(grad)
                 grad = grad if changed is None else changed
@@ -253,9 +316,10 @@ class GradHook:
 def taken_grad(unsharded: torch.Tensor) -> torch.Tensor | None:
     """Take the gradient that has arrived at an unsharded parameter: a second reference would keep it in memory."""
     grad, unsharded.grad = unsharded.grad, None
-    if not isinstance(grad, WaitingValues):
+    values = waiting_in(grad)
+    if values is None:
         return grad
-    added, grad.added = grad.added, None
+    added, values.added = values.added, None
     if added is None:
         unsharded.grad = grad  # still waits
     return added
@@ -309,6 +373,10 @@ class ParamGroup:
         self.stepped = False
         self._keeps_graph = False  # whether gradients to deliver have a graph (create_graph=True)
         self.schedule: BackwardWatch | None = None  # the unit's
+        # Whether users may have seen unsharded parameters outside of the unit's forward, and may hold them.
+        self.is_exposed = False
+        # Whether the unit's forward or backward runs.
+        self.computes = False
         self._holds = False  # whether gradients that wait are shown as ``.grad``
         # Whether a reduction is due, even if a user has dropped the gradients since: the same on all ranks.
         self.owes_reduction = False
@@ -318,6 +386,9 @@ class ParamGroup:
         # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
+        for param in self.params:
+            param.written = functools.partial(_note_write, weakref.ref(self))
+            param.take(param.sharded)
         self._scattered = [param for param in self.params if param.slot.is_scattered]
         # The dtype is given as a function, because settings may change it from one buffer to the next.
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
@@ -416,10 +487,18 @@ class ParamGroup:
         """Whether memory on the host is pinned, so that copies to and from the device do not block the host."""
         return self.is_offloaded and self.offload is not None and self.offload.pin_memory
 
+    def note_trained(self) -> bool:
+        """Note which parameters require a gradient now; return whether any does."""
+        is_trained = False
+        for param in self.params:
+            if param.sharded.requires_grad:
+                param.is_due = is_trained = True
+        return is_trained
+
     @property
-    def trainable(self) -> bool:
-        """Whether any parameter requires a gradient."""
-        return any(param.sharded.requires_grad for param in self.params)
+    def is_due(self) -> bool:
+        """Whether gradients of any parameter may have been summed since the last delivery."""
+        return any(param.is_due for param in self.params)
 
     # -- gather ---------------------------------------------------------------------------------------
 
@@ -443,7 +522,7 @@ class ParamGroup:
         """Start the all-gather on the current stream; a no-op unless sharded. `finish_gather` must follow."""
         if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
             return
-        self.writes.begin(self.params)
+        self.writes.begin(self)
         self._start_gather()
         self.was_gathered = True
         self.state = GroupState.GATHERING
@@ -529,15 +608,8 @@ class ParamGroup:
         for param in self.params:
             full = param.unsharded
             assert full is not None
-            # The user may have frozen or unfrozen the parameter since the last gather.
-            if (
-                param.trained is not None
-                and full.requires_grad != param.trained == param.sharded.requires_grad
-            ):
-                param.sharded.requires_grad_(full.requires_grad)  # through the unsharded parameter
-            param.trained = param.sharded.requires_grad
-            if full.requires_grad != param.trained:
-                full.requires_grad_(param.trained)
+            if full.requires_grad != param.trained or param.sharded.requires_grad != param.trained:
+                param.follow_requires_grad()
             if param.trained and not param.watched:  # one hook serves all backwards
                 full.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
                 param.watched = True
@@ -547,6 +619,27 @@ class ParamGroup:
             unsharded.append(full)
         self.writes.open(self, unsharded)
         self.state = GroupState.UNSHARDED
+
+    def expose(self) -> None:
+        """Note that users may see the unsharded parameters outside of the unit's forward, and may hold them."""
+        if not self.is_exposed:
+            self.is_exposed = True
+            note_exposed(self)
+
+    def before_step(self) -> None:
+        """Bring what users have done to unsharded parameters to the sharded ones, before an optimizer's step."""
+        for param in self.params:
+            param.follow_grad()
+        if self.state is GroupState.UNSHARDED:
+            self.writes.keep(self, [param.unsharded for param in self.params if param.unsharded is not None])
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or unfreeze parameters that a user has frozen or unfrozen while the group stayed gathered."""
+        for param in self.params:
+            param.follow_requires_grad()
+            if param.trained and not param.watched and param.unsharded is not None:
+                param.unsharded.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
+                param.watched = True
 
     def is_stale(self) -> bool:
         """Return whether the shard was written since the last gather."""
@@ -584,6 +677,7 @@ class ParamGroup:
             if not keep_part:  # an optimizer step may follow, after which the kept part would be stale
                 self._part, self.state = None, GroupState.SHARDED
             return
+        self.computes = False
         # Collected here, because resharding replaces the user's parameters; raised at the end, so that the model is
         # left sharded.
         replaced, unsharded = [], []
@@ -593,8 +687,7 @@ class ParamGroup:
             assert param.unsharded is not None
             if param.unsharded.requires_grad != param.trained:  # frozen or unfrozen while it was gathered
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
-            if param.gathered_grad is not None:
-                param.hide_grad()
+            param.follow_grad()
             param.set_on_modules(param.sharded)
             unsharded.append(param.unsharded)
         report = self.writes.close(self, unsharded)
@@ -619,6 +712,15 @@ class ParamGroup:
     def forget_full(self) -> None:
         """Drop the full buffer and its views; the next gather creates a new buffer."""
         self.full = None
+
+    def follow_shard(self) -> None:
+        """Drop the full buffer after `new_shard`, unless it has the right dtype and device.
+
+        If it stays, tensors that autograd has saved stay views of it, and their versions say whether they are valid.
+        """
+        kind = (self.compute_dtype, self.device)
+        if self.full is not None and (self.full.flat.dtype, self.full.flat.device) != kind:
+            self.forget_full()
 
     # -- writes to gathered parameters ------------------------------------------------------------------
 
@@ -647,20 +749,32 @@ class ParamGroup:
         start, stop = self.layout.shard_range(self.comm.rank)
         return digest_of(self.full.flat[start:stop])
 
+    def has_other_data(self) -> bool:
+        """Return whether users have set ``p.data = tensor`` of unsharded parameters since the gather."""
+        return self.state is GroupState.UNSHARDED and bool(self._with_other_data())
+
+    def _with_other_data(self) -> list[ManagedParam]:
+        if self.full is None:  # parameters that gather themselves
+            return []
+        locals_ = [local_of(param.unsharded) for param in self.params if param.unsharded is not None]
+        views = [self.full.view(param.slot) for param in self.params]
+        return [
+            param
+            for param, view, local in zip(self.params, views, locals_, strict=True)
+            if view.data_ptr() != local.data_ptr()
+        ]
+
     def return_to_buffer(self) -> set[str]:
         """Copy values that users have set by ``p.data = tensor`` into the full buffer; return the parameters' names."""
-        if self.full is None:
-            return set()
-        views = [self.full.view(param.slot) for param in self.params]
-        locals_ = [local_of(param.unsharded) for param in self.params if param.unsharded is not None]
-        replaced = [view.data_ptr() != local.data_ptr() for view, local in zip(views, locals_, strict=True)]
-        if not any(replaced):  # the usual case
-            return set()
         names = set()
-        for param, view, local, is_other in zip(self.params, views, locals_, replaced, strict=True):
-            if is_other and param.unsharded is not None:
-                view.copy_(local.detach())
-                param.unsharded.data = view.data
+        for param in self._with_other_data():
+            if param.unsharded is not None and self.full is not None:
+                view = self.full.view(param.slot)
+                view.copy_(local_of(param.unsharded).detach())
+                if isinstance(param.unsharded, DTensor):
+                    set_local(param.unsharded, view.data)
+                else:
+                    param.unsharded.data = view.data
                 names.add(param.slot.fqn)
         return names
 
@@ -724,16 +838,22 @@ class ParamGroup:
                 self.schedule.begin_backward()
             self.schedule.has_grads = True
         self._keeps_graph |= grad.requires_grad
+        param.called_after = param.post_hooks()
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
-    def redirect_hooks(self) -> None:
-        """Let hooks on unsharded parameters, for accumulated gradients, run after the reduction instead."""
-        for unsharded in with_several_post_hooks([param.unsharded for param in self.params]):
-            replace_post_hooks(
-                unsharded,
-                lambda hook: hook if isinstance(hook, (GradHook, _AfterReduction)) else _AfterReduction(hook),
-            )
+    def begin_backward(self) -> None:
+        """Prepare for gradients of the unit's backward."""
+        if self.is_exposed:
+            for param in self.params:
+                if (
+                    param.gathered_grad is not None
+                ):  # autograd stores a first gradient faster than it adds one
+                    param.hide_grad()
+        if self._holds and any(param.prior.spec is not None for param in self.params):
+            # Autograd would add gradients of a DTensor that are partial sums to what is shown, after it has summed
+            # them in their own dtype. `own_grad` sums in the reduce dtype.
+            self.settle()
 
     def _take(self, param: ManagedParam, grad: torch.Tensor) -> None:
         if self._holds:
@@ -763,11 +883,10 @@ class ParamGroup:
             if param.slot.fqn in names and param.waiting is None:
                 zero = functools.partial(_zero_waiting, weakref.ref(self), param.slot.fqn)
                 values = WaitingValues(param.piece, param.slot.fqn, zero, param.sharded.grad)
-                shown, full = RaggedDTensor.wrap(values, param.spec), None
-                if type(param.unsharded) is nn.Parameter and param.unsharded.grad is None:
-                    full = param.unsharded.grad = WaitingValues(param.unsharded, param.slot.fqn, zero)
-                param.sharded.grad = shown
-                param.waiting = shown, full
+                param.sharded.grad = shown = RaggedDTensor.wrap(values, param.spec)
+                param.waiting = shown, param.shown_at_unsharded(zero, is_gathered=False)
+            elif self.is_exposed:
+                param.show_grad()
 
     def settle(self) -> None:
         """Show reduced gradients as ``.grad`` again, and drop those waiting gradients that a user has cleared."""
@@ -778,15 +897,21 @@ class ParamGroup:
             (shown, full), param.waiting = param.waiting, None
             is_kept = param.sharded.grad is shown
             if full is not None and param.unsharded is not None:
-                if param.unsharded.grad is full:
-                    param.unsharded.grad = (
-                        full.added
-                    )  # a gradient that `take_grad` or `collect_grads` has still to take
-                elif not full.is_added_to:  # cleared through the unsharded parameter
+                there = waiting_in(full)
+                assert there is not None
+                if (
+                    param.unsharded.grad is full
+                ):  # `take_grad` or `collect_grads` has still to take what was added
+                    param.unsharded.grad = param.as_unsharded(there.added)
+                elif not there.is_added_to:  # cleared through the unsharded parameter
                     is_kept, param.sharded.grad = False, None
             if param.sharded.grad is shown:
                 waiting = waiting_in(shown)
-                param.sharded.grad = None if waiting is None else waiting.reduced
+                assert waiting is not None
+                param.sharded.grad = waiting.reduced
+                if waiting.added is not None:  # of a loss on the sharded parameter itself
+                    added = RaggedDTensor.wrap(waiting.added, param.spec)
+                    param.sharded.grad = added if waiting.reduced is None else waiting.reduced + added
             if not is_kept:
                 self._drop_waiting(param)
 
@@ -809,8 +934,10 @@ class ParamGroup:
             if self._unreplicated is not None:
                 self._unreplicated.shard[param.local].zero_()
             waiting = None if param.waiting is None else waiting_in(param.waiting[0])
-            if waiting is not None and waiting.reduced is not None:
-                waiting.reduced.zero_()
+            if waiting is not None:
+                waiting.added = None
+                if waiting.reduced is not None:
+                    waiting.reduced.zero_()
 
     def _new_grads(self, dtype: torch.dtype) -> DBuffer:
         flat = self.comm.allocate_grads(self.layout.numel, dtype, self.device)
@@ -874,13 +1001,14 @@ class ParamGroup:
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
-            if not param.sharded.requires_grad:  # frozen after `fully_shard`: it gets no gradient
-                continue
             fqn, piece = param.slot.fqn, shard[param.local]
+            if not param.is_due and fqn not in used:  # frozen: it gets no gradient
+                continue
+            param.is_due = False
             # A piece is delivered at once if it is known that some rank has used the parameter, or if adding the piece
             # is right in both cases. Any other piece waits for the flags of other ranks.
             if (
-                settings.zeros_unused
+                (settings.zeros_unused and param.sharded.requires_grad)
                 or fqn in used
                 or (
                     # If no rank has used the parameter, the piece is zeros, which do not change an existing gradient.
@@ -946,7 +1074,8 @@ class ParamGroup:
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
         self._keeps_graph = False
         for param in params:  # a second loop: a hook may read the gradients of other parameters
-            for hook in param.post_hooks():
+            hooks, param.called_after = param.called_after, None
+            for hook in param.post_hooks() if hooks is None else hooks:
                 hook(param.sharded)
         if self.comm.settings.on_delivery is not None and params:
             self.comm.settings.on_delivery([param.sharded for param in params])
@@ -1002,8 +1131,23 @@ class ParamGroup:
         self._deferred_grads = {}
         self.stepped = False
         for param in self.params:
+            param.is_due = False
+            if param.gathered_grad is not None:
+                param.hide_grad()
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def _note_write(group: weakref.ref[ParamGroup], written: torch.Tensor) -> None:
+    alive = group()
+    if alive is None or not alive.computes or alive.schedule is None or not alive.is_stale():
+        return
+    # In the middle of the unit's forward or backward: what follows reads the new values. If autograd needs the old
+    # ones, it raises, as without sharding: the version rises now, and not only when torch raises it after this call.
+    sharded = [param.sharded for param in alive.params]
+    increment_versions([each for each in sharded if each is written or each is written._base])
+    alive.schedule.gather_again(alive)
+    alive.writes.accept_versions()
 
 
 def _zero_grad_of(param: weakref.ref[ManagedParam]) -> None:

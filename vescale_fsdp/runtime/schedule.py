@@ -128,8 +128,14 @@ class Schedule:
     def gather(self, unit: FSDPState) -> bool:
         """Start the all-gathers of a unit; return False if the unit is gathered or its gathers are in flight."""
         for group in unit.groups:
-            if not group.state.is_sharded and group.is_stale():
-                self.comm.reshard([group])  # an optimizer or a load has written the shard since the gather
+            if group.state.is_sharded:
+                continue
+            # An optimizer or a load has written the shard since the gather, or a user has set ``p.data = tensor``: its
+            # values must be in the buffer before autograd saves the parameter.
+            if group.is_stale() or (not self.in_backward and group.has_other_data()):
+                self.comm.reshard([group])
+            elif group.state is GroupState.UNSHARDED and not self.in_backward:
+                group.follow_requires_grad()
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         try:
@@ -139,6 +145,13 @@ class Schedule:
             self.comm.explain(error)
             raise
         return True
+
+    def gather_again(self, group: ParamGroup) -> None:
+        """Gather a group whose shard was written while its unit's forward or backward runs."""
+        self.comm.reshard([group])
+        self.comm.gather([group])
+        self.comm.wait([group])
+        group.computes = True
 
     def wait(self, unit: FSDPState) -> None:
         """Wait for the all-gathers of a unit and set the full parameters on its modules."""
@@ -211,6 +224,8 @@ class Schedule:
                     self._guessed.add(following)
         if waits_last:
             self.wait(unit)
+        for group in unit.groups:
+            group.computes = True
         if unit not in self._order:
             self._order.append(unit)
 
@@ -223,6 +238,9 @@ class Schedule:
         self._ended.append(unit)
         for group in unit.groups:
             group.check_not_stale("forward")
+            group.computes = False
+            if not reshards:
+                group.expose()
         if reshards and unit not in self._kept:
             self.comm.reshard(unit.groups, keep_part=True, lingers=True)
 
@@ -302,11 +320,15 @@ class Schedule:
         """Return whether a unit stays gathered for the backward of a backward."""
         return unit in self._kept
 
+    def has_begun(self, unit: FSDPState) -> bool:
+        """Return whether the running backward has begun a unit."""
+        return unit in self._begun
+
     def enter_backward(self, unit: FSDPState) -> None:
         """Begin a unit's backward, once its outputs have gradients: gather the unit, and prefetch the next unit."""
         self.begin_backward()
         for group in unit.groups:
-            group.redirect_hooks()
+            group.begin_backward()
         self._begun.add(unit)
         if unit.unshard_in_backward:
             self.gather(unit)
@@ -317,6 +339,8 @@ class Schedule:
             self._prefetch_in_backward(unit)
         if unit.overlaps and unit.unshard_in_backward:
             self.wait(unit)
+        for group in unit.groups:
+            group.computes = unit.unshard_in_backward
 
     def leave_backward(self, unit: FSDPState) -> None:
         """End a unit's backward, after its full parameters are freed: reduce, and on the CPU of one host prefetch.

@@ -79,6 +79,9 @@ class SelfGatheringGroup(ParamGroup):
         self._point_at_shard()
         self.writes.forget()
 
+    def follow_shard(self) -> None:
+        self.forget_full()  # which points the tensors at the new shard
+
     @property
     def refuses_writes(self) -> tuple[str, str]:
         return "a gather by the hooks of the parameter's class", "write to the sharded parameter: p.copy_(..)"

@@ -262,7 +262,7 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
             view.copy_(local.reshape(-1))
         set_local(param.sharded, view)
         param.take_piece(view)
-    group.forget_full()  # the full buffer may have the old dtype or device
+    group.follow_shard()
 
 
 def _owners(param: ManagedParam) -> str:

@@ -155,7 +155,7 @@ def comms_of_several_groups() -> None:
     groups = state(model).groups
     assert len(groups) == 2
     assert gather.numels == [group.layout.numel for group in groups]
-    assert reduce.numels == hooked == [group.layout.shard_numel for group in groups if group.trainable]
+    assert reduce.numels == hooked == [group.layout.shard_numel for group in groups if group.note_trained()]
     other = fully_shard(models.build(), mesh=cpu_mesh())
     other.blocks[0].tiny.requires_grad_(False)
     backward(other)

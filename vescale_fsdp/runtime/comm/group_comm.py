@@ -344,6 +344,15 @@ class GroupComm:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
 
+    @property
+    def can_watch(self) -> bool:
+        """Whether ranks can compare what they do through a store.
+
+        Groups of torch's test backends cannot: "fake" has no other ranks, and the ranks of "threaded" are threads of
+        one process.
+        """
+        return self.mesh.size() > 1 and dist.get_backend(self.shard_group) not in ("fake", "threaded")
+
     def reduces_beside(self, device: torch.device) -> bool:
         """Return whether on the CPU a reduction over shards goes on while this rank computes."""
         if self.settings.custom_reduce_scatter is not None:

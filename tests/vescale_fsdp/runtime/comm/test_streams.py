@@ -121,7 +121,9 @@ def partly_used(recorder: StreamRecorder, model: models.Stack) -> None:
     model.set_reshard_after_backward(False)
     blocks[1].set_reshard_after_backward(False)
     blocks[0].set_modules_to_backward_prefetch([blocks[1]])  # in vain, too
-    step(model, 2)
+    models.loss_of(model, models.batch(2, dist.get_rank())).backward()
+    model.zero_grad()
+    model.set_reshard_after_backward(True)
     with torch.no_grad():
         for group in recorder.groups:
             group.shard.mul_(0.5)
@@ -170,8 +172,9 @@ def by_hand(recorder: StreamRecorder, model: models.Stack) -> None:
         handle.wait()
         model.blocks[2].reshard()
         model.set_reshard_after_backward(bool(number))
-        step(model, number)
+        models.loss_of(model, models.batch(number, dist.get_rank())).backward()
     model.reshard()
+    step(model, 2)
 
 
 def has_memory(module: nn.Module, *unused: Any) -> None:

@@ -256,7 +256,7 @@ def test_streams_keep_no_more_units_in_full() -> None:
 
 def only_trainable_units(state: FSDPState, args: Any, kwargs: Any) -> Any:
     """Inputs of frozen units pass unwatched, so only the end of the backward reshards them."""
-    if not any(group.trainable for group in state.groups):
+    if not any(group.note_trained() for group in state.groups):
         return args, kwargs
     return _watch_inputs(state, args, kwargs)
 

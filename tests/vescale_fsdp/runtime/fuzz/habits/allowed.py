@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.vescale_fsdp.runtime.fuzz.habits.program import Event, Program
-from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, VescaleError
+from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
 
 
 class Limit(NamedTuple):
@@ -19,7 +19,7 @@ class Limit(NamedTuple):
     """
 
     sentence: str
-    error: type[VescaleError]
+    error: type[Exception] | tuple[type[Exception], ...]
     event: Callable[[Program, Event], bool]
 
     def applies(self, program: Program) -> bool:
@@ -53,13 +53,6 @@ def _reads_another_unit(program: Program, event: Event) -> bool:
     return bool(program.reader) and program.reads == "head" and program.unit == "norm_head"
 
 
-def _takes_gathered(program: Program, event: Event) -> bool:
-    """An optimizer gets parameters that may be gathered ones."""
-    is_sharded = event.moment in ("sharded", "micros", "graded") and not program.stays
-    takes = event.habit in ("optimizer.new", "optimizer.group") and event.handle != "kept"
-    return takes and (event.handle == "full" or not is_sharded)
-
-
 def _writes_what_gathers_itself(program: Program, event: Event) -> bool:
     is_gathered = event.moment in ("gathered", "gathered_graded", "forward", "middle", "backward", "broken")
     is_write = event.writes and event.target == "blocks.0.up.weight"
@@ -73,6 +66,23 @@ def _reads_gradients_of_gathered(program: Program, event: Event) -> bool:
         and event.handle != "kept"
         and is_gathered
     )
+
+
+def _differentiates_what_was_kept(program: Program, event: Event) -> bool:
+    """A backward of what a unit has kept, once the unit is resharded."""
+    is_again = program.backward == "twice" or program.reader == "reentrant"
+    return program.loss == "aside" and (bool(program.reshard) or is_again or program.unit == "nested")
+
+
+def _leaves_a_penalty(program: Program, event: Event) -> bool:
+    """A backward, or what reshards units, before the backward of a gradient penalty; or a second one."""
+    is_between = event.moment == "middle" and event.habit in (
+        "loss.direct",
+        "copy.state",
+        "load",
+        "copy.model",
+    )
+    return program.penalty and (program.backward in ("twice", "ahead") or is_between)
 
 
 LIMITS = (
@@ -97,19 +107,30 @@ LIMITS = (
         LifecycleError,
         lambda program, event: event.moment == "before" and event.habit == "optimizer.new",
     ),
-    Limit("So does one that got parameters while they were gathered", LifecycleError, _takes_gathered),
     Limit(
         "Gradients cannot be read or clipped at gathered ones", LifecycleError, _reads_gradients_of_gathered
-    ),
-    Limit(
-        "A write to the sharded parameter during the forward of its unit raises a `LifecycleError`",
-        LifecycleError,
-        lambda program, event: event.writes and event.moment == "forward" and event.handle == "kept",
     ),
     Limit(
         "Parameters that gather themselves cannot be written while they are gathered",
         LifecycleError,
         _writes_what_gathers_itself,
+    ),
+    Limit(
+        "So does `p.data = tensor` inside a forward or backward, or between them",
+        RuntimeError,
+        lambda program, event: (
+            event.habit == "data.set" and event.moment in ("forward", "middle", "backward")
+        ),
+    ),
+    Limit(
+        "A loss on a tensor that the forward of a unit kept aside and that is not the unit's output",
+        (RuntimeError, UnsupportedOpError),
+        _differentiates_what_was_kept,
+    ),
+    Limit(
+        "A backward that contains a gradient penalty (`create_graph=True`)",
+        (RuntimeError, UnsupportedOpError),
+        _leaves_a_penalty,
     ),
     Limit(
         "After an exception in a backward, the next forward raises a `LifecycleError` unless `reset_iter_state()` was",

@@ -114,6 +114,8 @@ class Plain(Engine):
                 hook(param)
 
     def after_grad(self, param: nn.Parameter, hook: Hook) -> Callable[[], None]:
+        if not param.requires_grad:
+            raise RuntimeError("torch registers no hook on a frozen parameter")
         hooks = self._hooks.setdefault(param, [])
         hooks.append(hook)
         return lambda: hooks.remove(hook)

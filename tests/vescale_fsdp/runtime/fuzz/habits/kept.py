@@ -146,9 +146,27 @@ CURED: dict[str, Program] = {
     "frozen between forward and backward": Program(
         events=(Event("middle", "freeze.off", target="emb.weight"),)
     ),
-}
-
-WRONG: dict[str, Program] = {
+    "a module frozen between micro-batches, after no_sync": Program(
+        events=(Event("micros", "freeze.module"),), micros=2, sync="no_sync"
+    ),
+    "a norm clipped while weights stay": Program(
+        events=(Event("micros", "clip.norm", target="all"),), micros=2, stays=True
+    ),
+    ".data replaced while gathered, with tensor parallelism": Program(
+        unit="tp", events=(Event("gathered_graded", "data.set"),)
+    ),
+    ".data replaced in the backward, with tensor parallelism": Program(
+        unit="tp", events=(Event("backward", "data.set"),)
+    ),
+    "a module frozen in the backward": Program(
+        events=(Event("backward", "freeze.module", place="blocks.0 ends"),)
+    ),
+    "a loss of a weight alone between micro-batches, after no_sync": Program(
+        events=(Event("micros", "loss.direct"),), micros=2, sync="no_sync"
+    ),
+    "gradients set to None while gathered, with tensor parallelism": Program(
+        unit="tp", events=(Event("gathered_graded", "zero.none", target="all"),)
+    ),
     ".data replaced in the forward": Program(events=(Event("forward", "data.set"),)),
     ".data replaced between forward and backward": Program(events=(Event("middle", "data.set"),)),
     "a write on one rank while gathered": Program(events=(Event("gathered", "write.mul", alone=True),)),
@@ -157,12 +175,6 @@ WRONG: dict[str, Program] = {
     ),
     "a write on one rank while gathered, behind the backward": Program(
         events=(Event("gathered_graded", "write.norm", alone=True),)
-    ),
-    "a module frozen between micro-batches, after no_sync": Program(
-        events=(Event("micros", "freeze.module"),), micros=2, sync="no_sync"
-    ),
-    "a norm clipped while weights stay": Program(
-        events=(Event("micros", "clip.norm", target="all"),), micros=2, stays=True
     ),
     "a gradient penalty, two backwards": Program(penalty=True, backward="twice"),
     "a loss on a tensor that was kept, two backwards of a model that is one unit": Program(
@@ -177,14 +189,55 @@ WRONG: dict[str, Program] = {
     "a loss on a tensor that was kept, two backwards, and a hook that reads the root": Program(
         reader="hook", loss="aside", backward="twice"
     ),
-    ".data replaced while gathered, with tensor parallelism": Program(
-        unit="tp", events=(Event("gathered_graded", "data.set"),)
-    ),
-    ".data replaced in the backward, with tensor parallelism": Program(
-        unit="tp", events=(Event("backward", "data.set"),)
-    ),
     ".data replaced after an exception, two backwards": Program(
         unit="root", events=(Event("broken", "data.set"),), backward="twice", breaks="forward"
+    ),
+    "a hook behind the gradient set in the backward, behind the parameter's gradient": Program(
+        events=(Event("backward", "hook.after_step", handle="kept"),)
+    ),
+    "a hook behind the gradient of a root's weight set in the backward": Program(
+        events=(Event("backward", "hook.after", target="emb.weight"),)
+    ),
+    "a step while weights stay that a forward has renormalized": Program(
+        events=(Event("micros", "optimizer.step"),), max_norm=True, micros=2, stays=True
+    ),
+    "frozen by the sharded parameter in the forward": Program(
+        events=(Event("forward", "freeze.off", target="norm.weight", handle="kept"),)
+    ),
+    "trained by the sharded parameter while it stays gathered": Program(
+        events=(Event("gathered", "freeze.on", target="blocks.0.code", handle="kept"),),
+        reshard=False,
+        closes=False,
+    ),
+    "a weight added to the optimizer between forward and backward": Program(
+        events=(Event("middle", "optimizer.group", target="norm.weight"),), loss="aside"
+    ),
+    "a hook that reads a list's weight in a second backward": Program(
+        unit="emb_head", reader="hook", backward="twice"
+    ),
+    "a recomputed read of a list's weight in the second of two backwards": Program(
+        unit="emb_head", reader="reentrant", backward="ahead", micros=2
+    ),
+    "a write to the sharded parameter in the backward, behind its use": Program(
+        events=(Event("backward", "write.norm", handle="kept"),)
+    ),
+    "a write to the sharded parameter in the forward, before its use": Program(
+        events=(Event("forward", "write.row", handle="kept"),)
+    ),
+    "a write to .data of the sharded parameter in the forward, behind its use": Program(
+        events=(Event("forward", "data.clamp", handle="kept", place="blocks.0 ends"),)
+    ),
+    ".data replaced between forward and backward, with tensor parallelism": Program(
+        unit="tp", events=(Event("middle", "data.set"),)
+    ),
+    "a hook that reads a list's weight that no loss has reached": Program(
+        unit="norm_head", reshard=False, reader="hook", loss="aside"
+    ),
+}
+
+WRONG: dict[str, Program] = {
+    "a write to .data on one rank while gathered": Program(
+        events=(Event("gathered", "data.mul", alone=True),)
     ),
 }
 
@@ -205,8 +258,4 @@ ALONE: dict[str, Program] = {
 }
 
 # Seeds of `make test` whose programs are wrong today.
-# fmt: off
-WRONG_SEEDS = frozenset((
-    3, 60, 63, 69, 89, 107, 112, 119, 149, 173, 191, 217, 228, 280, 321, 360, 370, 383,
-))
-# fmt: on
+WRONG_SEEDS: frozenset[int] = frozenset()

@@ -49,6 +49,7 @@ OPTIMIZERS = ("optimizer.new", "optimizer.group", "optimizer.step")
 ZEROS = ("zero.model", "zero.optimizer", "zero.optimizer_keep", "zero.none")
 CLIPS = ("clip.norm", "clip.value", "clip.hand")
 COPIES = ("copy.model", "copy.param", "copy.clone", "copy.state", "copy.optimizer", "copy.ema")
+DIRECT = ("loss.direct",)  # a backward of a loss on the parameter alone
 FREEZES = ("freeze.off", "freeze.on", "freeze.module")
 HABITS = (
     *READS,
@@ -60,6 +61,7 @@ HABITS = (
     *CLIPS,
     *COPIES,
     *FREEZES,
+    *DIRECT,
 )
 UNITS = (
     "plain",
@@ -285,10 +287,17 @@ def _is_sound_event(program: Program, event: Event) -> bool:
             # plain training has a gradient for each part that is recomputed, sharded training one
             event.habit.startswith("hook.after") and (program.tiles or program.reader == "reentrant"),
             event.kind == "hook" and event.target in ("all", "blocks.0.code"),
-            event.kind in ("read", "write", "data") and event.target == "all",
+            # which hooks have run before an exception depends on autograd's order
+            event.habit.startswith("hook.after") and program.breaks == "backward",
+            # torch's `parallelize_module` makes new Parameters, without hooks
+            event.kind == "hook" and event.moment == "before" and program.unit == "tp",
+            # dropped at the next pass, reshard or step: this loop reads the sharded gradient before
+            event.kind == "zero" and event.handle == "full" and event.moment == "graded",
+            event.kind in ("read", "write", "data", "loss") and event.target == "all",
+            event.kind == "loss" and (in_pass or event.moment == "before"),
             event.habit in ("write.row", "data.row", "read.rows") and event.target.endswith(("bias", "code")),
             event.handle == "full"
-            and event.kind in ("read", "write", "data", "copy")
+            and event.kind in ("read", "write", "data", "copy", "loss")
             and "gathered" not in event.moment,
             event.alone and not event.meets and not _may_be_alone(program, event),
         )
@@ -304,12 +313,9 @@ def _may_be_alone(program: Program, event: Event) -> bool:
         return True
     if event.kind == "zero":
         return event.moment == "micros" and program.sync == "no_sync"
-    return (
-        event.handle == "now"
-        and is_full
-        and event.kind in ("read", "write", "data")
-        and event.habit != "read.grad"
-    )
+    # Ranks do not notice the first write through .data by one rank alone (`kept.WRONG`).
+    is_noticed = event.kind in ("read", "write") or event.habit == "data.set"
+    return event.handle == "now" and is_full and is_noticed and event.habit != "read.grad"
 
 
 def _owner(name: str) -> str:
@@ -360,7 +366,20 @@ def _draw(dice: random.Random) -> Program:
 
 
 def _event(dice: random.Random, program: Program) -> Event:
-    kinds = (READS, WRITES, WRITES, HOOKS, HOOKS, ATTRIBUTES, OPTIMIZERS, ZEROS, CLIPS, COPIES, FREEZES)
+    kinds = (
+        READS,
+        WRITES,
+        WRITES,
+        HOOKS,
+        HOOKS,
+        ATTRIBUTES,
+        OPTIMIZERS,
+        ZEROS,
+        CLIPS,
+        COPIES,
+        FREEZES,
+        DIRECT,
+    )
     while True:
         habit = dice.choice(dice.choice(kinds))
         if habit == "optimizer.step" and program.micros > 1 and program.sync == "sync":

@@ -51,7 +51,6 @@ def test_programs_that_are_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.xfail(run=False, reason="processes die, or hang until the time-out")
 def test_one_rank_alone_ends_in_an_error_of_all_ranks(name: str) -> None:
     """Or is right: the ranks are processes, because gloo's collectives are what mixes up."""
     verdict = judge(ALONE[name])
