@@ -299,6 +299,11 @@ class FSDPState:
         self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
+    def begin_forward(self) -> None:
+        """Forget modules that ran in an earlier forward of the root, which has ended in an exception."""
+        if not self._methods_running:
+            self._entered.clear()
+
     def finish_forward(self) -> bool:
         """Reshard, once all modules of the unit have run or the root's forward ends; return whether any has run."""
         if self._methods_running or not self._entered:
@@ -411,9 +416,10 @@ class FSDPState:
         Args:
             is_last: whether no other backward of this forward follows. Then units that backwards skipped reduce too.
         """
-        # After an exception in a forward, these two were not reset.
-        self._entered.clear()
-        self._methods_running = 0
+        if not self.schedule.in_forward:  # a forward may compute gradients, of a loss in chunks
+            # After an exception in a forward, these two were not reset.
+            self._entered.clear()
+            self._methods_running = 0
         for group in self.groups:
             group.collect_grads()
             group.computes = False

@@ -72,7 +72,13 @@ _steps = _Steps()
 register_optimizer_step_post_hook(_steps.note)
 # Groups whose unsharded parameters users may hold outside of a forward.
 _exposed: WeakSet[ParamGroup] = WeakSet()
-note_exposed = _exposed.add
+_exposed_lock = threading.Lock()
+
+
+def note_exposed(group: ParamGroup) -> None:
+    """Note that users may hold unsharded parameters of a group."""
+    with _exposed_lock:
+        _exposed.add(group)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
@@ -80,7 +86,9 @@ def _before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     if not _exposed:
         return
     stepped = {id(param) for each in optimizer.param_groups for param in each["params"]}
-    for group in list(_exposed):
+    with _exposed_lock:
+        groups = list(_exposed)
+    for group in groups:
         if any(id(param.sharded) in stepped for param in group.params):
             group.before_step()
 

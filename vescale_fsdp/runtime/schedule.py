@@ -104,7 +104,7 @@ class Schedule:
     def __init__(self, comm: CommContext, units: Sequence[FSDPState] = ()) -> None:
         self.comm = comm
         self.units = list(units)
-        self.in_backward = False
+        self.in_forward = self.in_backward = False  # whether a forward of the root, or a backward, runs
         # `_end_backward` of the running backward: autograd drops it, uncalled, if the backward ends in an error.
         self._ending: Callable[[], object] = lambda: None
         self.is_last_backward = True
@@ -181,7 +181,9 @@ class Schedule:
 
     def begin_forward(self) -> None:
         """Begin the root's forward: store the order of the last forward, and free full parameters that may be stale."""
+        self.in_forward = True
         for unit in self.units:
+            unit.begin_forward()
             # Parts kept for a backward that did not come: an optimizer may have stepped since.
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
@@ -251,6 +253,7 @@ class Schedule:
             These units.
         """
         late = [unit for unit in self.units if unit.finish_forward()]
+        self.in_forward = False
         self.comm.free_lingering()
         # The caller may change parameters from now on, so prefetches in flight must have read the shards.
         self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
@@ -463,7 +466,7 @@ class Schedule:
             for group in unit.groups:
                 group.drop_grads()
             self.comm.reshard(unit.groups)
-        self.in_backward = self._unfinalized = False
+        self.in_forward = self.in_backward = self._unfinalized = False
         self._order, self._ended = [], []
         self._begun.clear()
         self._guessed.clear()

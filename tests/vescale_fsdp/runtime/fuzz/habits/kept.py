@@ -233,6 +233,9 @@ CURED: dict[str, Program] = {
     "a hook that reads a list's weight that no loss has reached": Program(
         unit="norm_head", reshard=False, reader="hook", loss="aside"
     ),
+    "a recomputed read of a list's weight, with a backward in the forward": Program(
+        unit="emb_head", reader="reentrant", loss="early"
+    ),
 }
 
 WRONG: dict[str, Program] = {
