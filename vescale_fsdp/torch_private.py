@@ -27,6 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 
+# torch 2.11-2.15: says which functions torch.compile leaves alone.
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
 # torch 2.11-2.13: print options for a block of code; the public function sets them for the whole process.
 from torch._tensor_str import printoptions
 
@@ -226,6 +229,15 @@ def taken_by_ddp(
     for name, param in module.named_parameters():
         if name not in ddp.parameters_to_ignore or id(param) in delayed:
             yield name, param
+
+
+def never_compile(function: Any) -> None:
+    """Let torch.compile run a function, and what it calls, as they are (torch 2.11-2.15).
+
+    torch.compile compiles every function that runs below a compiled one, behind a break of the graph. It leaves torch's
+    own code out, but not this package's. ``torch.compiler.disable`` would take two calls each time.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def autograd_engine_callback(callback: Callable[[], None]) -> None:
@@ -564,6 +576,11 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set the version counters of tensors (torch 2.11-2.15), whose memory has the same values as at these versions."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def is_view_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view of another one."""
+    return tensor._base is base
 
 
 def increment_versions(tensors: Iterable[torch.Tensor]) -> None:

@@ -63,6 +63,7 @@ from vescale_fsdp.torch_private import (
     grad_dtype_of,
     local_of,
     local_slot,
+    never_compile,
     piece_in,
     refuse_set_state_dict,
     register_foreach_type,
@@ -523,6 +524,7 @@ def _count_write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
 
 
 register_foreach_type(RaggedDTensor)  # torch's optimizers use foreach and fused steps for known types only
+never_compile(RaggedDTensor.__torch_dispatch__)
 dispatch_to_subclass(RaggedDTensor)  # torch 2.11 would not call the subclass's `__torch_dispatch__`
 
 

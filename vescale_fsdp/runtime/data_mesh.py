@@ -29,6 +29,7 @@ The gradient of this parameter is Partial over dp as well; the reduction of the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -362,6 +363,21 @@ class GatheredDTensor(DTensor):
             )
         moved = value.redistribute(self.device_mesh, self.placements)
         set_local(self, local_of(moved).detach())
+
+    # Copies and pickles are DTensors: they are no unsharded parameters, and a reader of a pickle need not have this class.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = memo.setdefault(id(self), copy.deepcopy(self._as_dtensor(), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_dtensor().__reduce_ex__(protocol)
+
+    def _as_dtensor(self) -> nn.Parameter:
+        return nn.Parameter(
+            DTensor(local_of(self).detach(), spec_of(self), requires_grad=False),  # type: ignore[call-arg]
+            self.requires_grad,
+        )
 
 
 def local_part(param: nn.Parameter) -> torch.Tensor:

@@ -63,6 +63,7 @@ from vescale_fsdp.torch_private import (
     DTensorSpec,
     foreach_zero_,
     increment_versions,
+    is_view_of,
     local_of,
     move_hooks,
     piece_in,
@@ -1145,7 +1146,7 @@ def _note_write(group: weakref.ref[ParamGroup], written: torch.Tensor) -> None:
     # In the middle of the unit's forward or backward: what follows reads the new values. If autograd needs the old
     # ones, it raises, as without sharding: the version rises now, and not only when torch raises it after this call.
     sharded = [param.sharded for param in alive.params]
-    increment_versions([each for each in sharded if each is written or each is written._base])
+    increment_versions([each for each in sharded if each is written or is_view_of(written, each)])
     alive.schedule.gather_again(alive)
     alive.writes.accept_versions()
 

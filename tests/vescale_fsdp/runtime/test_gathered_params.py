@@ -348,7 +348,9 @@ def cleared(clear: str, shape: str, options: dict[str, Any]) -> None:
     model = model_of_plain()
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
+    compiled = options.pop("compiled", False)
     optimizer = torch.optim.AdamW(model.parameters(), **options)
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
     plain = model_of_plain()
     twin = torch.optim.AdamW(plain.parameters())
     for _ in range(2):
@@ -357,7 +359,7 @@ def cleared(clear: str, shape: str, options: dict[str, Any]) -> None:
         with refused(LifecycleError, where="gradient of"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with pytest.raises(LifecycleError):
-            optimizer.step()
+            step()
         CLEARS[clear](model, optimizer)
         model(rows(1)).sum().backward()
         getattr(model, switch)(True)
@@ -365,7 +367,7 @@ def cleared(clear: str, shape: str, options: dict[str, Any]) -> None:
         (plain(rows(1)).sum() + plain(rows(2)).sum()).backward()
         for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(param.grad), other.grad, msg=name)
-        optimizer.step()
+        step()
         twin.step()
         optimizer.zero_grad()
         twin.zero_grad()
@@ -380,7 +382,7 @@ def test_gradients_that_wait_can_be_cleared(clear: str, shape: str) -> None:
     run_ranks(2 if shape == "no_sync" else 4, cleared, clear, shape, {})
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}, {"compiled": True}], ids=str)
 def test_gradients_that_wait_are_noticed_by_other_implementations(options: dict[str, Any]) -> None:
     run_ranks(2, cleared, "optimizer", "no_sync", options)
 

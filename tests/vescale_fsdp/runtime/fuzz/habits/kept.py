@@ -236,11 +236,17 @@ CURED: dict[str, Program] = {
     "a recomputed read of a list's weight, with a backward in the forward": Program(
         unit="emb_head", reader="reentrant", loss="early"
     ),
+    "a copy of a gathered parameter, with tensor parallelism": Program(
+        unit="tp", events=(Event("forward", "copy.param"),)
+    ),
 }
 
 WRONG: dict[str, Program] = {
     "a write to .data on one rank while gathered": Program(
         events=(Event("gathered", "data.mul", alone=True),)
+    ),
+    "a write on one rank while gathered that changes nothing": Program(
+        events=(Event("gathered_graded", "write.mask", target="norm.weight", alone=True),)
     ),
 }
 

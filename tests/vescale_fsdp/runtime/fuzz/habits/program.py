@@ -313,8 +313,10 @@ def _may_be_alone(program: Program, event: Event) -> bool:
         return True
     if event.kind == "zero":
         return event.moment == "micros" and program.sync == "no_sync"
-    # Ranks do not notice the first write through .data by one rank alone (`kept.WRONG`).
+    # Ranks do not notice the first write through .data by one rank alone, and take writes for different that change
+    # nothing (`kept.WRONG`).
     is_noticed = event.kind in ("read", "write") or event.habit == "data.set"
+    is_noticed = is_noticed and event.habit != "write.mask"
     return event.handle == "now" and is_full and is_noticed and event.habit != "read.grad"
 
 
