@@ -364,7 +364,7 @@ class GatheredDTensor(DTensor):
         moved = value.redistribute(self.device_mesh, self.placements)
         set_local(self, local_of(moved).detach())
 
-    # Copies and pickles are DTensors: they are no unsharded parameters, and a reader of a pickle need not have this class.
+    # Copies and pickles are DTensors: they are no unsharded parameters, and a reader of a pickle may lack this class.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied: nn.Parameter = memo.setdefault(id(self), copy.deepcopy(self._as_dtensor(), memo))

@@ -70,7 +70,7 @@ def _reads_gradients_of_gathered(program: Program, event: Event) -> bool:
 
 def _differentiates_what_was_kept(program: Program, event: Event) -> bool:
     """A backward of what a unit has kept, once the unit is resharded."""
-    is_again = program.backward != "once" or bool(program.reader)
+    is_again = program.backward != "once" or bool(program.reader) or program.tiles
     return program.loss == "aside" and (bool(program.reshard) or is_again or program.unit == "nested")
 
 
