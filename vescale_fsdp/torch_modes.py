@@ -45,6 +45,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def eager(function: Callable[Given, T]) -> Callable[Given, T]:
+    """Return a function that torch.compile does not trace: it breaks the graph, as a unit's hooks do."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
 def is_traced(tensor: torch.Tensor) -> bool:
     """Return whether operators on a tensor are recorded, or have no values (torch 2.11-2.15)."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))

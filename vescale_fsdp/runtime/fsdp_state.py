@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from vescale_fsdp.runtime.nested_tensors import (
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
 from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tensors
-from vescale_fsdp.torch_modes import in_functorch, profiled
+from vescale_fsdp.torch_modes import eager, in_functorch, profiled
 from vescale_fsdp.torch_private import (
     STATES_HAVE_ONE_GROUP,
     node_behind,
@@ -54,12 +54,6 @@ from vescale_fsdp.torch_private import (
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _logger = logging.getLogger("vescale_fsdp")
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def _eager(function: FunctionT) -> FunctionT:
-    """Return a hook that torch.compile does not trace. The hook breaks the graph: compile the blocks inside a unit."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class FSDPState:
@@ -210,7 +204,7 @@ class FSDPState:
 
     # -- forward --------------------------------------------------------------------------------------
 
-    @_eager
+    @eager
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """Gather the unit; returns the module's inputs, moved, cast, and with the post-backward node."""
         if not self.has_root:
@@ -271,7 +265,7 @@ class FSDPState:
         passed = iter(outputs)
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
-    @_eager
+    @eager
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after the unit's last module; returns the output, cast, and with gradient hooks."""
         schedule = self.schedule
@@ -362,7 +356,7 @@ class FSDPState:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    @_eager
+    @eager
     def _pre_backward(self, end: Moment, units: Sequence[FSDPState], *unused: Any) -> None:
         if torch.is_grad_enabled():  # create_graph=True: a later backward will differentiate this one
             for unit in units:
@@ -385,7 +379,7 @@ class FSDPState:
         with profiled("FSDP::pre_backward ", self.shown):
             self.schedule.enter_backward(self)
 
-    @_eager
+    @eager
     def _post_backward(self, begin: Moment) -> None:
         if (
             torch.is_grad_enabled()

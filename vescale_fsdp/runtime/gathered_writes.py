@@ -34,7 +34,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale_fsdp.errors import LifecycleError, callers_level, some
-from vescale_fsdp.torch_modes import is_fake
+from vescale_fsdp.torch_modes import eager, is_fake
 from vescale_fsdp.torch_private import increment_versions, local_of, set_versions, versions_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Steps:
 
 
 _steps = _Steps()
-register_optimizer_step_post_hook(_steps.note)
+register_optimizer_step_post_hook(eager(_steps.note))
 # Groups whose unsharded parameters users may hold outside of a forward.
 _exposed: WeakSet[ParamGroup] = WeakSet()
 _exposed_lock = threading.Lock()
@@ -81,6 +81,7 @@ def note_exposed(group: ParamGroup) -> None:
         _exposed.add(group)
 
 
+@eager
 def _before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Let the sharded parameters, which the step writes, have what users have done to unsharded ones."""
     if not _exposed:

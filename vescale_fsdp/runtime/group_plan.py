@@ -54,7 +54,7 @@ from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_buffers, plan_
 from vescale_fsdp.runtime.all_gather_hooks import STAYS_WHOLE, check_hooks, has_hooks
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding, local_part, mesh_of_info
-from vescale_fsdp.torch_modes import is_fake
+from vescale_fsdp.torch_modes import eager, is_fake
 from vescale_fsdp.torch_private import ShardPlacementResult, grad_dtype_of
 
 
@@ -496,6 +496,7 @@ def _take_sharded(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+@eager
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if a step would not train parameters, or has gradients that are not reduced.
 
