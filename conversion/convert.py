@@ -268,7 +268,9 @@ def plan_conversion(
     state, casts = _with_casts(state, kind, options, assets, quantized)
     if kind == "hf":  # after the casts: config.json must name the types that are written
         infos = [view.info for view in state.views.values()]
-        if options.dequantize is not None or options.quantize:
+        if not quantized:
+            assets.match_dtype(infos)
+        elif options.dequantize is not None or options.quantize:
             assets.correct_dtype(infos, quantized)
         if not options.no_assets:
             warnings += assets.disagreements(infos, quantized)

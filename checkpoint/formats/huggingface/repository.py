@@ -25,6 +25,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.layout.dtypes import known_dtype
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.model_shapes import natural_key
 
@@ -174,6 +175,21 @@ class Assets:
         key = next((key for key in _DTYPE_KEYS if key in (self.config or {})), _DTYPE_KEYS[0])
         self._changes[key] = name
 
+    def match_dtype(self, infos: Iterable[TensorInfo]) -> None:
+        """Set the dtypes that config.json names, also for its parts (text, vision), to those of the float tensors.
+
+        The dtype is the one that an option has requested, if a float tensor has it, and otherwise that of most items. A
+        part keeps its dtype if a float tensor has it.
+        """
+        items = Counter[str]()
+        for info in infos:
+            if info.dtype.kind == "float":
+                items[info.dtype.name] += info.numel
+        if items:
+            chosen = _named_dtype(self._changes)
+            name = chosen if chosen in items else items.most_common(1)[0][0]
+            self._changes |= _with_dtype(self.settings, str(name), items)
+
     def set_quantization(self, settings: dict[str, Any] | None) -> None:
         """Set the quantization settings in config.json; None removes them."""
         # fromkeys: None removes the old settings under all keys.
@@ -246,6 +262,27 @@ def _float_types(infos: Iterable[TensorInfo], quantized: Collection[str]) -> Cou
 def _named_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype in a config.json, such as "bfloat16"; None if it has none."""
     return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
+
+
+def _with_dtype(
+    config: Mapping[str, Any], name: str, stored: Collection[str], *, is_part: bool = False
+) -> dict[str, Any]:
+    """Return the changed entries of a config whose dtype becomes ``name``, like that of its parts if not ``stored``."""
+    kept = (name, *stored) if is_part else (name,)
+    changed: dict[str, Any] = {
+        key: name for key in _DTYPE_KEYS if _float_name(config.get(key)) not in (None, *kept)
+    }
+    for key, value in config.items():
+        if isinstance(value, dict) and key not in QUANTIZATION_KEYS:
+            inner = _with_dtype(value, name, stored, is_part=True)
+            changed |= {key: {**value, **inner}} if inner else {}
+    return changed
+
+
+def _float_name(value: object) -> str | None:
+    """Return the name of a float type without "torch."; None for any other value, such as a number in a vocabulary."""
+    dtype = known_dtype(value) if isinstance(value, str) else None
+    return dtype.name if dtype is not None and dtype.kind == "float" else None
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:

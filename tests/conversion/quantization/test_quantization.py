@@ -365,7 +365,7 @@ def test_requantized_if_both_are_said(tmp_path: Path) -> None:
 
 
 def test_config_and_weights_that_disagree(tmp_path: Path) -> None:
-    """On the type, and on whether they are quantized; a config that is right is not spoken of."""
+    """On the type of quantized models, and on whether they are quantized; a config that is right is not spoken of."""
 
     def warned(config: dict[str, Any], tensors: dict[str, torch.Tensor], **options: Any) -> str:
         folder = _folder(tmp_path / str(len(list(tmp_path.iterdir()))), tensors)
@@ -375,9 +375,11 @@ def test_config_and_weights_that_disagree(tmp_path: Path) -> None:
         )
 
     plain, coded = {"w": torch.ones(4)}, {"w": torch.ones(4, 4).to(FP8), "w_scale": torch.ones(1)}
-    said = warned({"torch_dtype": "bfloat16"}, plain)
+    said = warned(
+        {"torch_dtype": "bfloat16", "quantization_config": FP8_CONFIG}, coded | {"norm": torch.ones(4)}
+    )
     assert "config.json" in said and "bfloat16" in said and "float32" in said
-    assert warned({"dtype": "float32"}, plain) == "" == warned({}, plain)
+    assert warned({"dtype": "bfloat16"}, plain) == "" == warned({}, plain)
     assert warned({"dtype": "bfloat16"}, plain, dtype=["bf16"]) == ""
     assert "quantization_config" in warned({"quantization_config": {"quant_method": "fp8"}}, plain)
     assert "quantization_config" in warned({}, coded)
