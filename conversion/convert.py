@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization.names import find_quantized
-from vescale_fsdp.errors import ConversionError, format_bytes, some
+from vescale_fsdp.errors import ConversionError, format_bytes, option, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
@@ -436,7 +436,8 @@ def _with_ties(
                     expected=f"{alias} with the bytes of {kept}",
                     got="other bytes; tie_word_embeddings: false does not untie them",
                     where=str(config_class(assets.settings)),
-                    todo=f"leave one out, such as --exclude {alias}, or pass the config.json of the right class",
+                    todo=f"leave one out, such as {option('exclude', alias)}, or pass "
+                    "the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
     # Other formats store every name, so the names that a Hugging Face source leaves out are added again.
@@ -498,8 +499,8 @@ def _check_is_model(source: Source) -> None:
             expected="a checkpoint of a model",
             got="a folder of peft",
             where=source.url,
-            todo="merge it: vescale-convert merge-adapter BASE ADAPTER OUT; or copy it: to-hf ADAPTER OUT --adapter "
-            "--assets ADAPTER",
+            todo=f"merge it into its base: {option('merge', source.url)}; or copy it: {option('adapter', True)} with "
+            f"{option('assets', source.url)}",
         )
 
 
@@ -516,7 +517,8 @@ def _check_is_whole(source: Source, kind: str, options: ConvertOptions) -> None:
             expected=f"the tensors of {class_name}, which config.json names",
             got=some(missing, 6),
             where=source.url,
-            todo="copy the folder again from where it was made; or pass --include '*' to write what is there",
+            todo=f"copy the folder again from where it was made; or pass "
+            f"{option('include', '*')} to write what is there",
         )
 
 
@@ -530,7 +532,7 @@ def _check_names(names: Sequence[str]) -> None:
                 "A name is not valid text.",
                 expected="names of whole Unicode characters",
                 got=f"{name!r:.200}: {error.reason}",
-                todo="leave it out with --exclude, or rename it in the source",
+                todo=f"leave it out with {option('exclude')}, or rename it in the source",
             ) from error
 
 
@@ -568,5 +570,6 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
         got=f"{format_bytes(total)} of {format_bytes(stored_nbytes)}; {worst} alone would take "
         f"{format_bytes(sizes[worst])}, of which {format_bytes(stored_of(worst))} are stored",
         where=source.url,
-        todo=f"leave it out: --exclude '{worst}'; to-torch writes what strides repeat (tensor.expand) once",
+        todo=f"leave it out: {option('exclude', worst)}; "
+        "torch.save's format has what strides repeat (tensor.expand) once",
     )

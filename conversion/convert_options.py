@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from vescale_fsdp.checkpoint.moves.copying import CopyLimits
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 _MAX_PARTS = 65_536  # limited, because every part looks for the journals of all parts
 # Options that do not change the bytes of the result. A resumed run may pass other values for them.
@@ -91,8 +92,9 @@ class ConvertOptions:
         if not 0 <= index < count <= _MAX_PARTS:
             raise ConversionError(
                 "The part is out of range.",
-                expected=f"--part I/N with 0 <= I < N, and N at most {_MAX_PARTS:,}",
+                expected=f"an index from 0, below the number of parts, and at most {_MAX_PARTS:,} parts",
                 got=f"{index}/{count}",
+                where=option("part"),
                 todo="number the parts from 0",
             )
         _ = self.limits  # refuses a budget that is too small, before anything is opened
@@ -102,13 +104,9 @@ class ConvertOptions:
         """Memory and threads, as `CopyLimits`."""
         return CopyLimits(self.memory_budget_bytes, self.threads)
 
-    def asked(self) -> dict[str, str]:
-        """Return the options that determine the result, by command-line name. `resume` requires the same values."""
+    def asked(self) -> dict[str, Any]:
+        """Return the options that determine the result, as JSON values. `resume` requires the same values."""
         chosen = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in _HOW_IT_RUNS
         }
-        texts = {
-            name: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for name, v in chosen.items()
-        }
-        names = {"max_shard_bytes": "max-shard-size"}  # all other flags are spelled like their fields
-        return {f"--{names.get(name, name.replace('_', '-'))}": str(text) for name, text in texts.items()}
+        return {name: list(v) if isinstance(v, (list, tuple)) else v for name, v in chosen.items()}

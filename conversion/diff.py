@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
     repeated_dims,
     without_repeats,
 )
-from vescale_fsdp.errors import ConversionError, format_bytes, some
+from vescale_fsdp.errors import ConversionError, format_bytes, option, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.views.float_codes import cast_array
@@ -147,7 +147,7 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
             "No tensor has the model's prefix.",
             expected=f"names that begin with {start} on one side at least",
             got=f"names such as {some([*a.tensors, *b.tensors], 3)}",
-            todo="leave out --model-prefix, or list the names with: vescale-convert inspect",
+            todo=f"leave out {option('model_prefix')}, or list the names with: vescale-convert inspect",
         )
     left, right = _views(a, model_prefix), _views(b, model_prefix)
     left, right = _with_names_of(b, right, a, left), _with_names_of(a, left, b, right)

@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.conversion.formats.peft import ROOT, PeftConfig
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.geometry import Box, whole_box
 
 if TYPE_CHECKING:
@@ -219,7 +219,8 @@ class _Merge:
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
         if missing:
-            todo = f"{_BASE}; if its files have other names than the model in memory, with --rules transformers-.."
+            todo = f"{_BASE}; if its files have other names than the model in memory, "
+            todo += f"with {option('rules', 'transformers-..')}"
             expected = f"a base with {missing[0]} (a tied weight is stored under one name)"
             raise _no_fit(expected, "none", self.where, todo)
 
@@ -229,7 +230,7 @@ class _Merge:
         base = self._current(name)
         if base.info.dtype.kind != "float" or len(base.info.shape) != 2:  # quantized, or a convolution
             got = f"{name}: {base.info.dtype.name} {base.info.shape}"
-            todo = f"if the base is quantized, pass --dequantize bf16; else {_BY_PEFT}"
+            todo = f"if the base is quantized, pass {option('dequantize', 'bf16')}; else {_BY_PEFT}"
             raise _no_fit("matrices of floats", got, self.where, todo)
         bias = f"{module}.bias".removeprefix(self.root)
         if "l" in parts:
@@ -286,7 +287,7 @@ class _Merge:
                 got=f"{module} of shape {shape}, "
                 + (f"class {class_name}" if class_name else "no class in a config.json"),
                 where=self.where,
-                todo="pass the base's config.json with --assets, and add "
+                todo=f"pass the base's config.json with {option('assets')}, and add "
                 '"architectures": ["LlamaForCausalLM"] or the like if it names no class; or, if the class is the '
                 "repository's own code, merge with peft itself: "
                 "PeftModel.from_pretrained(base, adapter).merge_and_unload()",

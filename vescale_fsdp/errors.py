@@ -30,6 +30,7 @@ the text.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -298,6 +299,93 @@ def explain(
         if part is not _UNSAID and (part is not None or name in always)
     ]
     return "\n".join([problem, *said])
+
+
+_names_flags = False  # whether messages are read by a user of ``vescale-convert``
+_FLAGS = {
+    "config": "assets",
+    "kind": "from",
+    "max_shard_bytes": "max-shard-size",
+    "memory_budget_bytes": "memory-budget",
+}
+_LISTS = ("dtype", "exclude", "include", "include_asset", "quantize")  # arguments that are lists in Python
+# Python's calls with an argument that no other call has. Other arguments, such as ``dtype``, belong to several calls.
+_OPEN, _CONVERT = "open_source(.., {})", "ConvertOptions({})"
+_CALLS = {
+    "exclude": _CONVERT,
+    "include": _CONVERT,
+    "include_asset": _CONVERT,
+    "kind": _OPEN,
+    "memory_budget_bytes": _CONVERT,
+    "merge": _CONVERT,
+    "no_assets": _CONVERT,
+    "on_disagreement": _CONVERT,
+    "optimizer": _CONVERT,
+    "prefix": _CONVERT,
+    "quantize": _CONVERT,
+    "resume": _CONVERT,
+    "step": _OPEN,
+    "trust_pickle": _OPEN,
+}
+
+
+@contextmanager
+def flags_in_messages() -> Iterator[None]:
+    """Context manager of ``vescale-convert``: messages that are built inside name flags, see `option`."""
+    global _names_flags
+    before, _names_flags = _names_flags, True
+    try:
+        yield
+    finally:
+        _names_flags = before
+
+
+def option(name: str, value: object = _UNSAID) -> str:
+    """Return how a message names an option: as an argument in Python, or as a flag of ``vescale-convert``.
+
+    Args:
+        name: the argument of Python. "config" is the folder of a config.json, which conversions call ``assets``.
+            "adapter" stands for the conversion to a peft folder.
+        value: the value to pass; without it, only the option is named.
+
+    Examples:
+        >>> option("dtype", "bf16"), option("exclude"), option("max_shard_bytes", 10**9)
+        ("dtype=['bf16']", 'ConvertOptions(exclude=)', 'max_shard_bytes=1000000000')
+        >>> with flags_in_messages():
+        ...     option("dtype", "bf16"), option("exclude"), option("max_shard_bytes", 10**9)
+        ('--dtype bf16', '--exclude', '--max-shard-size 1GB')
+    """
+    if _names_flags:
+        return _flag(name, value)
+    if name == "adapter":
+        return "convert(.., 'adapter')"
+    if name == "config":
+        return "assets= (of load: SourceOptions(config=))"
+    if name in _LISTS and isinstance(value, str):
+        value = [value]
+    return _CALLS.get(name, "{}").format(f"{name}=" if value is _UNSAID else f"{name}={value!r}")
+
+
+def _flag(name: str, value: object) -> str:
+    """Return an option as a flag with its value, quoted for a shell."""
+    if name == "adapter":
+        return "to-hf --adapter"
+    if name == "merge":
+        return f"merge-adapter BASE {value} OUT"
+    flag = f"--{_FLAGS.get(name, name.replace('_', '-'))}"
+    if value is _UNSAID or value is True:
+        return flag
+    if value is None or value is False or value == []:
+        return f"no {flag}"
+    if isinstance(value, int):
+        unit = next((unit for unit in _UNITS if name in _FLAGS and value % _UNITS[unit] == 0), "")
+        value = f"{value // _UNITS.get(unit, 1)}{unit}"
+    return " ".join(
+        f"{flag} {shlex.quote(str(each))}" for each in (value if isinstance(value, list) else [value])
+    )
+
+
+_UNITS = {"GB": 10**9, "MB": 10**6, "MiB": 2**20}
 
 
 def some(names: Iterable[str], most: int = 4) -> str:

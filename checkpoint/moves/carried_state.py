@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest, without_wrappers
 from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 
 # Names of an optimizer's container; opt_state is used in JAX train states.
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
@@ -80,8 +80,8 @@ class ModelNames:
                 expected=f"one model, because {reason}",
                 got=some(self.candidates, 8),
                 where=where,
-                todo=f"choose one with --model-prefix {self.candidates[0]}, or treat them as one model with "
-                "--model-prefix ''",
+                todo=f"choose one with {option('model_prefix', self.candidates[0])}, or treat them as one model with "
+                f"{option('model_prefix', '')}",
             )
 
 
@@ -134,7 +134,7 @@ def split_entries(
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
             got=f"{len(shapes)} tensors, such as {some(shapes, 3)}",
             where=where,
-            todo="pass the prefix of the model's names as --model-prefix"
+            todo=f"pass the prefix of the model's names as {option('model_prefix')}"
             if shapes
             else "pass a checkpoint with tensors; vescale-convert inspect SRC lists what this one has",
         )
@@ -181,7 +181,7 @@ def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: 
                 expected="each weight once",
                 got=f"{other} and {old} become {new}",
                 where=where,
-                todo="choose the model with --model-prefix, or save the unwrapped module",
+                todo=f"choose the model with {option('model_prefix')}, or save the unwrapped module",
             )
     return unwrapped
 
@@ -460,7 +460,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     """
     model = find_model(source, prefix)
     if new_prefix is not None:
-        model.require_one("--prefix renames only one", source.url)
+        model.require_one(f"{option('prefix')} renames only one", source.url)
     # An empty prefix moves the model to the root.
     if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
         new_prefix += "."
@@ -480,7 +480,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
             "Two entries would get the same name.",
             expected="a prefix that no other entry has",
             got=new_prefix,
-            todo="choose another --prefix",
+            todo=f"choose another {option('prefix')}",
         )
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}
@@ -586,7 +586,8 @@ def _with_form(
             "An optimizer entry belongs to no parameter.",
             expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
             got=unknown[0] if unknown else name_of(container),
-            todo="keep the form (--optimizer keep), or leave the optimizer out (--optimizer drop)",
+            todo=f"keep the form: {option('optimizer', 'keep')}; or "
+            f"leave the optimizer out: {option('optimizer', 'drop')}",
         )
     tree = optimizer.nested() if form == "nested" else optimizer.flattened()
     if not optimizer.groups:  # do not add an empty list that the source lacks
@@ -633,7 +634,7 @@ def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> froze
                 expected="an optimizer with the parameters of one model, next to it, or named after it",
                 got=f"{name_of(optimizer) or 'an optimizer at the root'}, which may belong to "
                 + " or ".join(candidates),
-                todo="leave the optimizers out with --optimizer drop",
+                todo=f"leave the optimizers out with {option('optimizer', 'drop')}",
             )
         if owners == [container]:
             own.update(names)

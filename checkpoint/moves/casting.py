@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, WrapperView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -36,7 +36,7 @@ class CastRules:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> CastRules:
-        """Parse ``--dtype`` options such as ``bfloat16`` or ``*.gate.bias=float32``.
+        """Parse the texts of a ``dtype`` argument, such as ``bfloat16`` or ``*.gate.bias=float32``.
 
         Raises:
             ConversionError: for a dtype other than float16, bfloat16, float32 and float64, or if two options give one
@@ -48,16 +48,16 @@ class CastRules:
             pattern, _, name = text.rpartition("=")  # the last "=", because a pattern may contain one
             if text.startswith("="):
                 raise ConversionError(
-                    "A --dtype option has an empty name pattern.",
+                    "A cast has an empty name pattern.",
                     expected="TYPE, or PATTERN=TYPE",
                     got=text,
-                    todo="write --dtype bf16, or --dtype '*.bias=float32'",
+                    todo=f"pass {option('dtype', 'bf16')}, or {option('dtype', '*.bias=float32')}",
                 )
             if pattern:
                 patterns[pattern] = float_type(name)
             else:
                 default = float_type(name)
-        require_one_rule_each("--dtype", texts)
+        require_one_rule_each("dtype", texts)
         return cls(default, patterns)
 
     def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
@@ -89,7 +89,7 @@ class CastRules:
         return cast_views
 
 
-def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
+def require_one_rule_each(name: str, texts: Sequence[str]) -> None:
     """Check that no two options, such as ``*.bias=bf16`` and ``*.bias=fp16``, give one pattern different values.
 
     Raises:
@@ -100,7 +100,7 @@ def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
         pattern = text.rpartition("=")[0]
         if (other := given.setdefault(pattern, text)) != text:
             raise ConversionError(
-                f"Two {option} options apply to the same tensors.",
+                f"Two values of {option(name)} apply to the same tensors.",
                 expected="at most one without a pattern, and one for each name pattern",
                 got=f"{other} and {text}",
                 todo="remove one of them, or change its pattern",
@@ -122,7 +122,7 @@ def float_type(name: str) -> DType:
             "Weights cannot be cast to this type.",
             expected="float16, bfloat16, float32 or float64",
             got=name,
-            todo="use one of these; fewer bits would need scales, which vescale-convert computes with --quantize",
+            todo=f"use one of these; fewer bits would need scales, which {option('quantize')} computes",
         )
     return dtype
 
@@ -133,7 +133,7 @@ _SHORT = {"bf16": "bfloat16"} | {f"{f}{bits}": f"float{bits}" for f in ("f", "fp
 def _bad(expected: str, got: str) -> ConversionError:
     """Return the error for a pattern that matches no tensor, or a tensor that cannot be cast."""
     return ConversionError(
-        "A --dtype pattern cannot be applied.",
+        "A pattern of a cast cannot be applied.",
         expected=expected,
         got=got,
         todo="correct the pattern; list the names with: vescale-convert inspect SRC",

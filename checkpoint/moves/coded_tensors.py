@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 
@@ -601,7 +601,8 @@ class EncodedView(_ComputedView):
             expected="finite values",
             got=f"{sum(counts)} of {self.values.info.numel} values that are not finite",
             where=f"tensor {name}",
-            todo=f"keep this tensor with --quantize '{name}=keep' before other patterns, or repair the source",
+            todo=f"keep this tensor with {option('quantize', f'{name}=keep')} before other patterns, or "
+            "repair the source",
         )
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:

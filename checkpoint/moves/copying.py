@@ -45,7 +45,7 @@ from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import Begun
 from vescale_fsdp.checkpoint.storage.base import FileWriter, SourceError, reading_source
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 Progress = Callable[[int], None]  # called with the number of tensor bytes done since the last call
 
@@ -89,7 +89,7 @@ class CopyLimits:
                 "The memory budget is too small.",
                 expected=f"at least {least} bytes and one thread",
                 got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
-                todo="pass a --memory-budget of 64MB or more",
+                todo=f"pass {option('memory_budget_bytes', 64 * 2**20)} or more",
             )
 
     @property
@@ -121,7 +121,7 @@ class CopyLimits:
                 expected=f"at least {needed} bytes",
                 got=f"{self.memory_budget_bytes} bytes",
                 where=f"tensor {name}",
-                todo=f"pass --memory-budget {-(-needed // 2**20)}MiB",
+                todo=f"pass {option('memory_budget_bytes', -(-needed // 2**20) * 2**20)}",
             )
         return replace(self, decoded_bytes=nbytes)
 

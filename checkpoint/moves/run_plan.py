@@ -22,6 +22,7 @@ from vescale_fsdp.checkpoint.moves.plan import DataFile, FilePlan, OutputPlan
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.storage.base import FileWriter
+from vescale_fsdp.checkpoint.storage.journal import SOURCE, SOURCE_FILES
 from vescale_fsdp.checkpoint.storage.output import ComparedFile, OtherBytesError, Output, ResultFiles
 from vescale_fsdp.errors import CorruptCheckpointError
 
@@ -51,7 +52,7 @@ def run_plan(
     resume: bool,
     dry_run: bool,
     part: tuple[int, int],
-    requested: Mapping[str, str],
+    requested: Mapping[str, object],
     progress: Progress,
     announce: Progress,
 ) -> Outcome:
@@ -69,7 +70,7 @@ def run_plan(
         resume: continue an interrupted run of the same plan, or start a new one if there was none.
         dry_run: check the target, but write nothing.
         part: (index, count): this process writes share number ``index`` of ``count`` shares.
-        requested: the options that determine the plan, by their command-line names.
+        requested: the options that determine the plan, by name, as JSON values.
         progress: called with the number of tensor bytes written since the last call, from several threads.
         announce: called once, before the first write, with the total number of tensor bytes.
 
@@ -85,7 +86,7 @@ def run_plan(
         resume=resume,
         part=part,
         # The source's files too, so that the error of a resumed run says that they have changed.
-        requested={"SRC": source.url, "files of SRC": source.fingerprint, **requested},
+        requested={SOURCE: source.url, SOURCE_FILES: source.fingerprint, **requested},
     )
     announce(plan.tensor_nbytes)
     if dry_run:  # only now, because `Output` has checked the target

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 Path = tuple[str | int, ...]
 # Names of modules inside the wrappers of torch.compile, activation checkpointing and FSDP1.
@@ -99,7 +99,7 @@ def claim_name(name: str, taken: Collection[str]) -> None:
             "Two tensors would have the same name.",
             expected="different names after keys are joined as text",
             got=f"two tensors named {name!r}",
-            todo="exclude one of them with --exclude, or rename it in the source",
+            todo=f"exclude one of them with {option('exclude')}, or rename it in the source",
         )
 
 
@@ -119,7 +119,7 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
                     "An entry of the state is inside another entry that is not a container.",
                     expected="values only at the ends of paths",
                     got=path,
-                    todo="exclude one of the entries with --exclude",
+                    todo=f"exclude one of the entries with {option('exclude')}",
                 )
         node[path[-1]] = leaf
     closed: dict[Any, Any] = _close_lists(root)

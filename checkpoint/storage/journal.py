@@ -21,8 +21,10 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
+# Keys of ``requested`` that are no options.
+SOURCE, SOURCE_FILES = "source", "files of the source"
 _VERSION = 1  # of the journal's format; a journal of another version is not resumed
 # Errors of file systems that do not support flock.
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
@@ -54,14 +56,14 @@ class Journal:
         store: the storage of the target.
         stem: see `journal_name`.
         fingerprint: identifies the plan.
-        requested: command-line name -> value of the options that determine the plan; errors name options that differ.
+        requested: name -> value of the options that determine the plan; errors name options that differ.
         finished: file name -> (digest, size of the buffers that the digest was computed with, in bytes).
     """
 
     store: Storage
     stem: str
     fingerprint: str
-    requested: Mapping[str, str] = field(default_factory=dict)
+    requested: Mapping[str, object] = field(default_factory=dict)
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
     is_started: bool = False  # the first line is written
     is_complete: bool = False  # every file of this journal's part is finished
@@ -198,12 +200,17 @@ class Journal:
         differ = [name for name in now if name in before and before[name] != now[name]]
         return ConversionError(
             "The interrupted conversion was a different one.",
-            expected=", ".join(f"{name} {before[name]!r}" for name in differ) or f"plan {head.get('plan')}",
-            got=", ".join(f"{name} {now[name]!r}" for name in differ)
+            expected=", ".join(_said(name, before[name]) for name in differ) or f"plan {head.get('plan')}",
+            got=", ".join(_said(name, now[name]) for name in differ)
             or f"plan {self.fingerprint}: files next to the source have changed, or this package has",
             where=f"{self.store.where}/{self.name}",
-            todo="repeat the options of the interrupted run, or start over with --overwrite",
+            todo=f"repeat the options of the interrupted run, or start over with {option('overwrite', True)}",
         )
+
+
+def _said(name: str, value: object) -> str:
+    """Return an entry of ``requested`` for a message: an option as the user writes it, or a property of the source."""
+    return f"{name} {value!r}" if name in (SOURCE, SOURCE_FILES) else option(name, value)
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:

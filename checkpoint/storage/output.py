@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, StagedFile,
 from vescale_fsdp.checkpoint.storage.journal import Journal, is_journal, journal_name, parts_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 Read = Callable[[str, int, int], bytes]
 """Returns bytes of a data file, by file name, offset and number of bytes."""
@@ -63,7 +63,7 @@ class Output:
         overwrite: replace existing files in the target.
         resume: continue an interrupted run of the same conversion, or start a new run if there was none.
         part: (index, count): this process writes every ``count``-th data file, from number ``index`` on.
-        requested: command-line name -> value of the options that determine the result; errors name options that differ.
+        requested: name -> value of the options that determine the result; errors name options that differ.
 
     Attributes:
         store: the storage of the target.
@@ -82,7 +82,7 @@ class Output:
         overwrite: bool,
         resume: bool,
         part: tuple[int, int],
-        requested: Mapping[str, str],
+        requested: Mapping[str, object],
     ) -> None:
         index, count = part
         self._url, self._files, self._part, self._overwrite = url, files, part, overwrite
@@ -116,22 +116,22 @@ class Output:
         # With a journal, files may have final names because an earlier run was interrupted during publication.
         if blocking and not (resume and interrupted) and not (may_be_result and self.may_be_complete):
             todo = (
-                "continue the interrupted conversion with --resume, or start over with --overwrite"
+                f"continue the interrupted conversion with {option('resume', True)}, or start over with "
+                f"{option('overwrite', True)}"
                 if interrupted
-                else "choose another target, or pass --overwrite to replace the existing files"
+                else f"choose another target, or pass {option('overwrite', True)} to replace the existing files"
             )
             got = f"{len(blocking)} files: {', '.join(blocking[:3])}"
             raise _refusal(self._url, "an empty or new target", got, todo)
         # Two runs with different numbers of parts would write the same file.
         index, count = self._part
         if counts := {parts_of(each) for each in old} - {None, count}:
-            others = ("no --part" if n == 1 else f"--part I/{n}" for n in sorted(filter(None, counts)))
             raise ConversionError(
                 "The interrupted conversion had another number of parts.",
-                expected=" or ".join(others),
+                expected=" or ".join(map(str, sorted(filter(None, counts)))) + " in all",
                 got=f"part {index} of {count}",
                 where=self._url,
-                todo="resume with as many parts as it had, or start over with --overwrite",
+                todo=f"resume with as many parts as it had, or start over with {option('overwrite', True)}",
             )
         return old
 
@@ -367,7 +367,7 @@ class Output:
             self._url,
             "the result of this conversion, or of one that was interrupted",
             "the result of another conversion, or of a source that has changed",
-            "choose another target, or pass --overwrite to replace the existing files",
+            f"choose another target, or pass {option('overwrite', True)} to replace the existing files",
         )
 
 

@@ -31,7 +31,7 @@ from vescale_fsdp.conversion.cli.options import (
     with_options,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS, Target
-from vescale_fsdp.errors import CorruptCheckpointError, format_bytes, some
+from vescale_fsdp.errors import CorruptCheckpointError, flags_in_messages, format_bytes, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint import VerifyReport
@@ -80,6 +80,7 @@ def cli() -> None:
     vescale-convert to-hf run/step-00000020 repository --assets original_repository
     vescale-convert to-vescale repository checkpoint
     """
+    click.get_current_context().with_resource(flags_in_messages())
 
 
 def _open(src: str, step: int | None, **options: Any) -> Source:

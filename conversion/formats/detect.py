@@ -28,7 +28,14 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import checked_path, how_to_download, open_parent, open_store
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, VescaleError, some
+from vescale_fsdp.errors import (
+    ConversionError,
+    CorruptCheckpointError,
+    DamagedFiles,
+    VescaleError,
+    option,
+    some,
+)
 from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
@@ -98,7 +105,7 @@ _UNFINISHED = (
         r"(.*/)?\.?[^/]*\.(vescale-convert\.jsonl|partial)",
         None,
         "A conversion did not finish.",
-        "run its command again with --resume",
+        "convert again, with {resume}",
     ),
     (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "A download did not finish.", "download it again"),
 )
@@ -213,7 +220,7 @@ def _refuse_other_kind(kind: str, folder: Storage, url: str, error: VescaleError
             expected=f"a checkpoint of kind {kind}",
             got=f"one that looks like {detected}",
             where=url,
-            todo=f"pass one of kind {kind}, or leave out --from {kind}",
+            todo=f"pass one of kind {kind}, or leave out {option('kind', kind)}",
         ) from error
 
 
@@ -265,7 +272,7 @@ def _describe_path(url: str) -> str:
 def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
     """Return the error for files of no readable format. For known files it says what the user can do."""
     problem = "This is not a checkpoint of a known format."
-    todo = "pass the folder that was given to dcp.save, or name the format with --from"
+    todo = f"pass the folder that was given to dcp.save, or name the format with {option('kind')}"
     known = ((p, file, what, way) for p, what, way in _FOREIGN for file in files if re.fullmatch(p, file))
     # The error names the first known file only.
     for _, file, what, way in known:
@@ -310,6 +317,7 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
     for remains, completing, problem, todo in _UNFINISHED:
         files_left = [file for file in names if re.fullmatch(remains, file)]
         if files_left and not (completing and any(re.fullmatch(completing, file) for file in names)):
+            todo = todo.format(resume=option("resume", True))
             problems.append((problem, some(files_left), todo))
     # An index, which a `CorruptCheckpointError` comes from, says more: it has the names of all files.
     if not isinstance(error, CorruptCheckpointError) and (missing := _missing_numbers(names)):
@@ -375,13 +383,13 @@ def step_url(
         return f"{url}/{steps[wanted]}"
     last_steps = ", ".join(map(str, list(steps)[-_LISTED_STEPS:]))
     if newest is not None:
-        # The folder too, because `diff` has no --step.
+        # The folder too, because `load` and the command diff take no step.
         folder = f"the folder of one checkpoint, such as {url}/{steps[newest]}, which is the newest"
-        todo = f"pass {folder}; commands that have the option also take --step {newest}"
+        todo = f"pass {folder}; or, where it is accepted, {option('step', newest)}"
     elif steps:
-        todo = "pass --step with one of these steps: a rollback has abandoned all of them"
+        todo = f"pass {option('step')} with one of these steps: a rollback has abandoned all of them"
     else:
-        todo = "leave out --step"
+        todo = f"leave out {option('step')}"
     raise ConversionError(
         "This folder contains the steps of a run." if wanted is None else "There is no such step.",
         expected=f"one of the steps {last_steps}" if steps else "a folder around the steps of a run",

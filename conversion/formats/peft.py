@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
@@ -91,7 +91,7 @@ def one_adapter(
     adapter: str | None,
     where: str,
     *,
-    option: str = "--adapter-name {}",
+    chosen_by: Callable[[str], str] = lambda name: option("adapter_name", name),
 ) -> dict[str, str]:
     """Return the tensors of one adapter: name in training -> name in a peft folder.
 
@@ -99,7 +99,7 @@ def one_adapter(
         trained: the tensors of all adapters, by name in training.
         adapter: name of the adapter; None if there is only one.
         where: the source, for errors.
-        option: how the caller chooses an adapter, for errors.
+        chosen_by: returns how the user chooses an adapter, for errors.
 
     Raises:
         ConversionError: if there is no such adapter, or if there are several and no name is given.
@@ -111,7 +111,7 @@ def one_adapter(
             expected="tensors such as q_proj.lora_A.default.weight",
             got=adapter or "a state without an adapter",
             where=where,
-            todo="leave out --adapter, or pass another source",
+            todo="write the whole model instead, or pass another source",
         )
     if adapter is None and len(adapters) == 1:
         adapter = adapters[0]
@@ -121,7 +121,7 @@ def one_adapter(
             expected=f"one of {some(adapters, 8)}",
             got=adapter or some(adapters, 8),
             where=where,
-            todo=f"pass {option.format(adapters[0])}",
+            todo=f"pass {chosen_by(adapters[0])}",
         )
     return {name: each.saved for name, each in trained.items() if each.adapter == adapter}
 
@@ -158,8 +158,8 @@ def names_in_training(
                 todo="leave out adapter_name",
             )
         return {}
-    option = "source=SourceOptions(adapter_name={!r})"
-    names = one_adapter(trained, adapter, "the state to be filled", option=option)
+    chosen_by = "source=SourceOptions(adapter_name={!r})".format
+    names = one_adapter(trained, adapter, "the state to be filled", chosen_by=chosen_by)
     of_base = {ROOT + name.removeprefix(ROOT): name for name in live if name not in trained}
     in_training = {given[saved]: name for saved, name in of_base.items() if saved in given}
     return in_training | {given.get(saved, saved): name for name, saved in names.items()}
@@ -333,7 +333,7 @@ def require_adapter(url: str) -> None:
             got=some(store.list_files()),
             where=url,
             todo="pass BASE, ADAPTER and OUT in this order; if ADAPTER is a training checkpoint, write its adapter "
-            "first: vescale-convert to-hf RUN OUT --adapter",
+            f"first: {option('adapter', True)}",
         )
 
 
@@ -353,7 +353,9 @@ def adapter_state(
             adapter_config.json, or it belongs to another adapter.
     """
     state = model_state(source, model_prefix)
-    config = PeftConfig.read(_settings(assets), "pass the folder that has it with --assets", merges=False)
+    config = PeftConfig.read(
+        _settings(assets), f"pass the folder that has it with {option('assets')}", merges=False
+    )
     if source.kind != "adapter":
         names = one_adapter(trained_names(state.views), adapter_name, source.url)
         names |= trained_biases(state.views, names, config.biases)
@@ -371,13 +373,14 @@ def _without_tied(names: dict[str, str], views: Mapping[str, TensorView]) -> dic
 
 
 def _settings(assets: str | None) -> Storage:
-    """Return the folder of the adapter's config, which the user must pass as ``--assets``."""
+    """Return the folder of the adapter's config, which the user must pass as ``assets``."""
     if assets is None:
         raise ConversionError(
             "An adapter needs its adapter_config.json.",
-            expected="--assets FOLDER, with the adapter_config.json of the training run",
-            got="no --assets",
-            todo="write it with peft_config.save_pretrained(FOLDER), and pass --assets FOLDER: it contains alpha, "
+            expected="a folder with the adapter_config.json of the training run",
+            got="no folder",
+            todo=f"write it with peft_config.save_pretrained(folder), and pass "
+            f"{option('assets', 'folder')}: it contains alpha, "
             "which the tensors do not show",
         )
     return open_store(assets)

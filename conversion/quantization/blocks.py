@@ -31,7 +31,7 @@ from vescale_fsdp.conversion.quantization.model import (
     scales_dtype,
     table_of,
 )
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.views.index_maps import Permute
 
@@ -165,7 +165,7 @@ def _grid_of(
         expected="a config.json whose quantization_config names weight_block_size",
         got=f"scales of shape {grid} for a weight of shape {shape}, and no block size",
         where=f"tensor {values.info.name}",
-        todo="pass the folder with this model's config.json: --assets DIR",
+        todo=f"pass the folder with this model's config.json: {option('config')}",
     )
 
 

@@ -22,7 +22,7 @@ from vescale_fsdp.conversion.quantization import (
 )
 from vescale_fsdp.conversion.quantization.model import QuantizedModel, Scheme, refusal
 from vescale_fsdp.conversion.quantization.names import find_quantized
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.dtypes import DType
 
 # More specific schemes come first: NF4 stored as int8 must not be taken for int8.
@@ -53,7 +53,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
             "There is nothing to dequantize.",
             expected="weights of fp8, mxfp4, int8 or nf4, with their scales",
             got=f"{len(views)} tensors without codes",
-            todo="leave out --dequantize; --dtype casts ordinary floats",
+            todo=f"leave out {option('dequantize')}; {option('dtype')} casts ordinary floats",
         )
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     model = QuantizedModel(views, settings, _described(state), dtype)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vescale_fsdp.checkpoint.moves.casting import CastView
 from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, RenamedView, TensorView, read_range
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.index_maps import Reshape
 
@@ -147,7 +147,7 @@ def mismatch(codes: TensorView, scales: TensorView, expected: str) -> CorruptChe
         expected=expected,
         got=f"{scales.info.name} of shape {scales.info.shape}",
         where=f"tensor {codes.info.name} of shape {codes.info.shape}",
-        todo="pass the config.json of this model with --assets, or copy the checkpoint again",
+        todo=f"pass the config.json of this model with {option('config')}, or copy the checkpoint again",
     )
 
 
@@ -158,5 +158,5 @@ def refusal(expected: str, got: object, where: str) -> ConversionError:
         expected=expected,
         got=got,
         where=where,
-        todo="dequantize with the library that made them, or leave out --dequantize to copy them unchanged",
+        todo=f"dequantize with the library that made them, or leave out {option('dequantize')} to copy them unchanged",
     )

@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.model import as_float
 from vescale_fsdp.conversion.quantization.names import find_quantized
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.views.index_maps import Permute, Reshape
 
 SCHEMES = ("fp8-128x128", "mxfp4")
@@ -70,7 +70,7 @@ class QuantizeRules:
                 patterns[pattern] = scheme
             else:
                 default = scheme
-        require_one_rule_each("--quantize", texts)
+        require_one_rule_each("quantize", texts)
         schemes = {default, *patterns.values()} - {None, _KEEP}
         if len(schemes) != 1:
             got = " and ".join(sorted(map(str, schemes))) or "none"
@@ -128,7 +128,7 @@ def newly_quantized(
         raise _bad(
             "weights that are ordinary floats",
             f"quantized tensors: {some(sorted(already))}",
-            "to requantize them, pass --dequantize bf16 together with --quantize",
+            f"to requantize them, pass {option('dequantize', 'bf16')} together with {option('quantize')}",
         )
     for pattern in rules.patterns:
         if not any(fnmatchcase(name, pattern) for name in infos):
@@ -138,7 +138,11 @@ def newly_quantized(
     vocab_sizes = set(_vocab_sizes(config))
     chosen = {name: None for name, info in infos.items() if rules.includes(info, vocab_sizes)}
     if not chosen:
-        raise _bad(_WANTED[rules.scheme], f"none among {some(infos)}", "name them: --quantize PATTERN=SCHEME")
+        raise _bad(
+            _WANTED[rules.scheme],
+            f"none among {some(infos)}",
+            f"name them: {option('quantize', f'PATTERN={rules.scheme}')}",
+        )
     replacements: dict[str, tuple[TensorView, str]] = {}
     cache = BlockCache(cache_bytes)
     for name in chosen:

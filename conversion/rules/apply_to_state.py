@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView, r
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules
 from vescale_fsdp.conversion.rules.rule_file import RuleSet
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ def _disagreement(fqn: str, slot: str, values: Mapping[str, Any]) -> ConversionE
         expected=f"one value of {slot} for all parameters that become {fqn}",
         got=", ".join(f"{name}: {value!r:.60}" for name, value in values.items()),
         where=fqn,
-        todo="pass --on-disagreement first to use the first value, or leave the optimizer out: --optimizer drop",
+        todo=f"pass {option('on_disagreement', 'first')} to use the first value, or leave the optimizer out: "
+        f"{option('optimizer', 'drop')}",
     )
 
 
@@ -203,7 +204,8 @@ def _check_has_name(state: CarriedState, name: str, own: Collection[str]) -> Non
             expected="names of parameters, which key rules can rename and reorder",
             got=f"number {key}",
             where=name,
-            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
+            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: "
+            f"{option('optimizer', 'drop')}",
         )
 
 
@@ -292,7 +294,7 @@ def _apply_to_slot(
                 expected=f"shape {model[fqn].info.shape}, the shape of {fqn}",
                 got=f"shape {view.info.shape}",
                 where=view.info.name,
-                todo="leave the optimizer out: --optimizer drop",
+                todo=f"leave the optimizer out: {option('optimizer', 'drop')}",
             )
     kept = {fqn: view for fqn, view in views.items() if fqn not in applied.dropped}
     # partial: an optimizer need not have state for every parameter.
@@ -321,7 +323,8 @@ def _renamed(names: Any, applied: Applied) -> Any:
             "A group of the optimizer has parameters that the model lacks.",
             expected="names of the model's parameters, since key rules change names and order",
             got=some(unknown),
-            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
+            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: "
+            f"{option('optimizer', 'drop')}",
         )
     order = {name: index for index, name in enumerate(names)}
     renamed = sorted(applied.made_from(order), key=lambda pair: order[pair[1]])

@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView, ZerosView
 from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node, Trim
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 
 _MOST_ERRORS = 20  # maximum number of problems that one error lists
 # (capture, value) pairs, which identify a group of keys that a rule matches.
@@ -129,7 +129,7 @@ class _Application:
             # Alone, since every rule and every key would be an error too.
             side = "names of Hugging Face" if not self.to_hf else "our names"
             way = "ours" if self.to_hf else "hf"
-            todo = f"convert in the other direction: --rules-to {way} (in Python, rules_to={way!r})"
+            todo = f"convert in the other direction: {option('rules_to', way)}"
             raise self._bad(side, f"names of the rules' other side: {some(unused)}", todo)
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
@@ -184,7 +184,7 @@ class _Application:
         for name, new in renamed.items():
             if self.rules.is_of_other_side(name, to_hf=self.to_hf):
                 side = "our names" if self.to_hf else "names of Hugging Face"
-                todo = "use the rules of this model, or leave out --rules if it has the names that you want"
+                todo = f"use the rules of this model, or leave out {option('rules')} if it has the names you want"
                 self._errors.append(self._bad(side, name, todo))
             else:
                 self._add(new, self.views[name], (name,))
@@ -393,7 +393,7 @@ def _bad(text: str | int, got: str) -> ConversionError:
         "A size in the key rules cannot be computed.",
         expected="numbers, + - * /, and names that are in [let] or in config.json",
         got=f"{text!r}: {got}",
-        todo="pass --assets with the model's config.json, or correct the rule",
+        todo=f"pass the model's config.json with {option('config')}, or correct the rule",
     )
 
 

@@ -316,7 +316,11 @@ def load_rules(name: str) -> RuleSet:
 
 def _bad(name: str, expected: str, got: object) -> ConversionError:
     return ConversionError(
-        "The key rules cannot be read.", expected=expected, got=got, where=name, todo="correct --rules"
+        "The key rules cannot be read.",
+        expected=expected,
+        got=got,
+        where=name,
+        todo="correct the file, or name a shipped set",
     )
 
 

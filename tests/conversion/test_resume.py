@@ -28,7 +28,7 @@ from vescale_fsdp.conversion import diff
 from vescale_fsdp.conversion.cli.commands import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 LIMITS = {"memory_budget_bytes": 8 * 2**20, "threads": 2}  # buffers of 1 MiB
 SHARD_BYTES = 3_000_000
@@ -161,7 +161,7 @@ def test_resume_refuses_other_parameters(source: str, tmp_path: Path) -> None:
     chosen = ConvertOptions(max_shard_bytes=4_000_000, resume=True)
     with pytest.raises(ConversionError, check=lambda error: "4000000" in error.got):
         convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
-    with pytest.raises(ConversionError, match="--resume"):
+    with pytest.raises(ConversionError, check=lambda error: option("resume", True) in error.todo):
         run(source, str(tmp_path / "out"))
 
 
@@ -348,13 +348,13 @@ def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) 
 def test_shares_of_another_number_do_not_mix(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
     """They have files in common: one would write what the other has finished. Starting over takes the place of both."""
     out = str(tmp_path / "out")
-    for part, told in (((0, 3), "--part I/3"), ((0, 1), "no --part")):
+    for part, told in (((0, 3), "3"), ((0, 1), "1")):
         if part[1] == 1:
             _interrupt(source, Path(out), 18)  # files are finished by then
         else:
             run(source, out, part=part)
         for other in {(0, 1), (1, 2)} - {part}:
-            with pytest.raises(ConversionError, match=rf"expected: {told}"):
+            with pytest.raises(ConversionError, match=rf"expected: {told} "):
                 run(source, out, resume=True, part=other)
         run(source, out, overwrite=True)
         assert contents(Path(out)) == expected
@@ -414,7 +414,7 @@ def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) 
     assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
     # The files of another step have the same names and sizes.
-    with pytest.raises(ConversionError, check=lambda error: "--overwrite" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("overwrite", True) in error.todo):
         resume(2, (0, 1))
     assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
     assert resume(2, (0, 1), overwrite=True).outcome.written

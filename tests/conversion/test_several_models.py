@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 TARGETS = ("torch", "dcp", "zarr", "native")
 RULES = """
@@ -190,7 +190,7 @@ def test_a_repository_holds_one(tmp_path: Path, name: str) -> None:
     """Without a choice there is none; with one it is that model."""
     source = open_source(_save("torch", STATES[name], tmp_path / "src"))
     first = _FIRST.get(name, "generator")
-    with pytest.raises(ConversionError, check=lambda error: f"--model-prefix {first}" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("model_prefix", first) in error.todo):
         convert(source, str(tmp_path / "hf"), "hf")
     assert not (tmp_path / "hf").exists()
     convert(source, str(tmp_path / "hf"), "hf", ConvertOptions(model_prefix=first))
@@ -217,7 +217,7 @@ def test_rules_change_the_chosen_model_alone(tmp_path: Path, name: str, target: 
     source = open_source(_save("torch", STATES[name], tmp_path / "src"))
     out = tmp_path / ("out.pt" if target == "torch" else "out")
     rules: dict[str, Any] = {"rules": str(tmp_path / "r.toml"), "rules_to": "hf"}
-    with pytest.raises(ConversionError, check=lambda error: f"--model-prefix {first}" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("model_prefix", first) in error.todo):
         convert(source, str(out), target, ConvertOptions(**rules))
     report = convert(source, str(out), target, ConvertOptions(**rules, model_prefix=first))
     assert len(report.warnings) == 1
@@ -258,7 +258,7 @@ def test_an_optimizer_of_nobody_is_refused(tmp_path: Path, others: dict[str, str
         "rules_to": "hf",
         "model_prefix": "generator",
     }
-    with pytest.raises(ConversionError, check=lambda error: "--optimizer" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("optimizer", "drop") in error.todo):
         convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options))
     convert(source, str(tmp_path / "o.pt"), "torch", ConvertOptions(**options, optimizer="drop"))
     assert sorted(torch.load(tmp_path / "o.pt", weights_only=True)) == ["discriminator", "generator"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.errors import ConversionError, LayoutError
+from vescale_fsdp.errors import ConversionError, LayoutError, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +69,7 @@ class DType:
                 "PyTorch has no such element type.",
                 expected="a type of torch",
                 got=self.name,
-                todo="exclude these tensors with --exclude",
+                todo=f"exclude these tensors with {option('exclude')}",
             )
         return self.torch_name
 

@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
 )
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
@@ -33,10 +33,6 @@ Asks = Literal["always", "doubt", "never"]
 """When the class itself checks the tensors, in a child process. "always": unless the table accepts them. "doubt": only
 if the table rejects them. "never": no child process."""
 _ADAPTED = ".base_layer."  # part of the name that peft gives to a weight with an adapter
-_HOW_TO_MERGE = (
-    "the checkpoint has a base with an adapter: write the adapter with to-hf --adapter, then add it to the base's "
-    "repository with merge-adapter; or "
-)
 FindQuantized = Callable[[Iterable[TensorInfo], Mapping[str, Any]], Collection[str]]
 """Returns the names of quantized codes and of scales among tensors, given their config.json."""
 
@@ -87,10 +83,10 @@ class ClassCheck:
                 expected=f"the tensors of {self.class_name or 'a model, without those of an adapter'}",
                 got=some([*self.problems, *self.extra], 6),
                 where=where,
-                todo=f"{_HOW_TO_MERGE if any(_ADAPTED in text for text in (*self.problems, *self.extra)) else ''}"
-                "pass the model's own config.json with --assets, rename tensors with --rules, or choose them with "
-                "--exclude and --include; --no-assets writes tensors without a config.json, unchecked. Nothing was "
-                "published",
+                todo=f"{self._how_to_merge()}pass the model's own config.json with {option('assets')}, rename tensors "
+                f"with {option('rules')}, or choose them with {option('exclude')} and {option('include')}; "
+                f"{option('no_assets', True)} writes tensors without a config.json, unchecked. "
+                "Nothing was published",
             )
         if is_required and self.how == "not checked":
             raise ConversionError(
@@ -98,8 +94,18 @@ class ClassCheck:
                 expected="a class of the shipped table, or of an installed transformers (with accelerate)",
                 got=self.reason,
                 where=where,
-                todo="install what is missing, pass a config.json that names a class, or leave out --require-check",
+                todo="install what is missing, pass a config.json that names a class, or leave out "
+                f"{option('require_check')}",
             )
+
+    def _how_to_merge(self) -> str:
+        """Say what to do with a base that contains an adapter; empty if the result contains none."""
+        if not any(_ADAPTED in text for text in (*self.problems, *self.extra)):
+            return ""
+        return (
+            f"the checkpoint has a base with an adapter: write the adapter with {option('adapter', True)}, then add "
+            f"it to the base's repository with {option('merge', 'ADAPTER')}; or "
+        )
 
 
 def check_planned(

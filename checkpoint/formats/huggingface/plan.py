@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
@@ -74,7 +74,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
                 "A tensor has a name that safetensors files reserve.",
                 expected="names other than __metadata__, each once",
                 got=info.name,
-                todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
+                todo=f"leave it out with {option('exclude', info.name)}, or convert to another format",
             )
         if info.dtype.code is None:
             raise ConversionError(
@@ -82,7 +82,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
                 expected="a type of the safetensors format",
                 got=info.dtype.name,
                 where=f"tensor {info.name}",
-                todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
+                todo=f"leave it out with {option('exclude', info.name)}, or convert to another format",
             )
         table[info.name] = {
             "dtype": info.dtype.code,
@@ -98,7 +98,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
             "There are too many tensors for one safetensors file.",
             expected=f"a header of at most {MAX_HEADER_BYTES} bytes",
             got=f"{len(text)} bytes for {len(starts)} tensors",
-            todo="choose a smaller --max-shard-size",
+            todo=f"choose a smaller {option('max_shard_bytes')}",
         )
     data = len(text).to_bytes(8, "little") + text
     offsets = {name: len(data) + start for name, start in starts.items()}
@@ -131,7 +131,7 @@ def plan_shards(
             "The shard size limit cannot be met.",
             expected="a positive number of bytes",
             got=max_shard_bytes,
-            todo="pass a --max-shard-size such as 5GB",
+            todo=f"pass a size such as {option('max_shard_bytes', 5 * 10**9)}",
         )
     groups: list[list[TensorInfo]] = [[]]
     filled = 0
@@ -168,7 +168,7 @@ def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
             "The index of this model would be too large for Hugging Face loaders.",
             expected=f"at most {MAX_INDEX_BYTES} bytes",
             got=f"{len(data)} bytes for {len(weight_map)} tensors",
-            todo="use one file: --max-shard-size 1000GB",
+            todo=f"use one file: {option('max_shard_bytes', 10**15)}",
         )
     return data
 

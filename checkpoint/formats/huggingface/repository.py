@@ -24,7 +24,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.errors import ConversionError, some
+from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.dtypes import known_dtype
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.model_shapes import natural_key
@@ -144,7 +144,7 @@ class Assets:
                 expected="a folder with config.json, tokenizer files and so on",
                 got="an empty or missing folder",
                 where=url,
-                todo="check the path given with --assets",
+                todo=f"check the path given as {option('assets')}",
             )
         # Neither weights, which the conversion writes, nor hidden files, which belong to git or to a download.
         is_candidate = {f: not is_weight_file(f) and not f.startswith(".") and "/." not in f for f in listed}
@@ -152,7 +152,7 @@ class Assets:
         for pattern in include:
             if not any(fnmatchcase(file, pattern) for file in candidates):
                 raise ConversionError(
-                    "A pattern of --include-asset matches no file.",
+                    "A pattern of files to copy matches no file.",
                     expected=f"patterns that match files such as {', '.join(candidates[:6]) or 'none'}",
                     got=pattern,
                     where=url,
@@ -227,10 +227,12 @@ class Assets:
             most = counts.most_common(1)[0][0]
             warnings.append(
                 f"config.json says dtype {named}, the weights are {most}: loaders cast them to {named}; "
-                f"--dtype {most} (or {named}) makes both agree"
+                f"{option('dtype', most)} (or {named}) makes both agree"
             )
         if self.config is None:
-            warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+            warnings.append(
+                f"no {CONFIG_FILE}: transformers needs one to load the result: {option('assets')}"
+            )
         is_said = any(config.get(key) for key in QUANTIZATION_KEYS)
         if is_said and not quantized:
             warnings.append(
@@ -341,7 +343,7 @@ def _config_in(store: Storage) -> dict[str, Any]:
             expected="a JSON object",
             got=loaded,
             where=f"{store.where}/{CONFIG_FILE}",
-            todo="correct the file, or leave it out of --assets",
+            todo=f"correct the file, or leave it out of {option('assets')}",
         )
     return loaded
 

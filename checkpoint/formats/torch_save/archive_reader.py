@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import Any
 
 from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
-    HOW_TO_TRUST,
     TensorRef,
+    how_to_trust,
     load_plain_pickle,
     load_tensor_pickle,
 )
@@ -320,5 +320,5 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
             expected="numbers, strings, lists and dicts",
             got=f"{type(error).__name__}: {first_line}",
             where=where,
-            todo=HOW_TO_TRUST,
+            todo=how_to_trust(),
         ) from error

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, contiguous_strides
 
@@ -502,10 +502,12 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-HOW_TO_TRUST = (
-    "if you trust whoever made the file, convert it with vescale-convert --trust-pickle: "
-    "this runs code from the file"
-)
+def how_to_trust() -> str:
+    """Say how a user allows a pickle to run code."""
+    trust = option("trust_pickle", True)
+    return f"if you trust whoever made the file, convert it with {trust}: this runs code from the file"
+
+
 _HOW_TO_SAVE_A_MODULE = (
     "all tensors are in objects, such as a module: save its state_dict(). If you trust whoever made the file, "
     "torch.load(.., weights_only=False) loads the object: this runs code from it"
@@ -574,7 +576,7 @@ class _AllowListUnpickler(pickle.Unpickler):
             expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
             got=f"{module}.{name}",
             where=self._where,
-            todo=HOW_TO_TRUST if self._may_be_trusted() else _HOW_TO_SAVE_A_MODULE,
+            todo=how_to_trust() if self._may_be_trusted() else _HOW_TO_SAVE_A_MODULE,
         )
 
     def _may_be_trusted(self) -> bool:

@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.moves.source import BoxReader, Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 
@@ -110,7 +110,7 @@ class TorchFile:
                 where=where,
                 todo=f"save it again: torch.save(torch.load({where!r}, map_location='cpu'), {f'{where}.new'!r})"
                 if is_old
-                else "pass a file that torch.save wrote, or name the format with --from",
+                else f"pass a file that torch.save wrote, or name the format with {option('kind')}",
             )
         read = partial(store.read, file)
         return cls(store, file, TorchArchive(read, size, where=where, trust=trust, stand_ins=stand_ins))

@@ -46,7 +46,7 @@ from vescale_fsdp.checkpoint.moves.plan import (
 from vescale_fsdp.checkpoint.moves.tensor_view import repeated_dims, without_repeats
 from vescale_fsdp.checkpoint.state.nesting import Path, nest
 from vescale_fsdp.checkpoint.storage.checksums import CRC32
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
@@ -137,7 +137,7 @@ class _Writer:
                     expected="numbers, strings, bytes, lists, tuples, sets and dicts",
                     got=f"{kind.__module__}.{kind.__qualname__}",
                     where=self._where,
-                    todo="leave the value out with --exclude",
+                    todo=f"leave the value out with {option('exclude')}",
                 )
             _OPCODES_OF[kind] = _OPCODES_OF[base or dict]  # remembered for the next value of this type
         _OPCODES_OF[kind](self, value)

@@ -16,7 +16,7 @@ from tests.support.dtype_zoo import same_bytes, zoo
 from vescale_fsdp.checkpoint.moves.casting import CastRules
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.views.float_codes import cast_array
 
@@ -118,8 +118,7 @@ def test_types_that_lose_values_are_refused(text: str) -> None:
     """Only ordinary floats can be asked for."""
     with pytest.raises(ConversionError, check=lambda error: error.got == text) as caught:
         CastRules.parse([text])
-    # `load(dtype=)` and `HuggingFace(dtype=)` have no options of a command.
-    assert "vescale-convert" in (caught.value.todo or "")
+    assert option("quantize") in (caught.value.todo or "")  # which `load` and `HuggingFace` do not have
 
 
 def test_patterns_must_match_floats(tmp_path: Path) -> None:

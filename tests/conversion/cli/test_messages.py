@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.cli import main as entry
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError, VescaleError
+from vescale_fsdp.errors import ConversionError, VescaleError, option
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
 
@@ -105,7 +105,7 @@ def _unfinished_download(path: Path) -> None:
         (_unfinished_native, r"native save did not finish: its manifest\.json(.|\n)*older step"),
         (_unfinished_dcp, r"did not finish: its \.metadata(.|\n)*__0_0\.distcp(.|\n)*older checkpoint"),
         (_unfinished_copy, r"copy or download(.|\n)*no model-00001-of-00003(.|\n)*00003-of-00003"),
-        (_unfinished_conversion, r"conversion did not finish(.|\n)*--resume"),
+        (_unfinished_conversion, r"conversion did not finish(.|\n)*resume=True"),
         (_unfinished_download, r"download did not finish(.|\n)*again"),
     ],
 )
@@ -159,7 +159,7 @@ def test_steps_that_a_rollback_abandoned(tmp_path: Path, caplog: pytest.LogCaptu
         assert _run(*command).exit_code == 0
     assert json.loads(_run("inspect", root, "--json").stdout)["url"] == newest
     assert "step-00000011" in (tmp_path / "page.html").read_text()
-    with pytest.raises(ConversionError, check=lambda error: "--step 11" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("step", 11) in error.todo):
         open_source(str(root))
     with pytest.raises(NoCheckpointError):
         load(root, {"model": state["model"]})
@@ -227,10 +227,10 @@ def test_what_differs_from_the_run_that_is_resumed(tmp_path: Path, monkeypatch: 
     options = ("--max-shard-size", "16", "--part", "0/2")
     assert _run("to-hf", source, tmp_path / "out", *options, "--dtype", "bf16").exit_code == 0
     told = _error("to-hf", source, tmp_path / "out", *options, "--dtype", "fp16", "--resume")
-    assert "expected: --dtype 'bf16'" in told and "got: --dtype 'fp16'" in told and "shard" not in told
+    assert "expected: --dtype bf16\n" in told and "got: --dtype fp16\n" in told and "shard" not in told
     torch.save({f"w{i}": torch.zeros(5) for i in range(3)}, source)
     told = _error("to-hf", source, tmp_path / "out", *options, "--dtype", "bf16", "--resume")
-    assert "SRC" in told and "--dtype" not in told
+    assert "files of the source" in told and "--dtype" not in told
 
 
 def test_without_assets_settings_stay_behind_unchecked(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_part_env_needs_numbers_of_torchrun(
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     source = _dcp(tmp_path / "dcp")
-    assert "--part I/N" in _error("to-hf", source, tmp_path / "out", "--part", "env")
+    assert "--part" in _error("to-hf", source, tmp_path / "out", "--part", "env")
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 

@@ -321,7 +321,7 @@ def test_there_and_back_through_another_format(tmp_path: Path) -> None:
         (
             {"o.weight": torch.ones(128, 128).to(FP8), "o.weight_scale": torch.ones(1)},
             {"quantize": ["mxfp4"]},
-            "quantized tensors(.|\n)*--dequantize bf16 together",
+            "quantized tensors(.|\n)*dequantize='bf16' together",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.rule_cases import GROUPED_EXPERTS, RULES, STACKED, convert_in_parts, deepseek, hf_folder
 from vescale_fsdp.conversion.rules.rule_file import Pattern
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 THREE = """
 format = 1
@@ -89,7 +89,7 @@ def test_rules_for_the_other_direction(tmp_path: Path, names: dict[str, int], wr
     source = hf_folder(tmp_path / "hf", {name: torch.ones(size, 2) for name, size in names.items()})
     (tmp_path / "r.toml").write_text(RULES)
     options = {"rules": str(tmp_path / "r.toml"), "rules_to": wrong}
-    with pytest.raises(ConversionError, check=lambda error: f"--rules-to {right}" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("rules_to", right) in error.todo):
         convert_in_parts(source, tmp_path / "out.pt", "torch", **options)
     convert_in_parts(source, tmp_path / "out.pt", "torch", **options | {"rules_to": right})
     assert len(torch.load(tmp_path / "out.pt")) == 3 - len(names)

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.class_check import ClassCheck
 from vescale_fsdp.checkpoint.formats.huggingface.model_class import ask_child
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, HuggingFace, convert, open_source
 from vescale_fsdp.conversion.cli.commands import cli
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 State = dict[str, torch.Tensor]
 
@@ -389,7 +389,7 @@ def test_a_base_with_an_adapter_is_told_from_other_names(extra: str) -> None:
     with pytest.raises(ConversionError) as error:
         check.require("out", is_required=False)
     assert extra in str(error.value.got)
-    assert ("merge-adapter" in str(error.value.todo)) == ("base_layer" in extra)
+    assert (option("merge", "ADAPTER") in str(error.value.todo)) == ("base_layer" in extra)
 
 
 def test_a_head_of_another_class_is_reported(llama: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint import SourceOptions, load
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError, VescaleError
+from vescale_fsdp.errors import ConversionError, VescaleError, option
 
 FP8 = torch.float8_e4m3fn
 RULES = """
@@ -131,7 +131,7 @@ def test_what_cannot_be_dequantized_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "plain.safetensors")
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ConversionError, check=lambda error: "--dequantize" in error.todo):
+    with pytest.raises(ConversionError, check=lambda error: option("dequantize") in error.todo):
         load(tmp_path / "plain.safetensors", model, source=SourceOptions(dequantize="bf16"))
     for text, got in (("int8", "int8"), ("*.w=bf16", "*.w=bf16")):
         with pytest.raises(ConversionError, check=lambda error: error.got == got):  # noqa: B023

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 
@@ -256,7 +256,7 @@ def test_overwrite_removes_stale_weights(tmp_path: Path) -> None:
     out.mkdir()
     for name in ("model.safetensors", "pytorch_model.bin", "model-00001-of-00009.safetensors", "notes.txt"):
         (out / name).write_text("old")
-    with pytest.raises(ConversionError, match="--overwrite"):
+    with pytest.raises(ConversionError, check=lambda error: option("overwrite", True) in error.todo):
         _convert(tmp_path / "dcp", out, max_shard_bytes=400)
     assert (out / "model.safetensors").read_text() == "old"
     _convert(tmp_path / "dcp", out, max_shard_bytes=400, overwrite=True)

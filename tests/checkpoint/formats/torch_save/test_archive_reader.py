@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -154,6 +154,7 @@ def test_a_damaged_file_and_one_of_another_kind_are_told_apart(tmp_path: Path) -
         open_source(str(tmp_path / "a.pt"))
     torch.save({"w": torch.randn(2), "where": Path("x")}, tmp_path / "b.pt")
     with pytest.raises(
-        ConversionError, check=lambda error: "pathlib" in error.got and "--trust-pickle" in error.todo
+        ConversionError,
+        check=lambda error: "pathlib" in error.got and option("trust_pickle", True) in error.todo,
     ):
         open_source(str(tmp_path / "b.pt"))

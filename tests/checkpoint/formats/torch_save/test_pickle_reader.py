@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, option
 
 
 def _complex(dtype: torch.dtype) -> torch.Tensor:
@@ -265,7 +265,7 @@ def test_values_that_are_no_data_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.randn(2), "bad": Path("x")}, tmp_path / "a.pt")
     source = open_source(str(tmp_path / "a.pt"), trust_pickle=True)
     with pytest.raises(
-        ConversionError, check=lambda error: "Path" in error.got and "--exclude" in error.todo
+        ConversionError, check=lambda error: "Path" in error.got and option("exclude") in error.todo
     ):
         convert(source, str(tmp_path / "b.pt"), "torch")
     assert not (tmp_path / "b.pt").exists()
