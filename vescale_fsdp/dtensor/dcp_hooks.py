@@ -118,7 +118,9 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
             expected="pieces of one box: whole rows, granularity=Rows(1) for matrices",
             got=f"up to {most} boxes per rank",
             where=name,
-            todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
+            todo="save a Hugging Face folder with vescale_fsdp.checkpoint.save(.., format=HuggingFace(assets=..)), or "
+            "shard with granularity='rows:1'; for transformers, call save_pretrained without "
+            "distributed_checkpoint=True, which gathers the model",
         )
     # `is False`, because only one of the safetensors writers has this attribute.
     if vars(writer).get("save_distributed") is False and placement.num_shards > 1:

@@ -10,12 +10,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.distributed import DistributedConfig
 
 from examples.stacks.tiny_llm import tiny_llama
 from tests.stacks.jobs.example_ranks import run_example, run_on_ranks
 from vescale_fsdp import RaggedDTensor, Rows, Whole
+from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.conversion import HuggingFace
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations import as_fsdp2, installation
 from vescale_fsdp.integrations import transformers as ours
@@ -128,3 +137,43 @@ def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
 
     for text in run_on_ranks(2, _imported_too_late, tmp_path):
         assert "transformers" in text
+
+
+ODD = LlamaConfig(
+    vocab_size=51,
+    hidden_size=24,
+    intermediate_size=37,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+def _saves_distributed(folder: Path) -> str:
+    """Save without a gather: refused for pieces of several boxes; then take each way that the error names."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    with as_fsdp2():
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    with pytest.raises(CheckpointException) as refused:
+        model.save_pretrained(folder / "refused", distributed_checkpoint=True)
+    model.save_pretrained(folder / "gathered")
+    save(folder / "shards", {"model": model}, format=HuggingFace(assets=folder))
+    with as_fsdp2(granularity="rows:1"):
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    model.save_pretrained(folder / "rows", distributed_checkpoint=True)
+    return str(refused.value)
+
+
+def test_a_save_without_a_gather(tmp_path: Path) -> None:
+    """What transformers' distributed checkpoint would lose is refused, and the ways that are named keep every value."""
+    model = LlamaForCausalLM(ODD)
+    model.save_pretrained(tmp_path)
+
+    for text in run_on_ranks(2, _saves_distributed, tmp_path):
+        assert "model.embed_tokens.weight" in text and "HuggingFace" in text and "rows:1" in text
+    assert not list((tmp_path / "refused").glob("*.safetensors"))
+    for name in ("gathered", "shards", "rows"):
+        loaded = LlamaForCausalLM(ODD)
+        load(tmp_path / name, loaded)
+        state = loaded.state_dict()
+        assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items()), name
