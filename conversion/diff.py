@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
+_MOST = sys.float_info.max  # JSON has no infinity
+_BLOCK_ITEMS = 2**16  # items that are float64 at the same time
 # Keys are ("model", name in the model) or ("other", full name).
 Views = dict[tuple[str, str], TensorView]
 _F64 = dtype_from_torch("float64")  # all other float types convert to it without rounding
@@ -47,8 +51,33 @@ class _Tolerance(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Distance:
+    """How far apart the values of two tensors are, over all pairs of values whose difference is finite.
+
+    Args:
+        largest: the largest ``|a - b|``.
+        largest_relative: the largest ``|a - b| / |b|`` of pairs in which b is not 0; None if there are none.
+        norm: the square root of the sum of all ``|a - b| ** 2``.
+        not_finite: the number of other pairs, such as a NaN and a number. Two NaNs, or two equal infinities, are equal.
+    """
+
+    largest: float
+    largest_relative: float | None
+    norm: float
+    not_finite: int = 0
+
+    def __str__(self) -> str:
+        relative = "" if self.largest_relative is None else f" (relative: {self.largest_relative:.3g})"
+        not_finite = f"; {self.not_finite} differences are not finite" if self.not_finite else ""
+        return f"by up to {self.largest:.3g}{relative}, norm of the difference {self.norm:.3g}{not_finite}"
+
+
+@dataclass(frozen=True)
 class Difference:
     """One difference between two checkpoints; ``kind`` is only_a, only_b, shape, dtype or value.
+
+    ``distance`` is None unless the values of two tensors differ. Quantized codes have none: their values depend on
+    their scales.
 
     Examples:
         >>> Difference("w", "shape", "(4,) and (5,)").to_json()["kind"]
@@ -58,10 +87,12 @@ class Difference:
     name: str
     kind: str
     text: str
+    distance: Distance | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the difference as JSON values."""
-        return {"name": self.name, "kind": self.kind, "text": self.text}
+        """Return the difference as JSON values; with the fields of its distance under "distance", if it has one."""
+        found = {"name": self.name, "kind": self.kind, "text": self.text}
+        return found if self.distance is None else {**found, "distance": asdict(self.distance)}
 
 
 def diff(
@@ -100,7 +131,7 @@ def diff(
         (None, None)
         >>> differences, compared = diff(open_source("a.pt"), open_source("b.pt"))
         >>> differences[0].text, compared
-        ('1 of 4 values differ', 1)
+        ('1 of 4 values differ, by up to 1 (relative: 0.5), norm of the difference 1', 1)
     """
     for side in (a, b):
         check_source(side, "diff(open_source(path), open_source(other_path))")
@@ -182,7 +213,7 @@ def _compare_value(
     elif name not in left:
         yield Difference(name, "only_b", f"only in {b.url}")
     elif not _is_same(left[name], right[name]):
-        yield Difference(name, "value", f"{left[name]!r:.60} and {right[name]!r:.60}")
+        yield Difference(name, "value", f"{left[name]!r} and {right[name]!r}")
 
 
 def _is_same(left: Any, right: Any) -> bool:
@@ -245,22 +276,26 @@ def _compare(
     if left.dtype != right.dtype and not numeric:  # `ignore_dtype` applies to floats only
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     a, b, repeats = _without_common_repeats(a, b)
-    count, worst = 0, 0.0
+    count, far = 0, _DistanceSum()
     # A number of items, not of bytes, so that pieces of both sides match even if the dtypes differ.
     step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
     for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
         x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)  # integers: numpy lacks bfloat16 and float8
         progress(p.nbytes + q.nbytes)
-        if numeric:
-            bad, largest = _far(x, left.dtype, y, right.dtype, tolerance)
-            worst = max(worst, largest)
-        else:
-            bad = int(np.count_nonzero(x != y))
-        count += bad
+        for start in range(0, x.size, _BLOCK_ITEMS):
+            block = slice(start, start + _BLOCK_ITEMS)
+            differs = x[block] != y[block]
+            if left.dtype == right.dtype and not differs.any():
+                continue
+            pair = _distances(x[block], left.dtype, y[block], right.dtype)
+            if pair is not None:
+                far.add(*pair)
+                differs = _beyond(*pair, tolerance) if numeric else differs
+            count += int(np.count_nonzero(differs))
     if not count:
         return []
-    text = f"{count * repeats} of {left.numel} values differ" + (f", by up to {worst:.3g}" if numeric else "")
-    return [Difference(name, "value", text)]
+    distance, text = far.result(repeats), f"{count * repeats} of {left.numel} values differ"
+    return [Difference(name, "value", text if distance is None else f"{text}, {distance}", distance)]
 
 
 def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, TensorView, int]:
@@ -289,14 +324,77 @@ def _without_common_repeats(a: TensorView, b: TensorView) -> tuple[TensorView, T
     return left, right, a.info.numel // max(1, left.info.numel)  # not 0, which empty tensors would divide by
 
 
-def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: _Tolerance) -> tuple[int, float]:
-    """Return the number of values that are too far apart (NaN equals NaN), and the largest distance."""
-    p, q = cast_array(x, a, _F64).view(np.float64), cast_array(y, b, _F64).view(np.float64)
-    with np.errstate(invalid="ignore"):  # inf - inf
-        distance = np.abs(p - q)
-        same = (p == q) | (np.isnan(p) & np.isnan(q))
-        # If q is infinite, so is the tolerance: a finite p would be near. A distance must therefore be finite.
-        near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * np.abs(q))
-        far = ~same & ~near
-    # nanmax, because the distance to a NaN is NaN; initial, because a piece may be empty.
-    return int(np.count_nonzero(far)), float(np.nanmax(np.where(same, 0.0, distance), initial=0.0))
+def _distances(x: np.ndarray, a: DType, y: np.ndarray, b: DType) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return |p - q| and |q| of the values of two arrays of raw items, as float64.
+
+    Differences of integers are exact before they are rounded to float64. The distance of equal values is 0, also of two
+    NaNs and of two equal infinities; other distances of values that are not finite are not finite.
+
+    Args:
+        x, y: 1-D arrays of equal size.
+        a, b: their dtypes: both floats, or the same dtype.
+
+    Returns:
+        Two 1-D arrays, or None for quantized codes, whose values depend on their scales.
+    """
+    if a.kind == "int" and a.is_numpy:
+        p, q = x.view(a.name), y.view(b.name)
+        # The difference of raw integers wraps around, so it is exact even where that of signed integers overflows.
+        distance = np.maximum(p, q).view(a.raw) - np.minimum(p, q).view(a.raw)
+        return distance.astype(np.float64), np.abs(q.astype(np.float64))
+    if a.kind == "float":
+        p, q = cast_array(x, a, _F64).view(np.float64), cast_array(y, b, _F64).view(np.float64)
+    elif a.kind == "bool":
+        p, q = x.astype(np.float64), y.astype(np.float64)
+    elif a.kind == "complex":  # as pairs of floats
+        p, q = (raw.view(f"f{a.itemsize // 2}").astype(np.float64) for raw in (x, y))
+    else:
+        return None
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf
+        distance = np.where((p == q) | (np.isnan(p) & np.isnan(q)), 0.0, np.abs(p - q))
+    if a.kind == "complex":
+        parts, sizes = distance.reshape(-1, 2), q.reshape(-1, 2)
+        return np.hypot(parts[:, 0], parts[:, 1]), np.hypot(sizes[:, 0], sizes[:, 1])
+    return distance, np.abs(q)
+
+
+class _DistanceSum:
+    """Sums up the distances of the pairs of one tensor."""
+
+    def __init__(self) -> None:
+        self._num_pairs = self._num_not_finite = 0
+        self._largest = self._norm = 0.0
+        self._relative: float | None = None
+
+    def add(self, distance: np.ndarray, size: np.ndarray) -> None:
+        """Add |a - b| and |b| of some pairs; of the rest of the tensor, all pairs must be equal."""
+        finite = np.isfinite(distance)
+        self._num_pairs += distance.size
+        self._num_not_finite += int(distance.size - np.count_nonzero(finite))
+        distance, size = distance[finite], size[finite]
+        largest = float(distance.max(initial=0.0))
+        self._largest = max(self._largest, largest)
+        if largest:  # divided by the largest distance, so that no square is infinite or rounded to 0
+            self._norm = math.hypot(
+                self._norm, largest * math.sqrt(float(np.square(distance / largest).sum()))
+            )
+        is_relative = size > 0
+        if is_relative.any():
+            with np.errstate(over="ignore"):
+                relative = float((distance[is_relative] / size[is_relative]).max())
+            self._relative = max(self._relative or 0.0, min(relative, _MOST))
+
+    def result(self, repeats: int) -> Distance | None:
+        """Return the distance of two tensors in which each pair occurs ``repeats`` times; None if none was added."""
+        if not self._num_pairs:
+            return None
+        norm = min(self._norm * math.sqrt(repeats), _MOST)
+        return Distance(self._largest, self._relative, norm, self._num_not_finite * repeats)
+
+
+def _beyond(distance: np.ndarray, size: np.ndarray, tolerance: _Tolerance) -> np.ndarray:
+    """Return which pairs are too far apart, given |a - b| and |b|."""
+    with np.errstate(invalid="ignore"):  # 0 * inf
+        # If b is infinite, so is the tolerance: a finite a would be near. A distance must therefore be finite.
+        near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * size)
+    return (distance != 0) & ~near

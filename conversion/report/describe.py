@@ -11,8 +11,6 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.errors import ConversionError, format_bytes
 from vescale_fsdp.layout.model_shapes import natural_key
 
-_VALUE_CHARS = 60  # of a value in the table; JSON has all
-
 
 def describe(source: Source) -> dict[str, Any]:
     """Describe a source as plain values that can be written as JSON; reads no tensor data.
@@ -120,8 +118,9 @@ def format_description(description: dict[str, Any]) -> str:
     }
     width = max(map(len, head)) + 2
     top = [f"{key + ':':<{width}}{value}" for key, value in head.items()]
-    shown = {name: value for name, value in description["values"].items() if value is not None}
-    if shown:
-        width = max(map(len, shown)) + 2
-        lines += ["", *(f"{name:<{width}}{value!r:.{_VALUE_CHARS}}" for name, value in shown.items())]
+    values = description["values"]
+    if values:
+        width = max(map(len, values)) + 2
+        is_read = description["kind"] == "native"  # other formats store values outside the metadata
+        lines += ["", *(f"{n:<{width}}{repr(v) if is_read else '(not read)'}" for n, v in values.items())]
     return "\n".join([*top, "", *lines])

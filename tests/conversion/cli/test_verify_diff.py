@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +21,7 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.diff import diff
+from vescale_fsdp.conversion.diff import Distance, diff
 from vescale_fsdp.conversion.formats.detect import open_source
 
 
@@ -249,3 +252,129 @@ def test_a_nan_among_the_values_is_equal_to_itself(tmp_path: Path) -> None:
     assert [each.name for each in diff(a, a)[0]] == []
     assert [each.name for each in diff(a, b)[0]] == ["seen.1.best"]
     assert {"loss", "seen.1.best"} <= {each.name for each in diff(a, c)[0]}
+
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128, torch.int8,
+    torch.int64, torch.uint8, torch.uint64, torch.bool,
+]  # fmt: skip
+
+
+def _two(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of several blocks that differ in every 1000th item, some in the last block."""
+    numel = 200_001
+    if dtype == torch.bool:
+        a = torch.rand(numel) < 0.5
+        b = a.clone()
+        b[::1000] ^= True
+        return a, b
+    a = (torch.randn(numel, dtype=torch.complex64 if dtype.is_complex else torch.float32) * 40).to(dtype)
+    b = a.clone()
+    b[::1000] = (torch.randn(201) * 30).to(dtype)
+    return a, b
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tolerance", [{}, {"atol": 1e-300}], ids=["bits", "numbers"])
+def test_how_large_a_difference_is(tmp_path: Path, dtype: torch.dtype, tolerance: dict[str, float]) -> None:
+    """Largest absolute and relative difference, and norm: of all items, in both ways of comparing."""
+    torch.manual_seed(0)
+    a, b = _two(dtype)
+    for name, tensor in (("a", a), ("b", b)):
+        torch.save({"w": tensor, "same": torch.ones(3)}, tmp_path / f"{name}.pt")
+    (found,), _ = diff(open_source(tmp_path / "a.pt"), open_source(tmp_path / "b.pt"), **tolerance)
+
+    wide = np.complex128 if dtype.is_complex else np.longdouble
+    p, q = (
+        t.float().numpy().astype(wide) if dtype in (torch.bfloat16, torch.float16) else t.numpy().astype(wide)
+        for t in (a, b)
+    )
+    apart, size = np.abs(p - q), np.abs(q)
+    assert found.distance is not None and found.distance.not_finite == 0
+    expected = (apart.max(), (apart[size > 0] / size[size > 0]).max(), np.sqrt(np.square(apart).sum()))
+    measured = (found.distance.largest, found.distance.largest_relative, found.distance.norm)
+    np.testing.assert_allclose(np.array(measured), np.array(expected, dtype=np.float64), rtol=1e-9)
+    assert int(found.text.split()[0]) == np.count_nonzero(apart)
+
+
+def _distance(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, **options: Any) -> Distance | None:
+    for name, tensor in (("a", a), ("b", b)):
+        torch.save({"w": tensor}, tmp_path / f"{name}.pt")
+    found, _ = diff(open_source(tmp_path / "a.pt"), open_source(tmp_path / "b.pt"), **options)
+    assert len(found) == 1
+    return found[0].distance
+
+
+def test_distances_at_the_edges(tmp_path: Path) -> None:
+    """Integers beyond float64's digits, signs that overflow, infinities, NaNs, zeros, huge and tiny numbers, codes."""
+
+    def distance(a: torch.Tensor, b: torch.Tensor, **options: Any) -> tuple[float | None, ...] | None:
+        found = _distance(tmp_path, a, b, **options)
+        return (
+            None if found is None else (found.largest, found.largest_relative, found.norm, found.not_finite)
+        )
+
+    large = torch.tensor([2**60])
+    assert distance(large, large + 1) == (1.0, 1 / (2**60 + 1), 1.0, 0)
+    ends = torch.tensor([-(2**63), 2**63 - 1])
+    assert distance(ends, ends.flip(0)) == (2.0**64, 2.0, 2.0**64 * 2**0.5, 0)
+    inf, nan = float("inf"), float("nan")
+    ours, theirs = torch.tensor([1.0, inf, nan, 1.0, inf, 3.0]), torch.tensor([inf, 1.0, nan, nan, inf, 1.0])
+    for options in ({}, {"rtol": 1e-3}):
+        assert distance(ours, theirs, **options) == (2.0, 2.0, 2.0, 3)
+    assert distance(torch.tensor([1.0, -0.0]), torch.tensor([0.0, 0.0])) == (1.0, None, 1.0, 0)
+    assert distance(torch.tensor([0.0]), torch.tensor([-0.0])) == (0.0, None, 0.0, 0)
+    big = torch.full((4,), 1e300, dtype=torch.float64)
+    assert distance(big, -big) == (2e300, 2.0, 4e300, 0)
+    assert distance(big / 1e300 * 1e-300, big * 0) == (1e-300, None, 2e-300, 0)
+    codes = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    assert distance(codes, (codes.float() * 2).to(torch.float8_e4m3fn)) is None
+    wide = torch.tensor([1.0 + 2**-40], dtype=torch.float64)
+    assert distance(wide, torch.ones(1), ignore_dtype=True) == (2**-40, 2**-40, 2**-40, 0)
+    assert distance(torch.zeros(1).expand(9), torch.ones(1).expand(9)) == (1.0, 1.0, 3.0, 0)
+
+
+def test_the_command_says_how_large(tmp_path: Path) -> None:
+    """The numbers of `diff`, in text and in valid JSON, and whole values that are no tensors."""
+    text = "x" * 200
+    for name, tensor, value in (("a", [0.0, 2.0], text), ("b", [3.0, 6.0], f"{text}y")):
+        torch.save({"model": {"w": torch.tensor(tensor)}, "note": value}, tmp_path / f"{name}.pt")
+    args = ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "-q"]
+    printed = CliRunner().invoke(cli, args).stdout
+    assert {"5", "4", "1"} <= set(re.findall(r"\b\d+\b", printed)) and f"{text}y" in printed
+    weight, note = json.loads(CliRunner().invoke(cli, [*args, "--json"]).stdout)["differences"]
+    assert weight["distance"] == {"largest": 4.0, "largest_relative": 1.0, "norm": 5.0, "not_finite": 0}
+    assert "distance" not in note
+
+
+def test_diff_is_bounded_in_memory(tmp_path: Path) -> None:
+    """256 MB of differences take less than an eighth of it, however small the items are."""
+    torch.save({"w": torch.zeros(2**27, dtype=torch.int8)}, tmp_path / "a.pt")
+    torch.save({"w": torch.ones(2**27, dtype=torch.int8)}, tmp_path / "b.pt")
+    sides = open_source(tmp_path / "a.pt"), open_source(tmp_path / "b.pt")
+    tracemalloc.start()
+    (found,), _ = diff(*sides)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.distance is not None and found.distance.norm == pytest.approx(2**13.5)
+    assert peak < 2**25
+
+
+@pytest.mark.parametrize("kind", ["native", "dcp"])
+def test_inspect_shows_every_value(tmp_path: Path, kind: str) -> None:
+    """Long texts and lists, and None, as they are; the names of values of formats that store them elsewhere."""
+    values = {"note": "word " * 100, "seen": list(range(200)), "best": None, "deep": {"x": {"y": 1.5}}}
+    state = {"model": {"w" * 300: torch.ones(2)}, **values}
+    if kind == "native":
+        save(tmp_path / kind, state)
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / kind, no_dist=True)
+    lines = CliRunner().invoke(cli, ["inspect", str(tmp_path / kind)]).stdout.splitlines()
+    assert any("w" * 300 in line for line in lines)
+    described = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.split()[1:]}
+    names = open_source(tmp_path / kind).values
+    assert len(names) >= 4 and names.keys() <= described.keys()
+    if kind == "native":
+        assert {name: described[name] for name in names} == {
+            name: repr(value()) for name, value in names.items()
+        }
