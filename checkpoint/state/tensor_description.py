@@ -298,9 +298,9 @@ def _agrees(
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    problem = None
+    problem, todo = None, "save its dense parts (values, indices, scales) as separate tensors"
     if tensor.dim() > MAX_DIMS:
-        problem = f"a tensor of {tensor.dim()} dims"
+        problem, todo = f"a tensor of {tensor.dim()} dims", "view it with fewer dims"
     elif tensor.is_nested:
         problem = "a nested tensor"
     elif tensor.layout is not torch.strided:
@@ -309,6 +309,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         problem = f"a quantized tensor of {tensor.dtype}"
     elif tensor.device.type == "meta":
         problem = "a tensor on the meta device, which has no values"
+        todo = "allocate it: call to_empty() of its module; a load allocates modules that are in the state themselves"
     # The exact types first: they are not wrapper subclasses, and `is_wrapper` is slower.
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and is_wrapper(tensor):
         problem = f"a tensor of type {type(tensor).__name__}"
@@ -318,5 +319,5 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
             expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such tensors",
             got=problem,
             where=dotted_name(name),
-            todo="save its dense parts (values, indices, scales) as separate tensors",
+            todo=todo,
         )

@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dty
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.checkpoint.state.matching.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.errors import CheckpointError, callers_level, explain, some
+from vescale_fsdp.errors import CheckpointError, callers_level, some
 
 Finish = Callable[[], Any]
 Strict = bool | Literal["missing"]
@@ -122,7 +122,8 @@ class Match:
                 expected=f"{stored} (as saved)",
                 got=f"{own}; others that differ: {some(others, 6)}" if others else own,
                 where=f"{name} in {where}",
-                todo="pass dtype='state' to cast floats to the state's dtypes"
+                # A call of `load`, because a manager's `restore` does not cast.
+                todo="load(path, state, dtype='state') casts floats to the state's dtypes"
                 if _is_cast(stored, own)
                 else "build the state as it was at the save, with the same shapes and dtypes",
             )
@@ -170,16 +171,16 @@ class Match:
             else "pass init=, which is called with each module that owns such tensors: often lambda module: "
             "module.reset_parameters()"
         )
-        parts: dict[str, Any] = {
-            "expected": "a value from the checkpoint, from the model's class or from init=",
-            "got": some(self.unfilled),
-            "where": self.catalogue.where,
-            "todo": f"{todo}. strict=False leaves them without values",
-        }
-        problem = f"{len(self.unfilled)} tensors of modules on the meta device have no value."
+        error = CheckpointError(
+            f"{len(self.unfilled)} tensors of modules on the meta device have no value.",
+            expected="a value from the checkpoint, from the model's class or from init=",
+            got=some(self.unfilled),
+            where=self.catalogue.where,
+            todo=f"{todo}. strict=False leaves them without values",
+        )
         if strict:
-            raise CheckpointError(problem, **parts)
-        warnings.warn(explain(problem, **parts), stacklevel=callers_level())
+            raise error
+        warnings.warn(str(error), stacklevel=callers_level())
 
     @property
     def _only_stored(self) -> list[str]:
@@ -189,9 +190,11 @@ class Match:
     def _how_to_fit(self) -> str:
         """Return what to do if the state and the checkpoint do not have the same leaves."""
         if not self.missing:
+            # A pattern for a whole model would include what it lacks.
+            example = "" if self.unexpected else " ('model.*' for a model alone)"
             return (
-                "to load a part, pass include= with patterns ('model.*' for a model alone); or pass strict='missing' "
-                "to load all of the state, and leave out what only the checkpoint has"
+                "pass strict='missing' to load all of the state, and leave out what only the checkpoint has; or "
+                f"include= with patterns of what to load{example}"
             )
         if self._only_stored and self._renaming is None:
             return (
