@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization.names import find_quantized
-from vescale_fsdp.errors import ConversionError, format_bytes, option, some
+from vescale_fsdp.errors import ConversionError, as_pattern, format_bytes, option, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
@@ -436,7 +436,7 @@ def _with_ties(
                     expected=f"{alias} with the bytes of {kept}",
                     got="other bytes; tie_word_embeddings: false does not untie them",
                     where=str(config_class(assets.settings)),
-                    todo=f"leave one out, such as {option('exclude', alias)}, or pass "
+                    todo=f"leave one out, such as {option('exclude', as_pattern(alias))}, or pass "
                     "the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
@@ -570,6 +570,6 @@ def _check_growth(state: CarriedState, source: Source, *, keeps_repeats: bool) -
         got=f"{format_bytes(total)} of {format_bytes(stored_nbytes)}; {worst} alone would take "
         f"{format_bytes(sizes[worst])}, of which {format_bytes(stored_of(worst))} are stored",
         where=source.url,
-        todo=f"leave it out: {option('exclude', worst)}; "
+        todo=f"leave it out: {option('exclude', as_pattern(worst))}; "
         "torch.save's format has what strides repeat (tensor.expand) once",
     )

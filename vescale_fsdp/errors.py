@@ -29,6 +29,7 @@ the text.
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import sys
@@ -398,6 +399,15 @@ def some(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(listed[:most]) or "none") + (
         f" and {len(listed) - most} more" if len(listed) > most else ""
     )
+
+
+def as_pattern(name: str) -> str:
+    """Return a name as an option's pattern that matches this name only; `option` quotes it.
+
+    >>> as_pattern("layers[0].weight")
+    'layers[[]0].weight'
+    """
+    return glob.escape(name)
 
 
 def format_bytes(nbytes: int) -> str:

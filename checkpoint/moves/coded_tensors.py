@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, as_pattern, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 
@@ -596,12 +596,13 @@ class EncodedView(_ComputedView):
         tiles = _tiles(whole_box(shape), (1,) * len(shape))
         counts = (int(np.count_nonzero(~np.isfinite(_floats(self.values, tile)))) for tile in tiles)
         name = self.values.info.name
+        keep = as_pattern(name) + "=keep"
         return ConversionError(
             "A weight with infinities or NaNs cannot be quantized in blocks.",
             expected="finite values",
             got=f"{sum(counts)} of {self.values.info.numel} values that are not finite",
             where=f"tensor {name}",
-            todo=f"keep this tensor with {option('quantize', f'{name}=keep')} before other patterns, or "
+            todo=f"keep this tensor with {option('quantize', keep)} before other patterns, or "
             "repair the source",
         )
 

@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.formats.huggingface.repository import (
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, option
+from vescale_fsdp.errors import ConversionError, as_pattern, option
 from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.model_shapes import natural_key
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES
@@ -74,7 +74,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
                 "A tensor has a name that safetensors files reserve.",
                 expected="names other than __metadata__, each once",
                 got=info.name,
-                todo=f"leave it out with {option('exclude', info.name)}, or convert to another format",
+                todo=f"leave it out with {option('exclude', as_pattern(info.name))}, or convert to another format",
             )
         if info.dtype.code is None:
             raise ConversionError(
@@ -82,7 +82,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
                 expected="a type of the safetensors format",
                 got=info.dtype.name,
                 where=f"tensor {info.name}",
-                todo=f"leave it out with {option('exclude', info.name)}, or convert to another format",
+                todo=f"leave it out with {option('exclude', as_pattern(info.name))}, or convert to another format",
             )
         table[info.name] = {
             "dtype": info.dtype.code,
