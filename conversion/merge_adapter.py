@@ -219,8 +219,10 @@ class _Merge:
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
         if missing:
-            todo = f"{_BASE}; if its files have other names than the model in memory, "
-            todo += f"with {option('rules', 'transformers-..')}"
+            todo = (
+                f"{_BASE}; if its files have other names than the model in memory, with {option('rules', 'FILE')}: key "
+                "rules from the names in the files (hf) to those in memory (ours)"
+            )
             expected = f"a base with {missing[0]} (a tied weight is stored under one name)"
             raise _no_fit(expected, "none", self.where, todo)
 
