@@ -343,7 +343,7 @@ def _config_in(store: Storage) -> dict[str, Any]:
             expected="a JSON object",
             got=loaded,
             where=f"{store.where}/{CONFIG_FILE}",
-            todo=f"correct the file, or leave it out of {option('assets')}",
+            todo="correct the file, or move it out of the folder",
         )
     return loaded
 
