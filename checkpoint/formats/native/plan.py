@@ -46,9 +46,9 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     """Return the plan of one file per rank and the manifest.
 
     Raises:
-        ConversionError: for dtypes that torch lacks, or more than `_MAX_RANKS` ranks.
+        ConversionError: for dtypes that torch lacks, values that the format cannot store, or more ranks than
+            `_MAX_RANKS`.
         LayoutError: if the granularity does not fit a tensor, or has a pattern that matches no tensor.
-        CheckpointError: for values that the format cannot store.
     """
     if not 1 <= num_ranks <= _MAX_RANKS:
         raise ConversionError(

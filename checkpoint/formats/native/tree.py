@@ -18,6 +18,7 @@ from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.state.nesting import Path, claim_name, nest
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
+from vescale_fsdp.errors import CheckpointError, ConversionError, option
 
 
 class _TensorLeaf(NamedTuple):
@@ -39,8 +40,7 @@ def native_tree(
         reserved: names that the file format uses for entries that are not tensors.
 
     Raises:
-        ConversionError: if two tensors would have the same name in the format.
-        CheckpointError: for values that the format cannot store.
+        ConversionError: if two tensors would have the same name in the format, or for values that it cannot store.
     """
     leaves: dict[Path, Any] = {state.path(name): _TensorLeaf(name) for name in state.views}
     leaves |= {state.path(name): read() for name, read in state.values.items()}
@@ -105,7 +105,16 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
         def per_rank(self, name: str, value: object) -> NoReturn:
             raise AssertionError(f"{name}: a source has no per-rank values")
 
-    return encode(value, name, NoLeaves())
+    try:
+        return encode(value, name, NoLeaves())
+    except CheckpointError as error:  # its advice is about live objects
+        raise ConversionError(
+            "A value cannot be written in this format.",
+            expected=error.expected,
+            got=error.got,
+            where=error.where,
+            todo=f"leave the value out with {option('exclude')}",
+        ) from error
 
 
 def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:

@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.storage.checksums import CRC32
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.geometry import Box
 
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly these bytes
@@ -320,5 +320,5 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
             expected="numbers, strings, lists and dicts",
             got=f"{type(error).__name__}: {first_line}",
             where=where,
-            todo=how_to_trust(),
+            todo=f"leave the value out with {option('exclude')}; or, {how_to_trust()}",
         ) from error

@@ -489,7 +489,13 @@ def plan_torch(state: CarriedState, file: str) -> OutputPlan:
         leaves[state.path(name)] = TensorOut(keys[first], info.dtype, info.shape, repeated_dims(view))
     for name, read in state.values.items():
         leaves[state.path(name)] = read()
-    contents = plan_archive(dump_pickle(nest(leaves), where=file), storages, 0)
+    try:
+        pickled = dump_pickle(nest(leaves), where=file)
+    except ConversionError:
+        for name, read in state.values.items():
+            dump_pickle(read(), where=name)  # raises with the name, which `exclude` needs
+        raise
+    contents = plan_archive(pickled, storages, 0)
     return OutputPlan(
         "torch", (FilePlan(file, tuple(contents)),), (), is_stale=lambda _: False, single_file=True
     )
