@@ -1,0 +1,86 @@
+"""Errors that are caught, and what their remedies name: options, arguments and commands, as the remedy writes them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from vescale_fsdp.conversion.cli.commands import cli
+from vescale_fsdp.errors import VescaleError
+
+T = TypeVar("T", bound=Callable[..., Any])
+RUN: dict[str, tuple[str, ...]] = {}  # test -> the sites whose remedies it runs
+CAUGHT: list[str] = []  # remedies of the errors that the running test has caught
+
+
+def runs(*sites: str) -> Callable[[T], T]:
+    """Decorate a test that makes the errors of these sites, and applies their remedies."""
+
+    def note(test: T) -> T:
+        RUN[f"{test.__module__}.{test.__name__}"] = sites
+        return test
+
+    return note
+
+
+def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Return the remedy of the error that a call raises."""
+    with pytest.raises(VescaleError) as raised:
+        call(*args, **options)
+    assert raised.value.todo is not None, raised.value
+    CAUGHT.append(raised.value.todo)
+    return raised.value.todo
+
+
+def command(*args: object) -> str:
+    """Run ``vescale-convert`` in this process; returns what it printed, or raises its error."""
+    result = CliRunner().invoke(cli, [str(arg) for arg in args])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@cache
+def options() -> dict[str, bool]:
+    """Return the options of all commands, and whether they take a value."""
+    return {
+        name: not each.is_flag
+        for each in _all_parameters(cli)
+        if isinstance(each, click.Option)
+        for name in each.opts + each.secondary_opts
+    }
+
+
+def _all_parameters(group: click.Group) -> Iterator[click.Parameter]:
+    for each in group.commands.values():
+        yield from each.params
+
+
+def flag(remedy: str, name: str) -> list[str]:
+    """Return an option as a remedy writes it: ["--exclude", "w"]."""
+    word = r"(?:'[^']*'|\"[^\"]*\"|[^\s;,)'\"])+"
+    found = re.search(rf"{name}(?![\w-])(?: ({word}))?", remedy)
+    assert found, f"{name} is not in {remedy!r}"
+    return [name, *(shlex.split(found[1] or "") if options()[name] else ())]
+
+
+def argument(remedy: str, name: str) -> dict[str, Any]:
+    """Return an argument as a remedy writes it: {"dtype": "state"}."""
+    found = re.search(rf"\b{name}=('[^']*'|[\w.]+)", remedy)
+    assert found, f"{name}= is not in {remedy!r}"
+    return {name: ast.literal_eval(found[1])}
+
+
+def commands(remedy: str, **words: object) -> list[str]:
+    """Return the arguments of the command that a remedy names, with values in place of words such as OUT."""
+    found = re.search(r"vescale-convert ([^;:]*)", remedy)
+    assert found, f"no command is in {remedy!r}"
+    return [str(words.get(word, word)) for word in shlex.split(found[1])]
