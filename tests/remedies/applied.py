@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -53,34 +53,33 @@ def options() -> dict[str, bool]:
     """Return the options of all commands, and whether they take a value."""
     return {
         name: not each.is_flag
-        for each in _all_parameters(cli)
+        for every in cli.commands.values()
+        for each in every.params
         if isinstance(each, click.Option)
         for name in each.opts + each.secondary_opts
     }
 
 
-def _all_parameters(group: click.Group) -> Iterator[click.Parameter]:
-    for each in group.commands.values():
-        yield from each.params
-
-
 def flag(remedy: str, name: str) -> list[str]:
     """Return an option as a remedy writes it: ["--exclude", "w"]."""
     word = r"(?:'[^']*'|\"[^\"]*\"|[^\s;,)'\"])+"
-    found = re.search(rf"{name}(?![\w-])(?: ({word}))?", remedy)
-    assert found, f"{name} is not in {remedy!r}"
-    return [name, *(shlex.split(found[1] or "") if options()[name] else ())]
+    value = text_in(remedy, rf"{name}(?![\w-])((?: {word})?)")
+    return [name, *(shlex.split(value) if options()[name] else ())]
+
+
+def text_in(remedy: str, pattern: str) -> str:
+    """Return what a pattern matches in a remedy: its first group, or all of it."""
+    found = re.search(pattern, remedy)
+    assert found, f"{pattern} is not in {remedy!r}"
+    return found[found.re.groups and 1]
 
 
 def argument(remedy: str, name: str) -> dict[str, Any]:
     """Return an argument as a remedy writes it: {"dtype": "state"}."""
-    found = re.search(rf"\b{name}=('[^']*'|[\w.]+)", remedy)
-    assert found, f"{name}= is not in {remedy!r}"
-    return {name: ast.literal_eval(found[1])}
+    return {name: ast.literal_eval(text_in(remedy, rf"\b{name}=('[^']*'|[\w.]+)"))}
 
 
 def commands(remedy: str, **words: object) -> list[str]:
     """Return the arguments of the command that a remedy names, with values in place of words such as OUT."""
-    found = re.search(r"vescale-convert ([^;:]*)", remedy)
-    assert found, f"no command is in {remedy!r}"
-    return [str(words.get(word, word)) for word in shlex.split(found[1])]
+    found = shlex.split(text_in(remedy, r"vescale-convert ([^;:]*)"))
+    return [str(words.get(word, word)) for word in found]

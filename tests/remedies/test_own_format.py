@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from tests.remedies.applied import argument, command, commands, refused, runs
+from tests.remedies.applied import argument, command, commands, refused, runs, text_in
 from tests.support.distributed import run_threads
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
@@ -245,10 +245,9 @@ def test_a_partial_tensor(tmp_path: Path) -> None:
         mesh = init_device_mesh("cpu", (1,))
         tensor = DTensor.from_local(ONES, mesh, [Partial()], run_check=False)
         remedy = refused(save, tmp_path / "c", {"w": tensor})
-        call = re.search(r"tensor\.redistribute\(.*\)", remedy)
-        assert call is not None
+        call = text_in(remedy, r"tensor\.redistribute\(.*\)")
         names = {"tensor": tensor, "Replicate": Replicate}
-        save(tmp_path / "c", {"w": eval(call[0].replace(", ...", ""), names)})
+        save(tmp_path / "c", {"w": eval(call.replace(", ...", ""), names)})
 
     run_threads(1, on_a_rank)
     load(tmp_path / "c", state := _zeros("w"))
@@ -319,10 +318,9 @@ def test_no_native_checkpoint(what: str, tmp_path: Path) -> None:
         torch.save(_ones("w"), path / "pytorch_model.bin")
     remedy = refused(read_state, path)
     if what == "steps":
-        call = re.search(r"CheckpointManager\(path\)\.restore\(state\)", remedy)
-        assert call is not None
+        call = text_in(remedy, r"CheckpointManager\(path\)\.restore\(state\)")
         names = {"CheckpointManager": CheckpointManager, "path": path, "state": (state := _zeros("w"))}
-        assert eval(call[0], names).step == 1 and _is_filled(state)
+        assert eval(call, names).step == 1 and _is_filled(state)
         return
     for name in {"load", "dcp.load"} & {*re.findall(r"[\w.]+", remedy)}:
         state = _zeros("w")
@@ -373,9 +371,8 @@ def test_another_dtype(by: str, tmp_path: Path) -> None:
         manager.save(1, _ones("w"))
         path, state = tmp_path / "run/step-00000001", {"w": torch.zeros(2, 2, dtype=torch.bfloat16)}
         remedy = refused(load, path, state) if by == "load" else refused(manager.restore, state)
-    call = re.search(r"\bload\(path, .*?\)", remedy)
-    assert call is not None
-    eval(call[0], {"load": load, "path": path, "state": state})
+    call = text_in(remedy, r"\bload\(path, .*?\)")
+    eval(call, {"load": load, "path": path, "state": state})
     assert _is_filled(state)
 
 
@@ -427,9 +424,8 @@ def test_leaves_that_only_the_checkpoint_has(by: str, tmp_path: Path) -> None:
             return
         manager.save(2, {"model": _ones("a"), "optimizer": _ones("a")})
         remedy = refused(fill, {"model": _zeros("a")})
-        pattern = re.search(r"'(model\.\*)'", remedy)
-        assert pattern is not None
-        fill({"model": (state := _zeros("a"))}, include=pattern[1])
+        pattern = text_in(remedy, r"'(model\.\*)'")
+        fill({"model": (state := _zeros("a"))}, include=pattern)
         assert _is_filled(state)
 
 
@@ -460,9 +456,8 @@ def test_prefixes_that_differ(is_nested: bool, tmp_path: Path) -> None:
     model = _model() if not is_nested else nn.ModuleDict({"y": _model()})
     state = model.state_dict()
     remedy = refused(load, tmp_path / "c", {"model": state} if is_nested else state)
-    found = re.search(r"pass (\{.*\}), or", remedy)
-    assert found is not None
-    load(tmp_path / "c", eval(found[1], {"state": state, "model": model}))
+    found = text_in(remedy, r"pass (\{.*\}), or")
+    load(tmp_path / "c", eval(found, {"state": state, "model": model}))
     assert _is_filled(state)
 
 
@@ -483,9 +478,8 @@ def test_buffers_without_values(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = WithTable()
     remedy = refused(load, tmp_path / "c", model)
-    function = re.search(r"lambda module: [\w.()]+\(\)", remedy)
-    assert function is not None
-    load(tmp_path / "c", model, init=eval(function[0]))
+    function = text_in(remedy, r"lambda \w+: [\w.()]+\(\)")
+    load(tmp_path / "c", model, init=eval(function))
     assert model.table.tolist() == [0, 1, 2] and bool((model.weight == 1).all())
 
 
@@ -580,9 +574,8 @@ def test_a_pinned_step(tmp_path: Path) -> None:
             manager.save(step, _ones("w"))
         manager.pin(1)
         remedy = refused(manager.remove, 1)
-        call = re.search(r"unpin\(step\)", remedy)
-        assert call is not None
-        eval(f"manager.{call[0]}", {"manager": manager, "step": 1})
+        call = text_in(remedy, r"unpin\(step\)")
+        eval(f"manager.{call}", {"manager": manager, "step": 1})
         manager.remove(1)
         assert manager.steps() == [2]
 
@@ -676,9 +669,8 @@ def test_planners_and_storages_of_dcp(tmp_path: Path) -> None:
     plain = dcp.FileSystemWriter(tmp_path / "d")
     save_options = {"storage_writer": plain, "planner": RaggedSavePlanner()}
     remedy = _refused_by_dcp(dcp.save, _ones("w"), **save_options)
-    writer = re.search(r"RaggedWriter\(path\)", remedy)
-    assert writer is not None
-    dcp.save(_ones("w"), storage_writer=eval(writer[0], names), planner=RaggedSavePlanner())
+    writer = text_in(remedy, r"RaggedWriter\(path\)")
+    dcp.save(_ones("w"), storage_writer=eval(writer, names), planner=RaggedSavePlanner())
     dcp.save(_ones("w"), storage_writer=plain)
     for number, path in enumerate(("c", "d")):
         state = _zeros("w")
@@ -695,9 +687,8 @@ def test_planners_and_storages_of_dcp(tmp_path: Path) -> None:
 
     writer_options = {"storage_writer": RaggedWriter(tmp_path / "e")}
     remedy = _refused_by_dcp(lambda: writer_options["storage_writer"].write_data(None, Mine()))  # type: ignore[arg-type, abstract]
-    planner = re.search(r"planner=(RaggedSavePlanner\(\))", remedy)
-    assert planner is not None
-    dcp.save(_ones("w"), **writer_options, planner=eval(planner[1], names))
+    planner = text_in(remedy, r"planner=(RaggedSavePlanner\(\))")
+    dcp.save(_ones("w"), **writer_options, planner=eval(planner, names))
     assert torch.equal(read_state(tmp_path / "e")["w"].read(), ONES)
 
 
@@ -788,8 +779,7 @@ def test_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
     def on_a_rank() -> None:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
         remedy = refused(RamTier, "x", replicas=1, mesh=mesh, folder=tmp_path)
-        part = re.search(r"mesh\['\w+'\]", remedy)
-        assert part is not None
-        RamTier("x", replicas=1, mesh=eval(part[0], {"mesh": mesh}), folder=tmp_path)
+        part = text_in(remedy, r"mesh\['\w+'\]")
+        RamTier("x", replicas=1, mesh=eval(part, {"mesh": mesh}), folder=tmp_path)
 
     run_threads(1, on_a_rank)
