@@ -115,15 +115,21 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConversionError(
-                    "An entry of the state is inside another entry that is not a container.",
-                    expected="values only at the ends of paths",
-                    got=path,
-                    todo=f"exclude one of the entries with {option('exclude')}",
-                )
+                raise _inside(path)
+        if path[-1] in node:  # as a container, since every path occurs once
+            raise _inside(path)
         node[path[-1]] = leaf
     closed: dict[Any, Any] = _close_lists(root)
     return closed
+
+
+def _inside(path: Path) -> ConversionError:
+    return ConversionError(
+        "An entry of the state is inside another entry that is not a container.",
+        expected="values only at the ends of paths",
+        got=name_of(path),
+        todo=f"exclude one of the entries with {option('exclude')}",
+    )
 
 
 def _close_lists(node: Any) -> Any:
