@@ -107,7 +107,7 @@ REVIEWED: dict[str, dict[str, str]] = {
     "no public call was found that gets there": {
         "checkpoint/formats/huggingface/write.py": "JointFiles._insert",
         "checkpoint/load.py": "Loader._fills",
-        "checkpoint/state/nesting.py": "claim_name nest",
+        "checkpoint/state/nesting.py": "claim_name",
         "conversion/convert.py": "_with_ties",
     },
     "a warning, not an error: its own test applies it": {

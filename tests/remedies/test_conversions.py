@@ -589,3 +589,15 @@ def test_two_entries_of_one_name(tmp_path: Path) -> None:
     state["c"] = state.pop("a.b")
     command("to-vescale", torch_file(tmp_path / "a.pt", state), tmp_path / "out")
     assert torch.equal(native_tensors(tmp_path / "out")["a.b"], torch.ones(2))
+
+
+@runs("checkpoint/state/nesting.py::_inside")
+@pytest.mark.parametrize("target", ["to-torch", "to-vescale", "to-zarr"])
+def test_an_entry_inside_another(target: str, tmp_path: Path) -> None:
+    """One of them is excluded."""
+    source = torch_file(tmp_path / "a.pt", {"net": MODEL, "x": 3})
+    given = [source, tmp_path / "out", "--prefix", "x"]
+    assert "--exclude" in refused(command, target, *given)
+    command(target, *given, "--exclude", "x")
+    found = open_source(str(tmp_path / "out"))
+    assert [*found.tensors] == [f"x.{name}" for name in MODEL] and not found.values
