@@ -68,7 +68,7 @@ REVIEWED: dict[str, dict[str, str]] = {
     },
     "the program that saved it, or made the weights, must write them in another way": {
         "checkpoint/formats/dcp/source.py": "_MetadataReader._byte_range[1]",
-        "checkpoint/formats/torch_save/read.py": "TorchFile.leaves[1] _unplaced _joined_state",
+        "checkpoint/formats/torch_save/read.py": "TorchFile.leaves[1] _unplaced",
         "conversion/formats/deepspeed.py": "_Reader._require_all_known",
         "conversion/formats/deepspeed_zero.py": "ZeroFiles.find RankShards.read",
         "conversion/formats/peft.py": "_check_exported _check_mergeable",

@@ -601,3 +601,15 @@ def test_an_entry_inside_another(target: str, tmp_path: Path) -> None:
     command(target, *given, "--exclude", "x")
     found = open_source(str(tmp_path / "out"))
     assert [*found.tensors] == [f"x.{name}" for name in MODEL] and not found.values
+
+
+@runs("checkpoint/formats/torch_save/read.py::_joined_state")
+def test_files_of_ranks_that_differ(tmp_path: Path) -> None:
+    """The file that the remedy names, alone."""
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        state = {name: value + rank for name, value in MODEL.items()}
+        torch_file(tmp_path / f"ranks/model_world_size_2_rank_{rank}.pt", state)
+    remedy = refused(command, "to-hf", tmp_path / "ranks", tmp_path / "out")
+    command("to-hf", tmp_path / "ranks" / text_in(remedy, r"\S+_rank_0\.pt"), tmp_path / "out")
+    assert same(written(tmp_path / "out"), MODEL)
