@@ -372,7 +372,7 @@ def _flag(name: str, value: object) -> str:
     if name == "adapter":
         return "to-hf --adapter"
     if name == "merge":
-        return f"merge-adapter BASE {value} OUT"
+        return f"merge-adapter BASE {shlex.quote(str(value))} OUT"
     flag = f"--{_FLAGS.get(name, name.replace('_', '-'))}"
     if value is _UNSAID or value is True:
         return flag

@@ -1,4 +1,7 @@
-"""Errors that are caught, and what their remedies name: options, arguments and commands, as the remedy writes them."""
+"""Errors that are caught, and what their remedies name, as the remedy writes it.
+
+Remedies name commands, and options: as flags in errors of `command`, as arguments in errors of Python's calls.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +78,12 @@ def text_in(remedy: str, pattern: str) -> str:
 
 
 def argument(remedy: str, name: str) -> dict[str, Any]:
-    """Return an argument as a remedy writes it: {"dtype": "state"}."""
-    return {name: ast.literal_eval(text_in(remedy, rf"\b{name}=('[^']*'|[\w.]+)"))}
+    """Return an argument as a remedy writes it: {"dtype": "state"}, {"exclude": ["w"]}."""
+    text = r"""(?:'[^']*'|"[^"]*")"""
+    return {name: ast.literal_eval(text_in(remedy, rf"\b{name}=(\[{text}(?:, {text})*\]|{text}|[\w.]+)"))}
 
 
 def commands(remedy: str, **words: object) -> list[str]:
     """Return the arguments of the command that a remedy names, with values in place of words such as OUT."""
-    found = shlex.split(text_in(remedy, r"vescale-convert ([^;:]*)"))
+    found = shlex.split(text_in(remedy, r"(?:vescale-convert |(?=merge-adapter ))([^;:]*)"))
     return [str(words.get(word, word)) for word in found]

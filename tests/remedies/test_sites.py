@@ -38,6 +38,4 @@ def test_remedies_name_what_there_is() -> None:
     for site, (_, _, text) in sites().items():
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - FOREIGN
         assert named <= options().keys(), site
-        assert set(re.findall(r"vescale-convert ([a-z][\w-]*)", text)) <= cli.commands.keys() | {
-            "computes"
-        }, site
+        assert set(re.findall(r"vescale-convert ([a-z][\w-]*)", text)) <= cli.commands.keys(), site
