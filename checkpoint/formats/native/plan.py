@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
+from vescale_fsdp.checkpoint.formats.native.tree import is_native_file, native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -70,12 +70,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         return tables[name]
 
     closing = (ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),)),)
-    return OutputPlan("native", files, closing, is_stale=_is_stale, wrap=wrap)
-
-
-def _is_stale(name: str) -> bool:
-    """Return whether a file of the target folder belongs to an older checkpoint there."""
-    return name == MANIFEST_NAME or name.startswith("data-")
+    return OutputPlan("native", files, closing, is_stale=is_native_file, wrap=wrap)
 
 
 def _plan_layouts(

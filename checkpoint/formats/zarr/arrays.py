@@ -335,9 +335,7 @@ class _Array3(_Array):
         super().__init__(store, node)
         attributes = metadata.get("attributes") or {}
         self._stored_as = dtype_from_torch(str(metadata["data_type"]))
-        dtype = dtype_from_torch(
-            str(attributes.get("logical_dtype", attributes.get("dtype", self._stored_as.name)))
-        )
+        dtype = dtype_from_torch(str(attributes.get("logical_dtype", self._stored_as.name)))
         if dtype.itemsize != self._stored_as.itemsize:
             raise ValueError(f"dtype {dtype.name} in {self._stored_as.name}")
         # Folders have percent-escaped names.

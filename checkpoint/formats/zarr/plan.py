@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vescale_fsdp.checkpoint.formats.native.tree import native_manifest, native_tree
+from vescale_fsdp.checkpoint.formats.native.tree import is_native_file, native_manifest, native_tree
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
@@ -83,7 +83,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
     last = ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),))
     closing = (*arrays, *groups, checksums, root, last)
     files = tuple(_chunk_plan(manifest, chunk, views[chunk.tensor_index], crcs) for chunk in rank_file.chunks)
-    return OutputPlan("zarr", files, closing, is_stale=_is_stale, when_written=read_missing_crcs)
+    return OutputPlan("zarr", files, closing, is_stale=is_native_file, when_written=read_missing_crcs)
 
 
 # Objects with slots, because a plan has one for each array: functions and partials take five times the memory.
@@ -122,13 +122,6 @@ class _ChunkCrc:
         crc = CRC32C.combine(crc_of(0), CRC32C.of(self.zeros), len(self.zeros))
         self.crcs[self.chunk] = crc
         return crc.to_bytes(CRC_BYTES, "little")
-
-
-def _is_stale(name: str) -> bool:
-    """Return whether a file of the target folder belongs to an older checkpoint there."""
-    # Older versions of to-zarr wrote arrays into the folder itself, not below data-*.
-    is_array_file = name.endswith((ZARR_NAME, "/c")) or "/c/" in name
-    return name == MANIFEST_NAME or name.startswith("data-") or is_array_file
 
 
 def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:

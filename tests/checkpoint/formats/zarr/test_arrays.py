@@ -14,8 +14,6 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import load_file
 
-from tests.support.checkpoint_states import full
-from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import load, verify
 from vescale_fsdp.checkpoint.formats.zarr import plan as to_zarr
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
@@ -118,9 +116,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "zarr" / "w" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
     with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json"):
         open_source(str(tmp_path / "zarr"))
-    (tmp_path / "zarr" / "zarr.json").write_text(
-        '{"zarr_format": 3, "node_type": "group", "attributes": {"vescale_conversion": [1]}}'
-    )
+    (tmp_path / "zarr" / "zarr.json").write_text('{"zarr_format": 2, "node_type": "group"}')
     (tmp_path / "zarr" / "w" / "zarr.json").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"zarr/zarr\.json"):
         open_source(str(tmp_path / "zarr"))
@@ -169,37 +165,6 @@ def test_damage_in_what_zarr_decodes_is_named(tmp_path: Path) -> None:
     settings.write_text(settings.read_text().replace("zstd", "zsdt"))
     with pytest.raises(CorruptCheckpointError, match="zsdt"):
         open_source(str(tmp_path / "zarr"))
-
-
-def test_folders_of_before_are_read(tmp_path: Path) -> None:
-    """What to-zarr wrote before it wrote native checkpoints: names, types, nesting and values come back."""
-    source = open_source(str(Path(__file__).parents[2] / "golden" / "to-zarr-v1"))
-    assert source.kind == "zarr" and verify(source).problems == ()
-    convert(source, str(tmp_path / "a.pt"), "torch")
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
-    expected = {
-        "layers.0.w": full("w", (13, 10)),
-        "layers.0.b": full("b", (7,), torch.bfloat16),
-        "scalar": torch.tensor(4.5),
-        "empty": torch.empty(0, 4),
-        "fp8": full("fp8", (3, 5)).to(torch.float8_e4m3fn),
-        "flags": full("f", (2, 3)) > 60,
-        "a/b%": full("ab", (2,), torch.int64),
-    }
-    assert list(found["model"]) == list(expected)
-    assert all(same_bytes(found["model"][name], tensor) for name, tensor in expected.items())
-    moments = found["optimizer"]["state"]["layers.0.w"]
-    assert same_bytes(moments["exp_avg"], full("m", (13, 10))) and same_bytes(
-        moments["step"], torch.tensor(3.0)
-    )
-    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.w"]}]
-    assert found["extra"] == {
-        "blob": b"\x00\xff",
-        "inf": float("inf"),
-        "by_step": {1: "a", 2: None},
-        "names": ["x", ("y", 2)],
-        "$": "dollar",
-    }
 
 
 def test_an_interrupted_run_and_parts_know_all_checksums(tmp_path: Path, small_chunks: None) -> None:
