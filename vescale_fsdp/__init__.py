@@ -5,12 +5,10 @@ without ever cutting a block, gathered and reduced without copies, and saved wit
 number of ranks can load them.
 """
 
-from vescale_fsdp import pickled_paths
 from vescale_fsdp.lazy import lazily_export
 
 # pyproject.toml reads the version from this line. It is not read from importlib.metadata, whose import takes longer
 # than the import of this package.
 __version__ = "0.1.0"
 
-pickled_paths.install()  # pickles of older versions name modules that no longer exist
 lazily_export(__name__)  # public names are in __init__.pyi

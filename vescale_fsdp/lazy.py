@@ -45,35 +45,29 @@ class _LazyPackage(ModuleType):
         return sorted({*super().__dir__(), *self.__exports__})
 
 
-def lazily_export(
-    package: str, names: Mapping[str, str] | None = None, *, unlisted: Mapping[str, str] | None = None
-) -> None:
-    """Let a package export names that other modules define, and set its ``__all__``. Packages call it in ``__init__``.
+def lazily_export(package: str, *, unlisted: Mapping[str, str] | None = None) -> None:
+    """Let a package export the names in its stub, and set its ``__all__``. Packages call it in ``__init__``.
+
+    The stub consists of ``from MODULE import NAME as NAME, ..`` statements.
 
     Args:
         package: the package's full name.
-        names: full name of a module -> its public names, separated by spaces. None: read them from the package's
-            stub, which consists of ``from MODULE import NAME as NAME, ..`` statements.
-        unlisted: in the same form, names that are not in ``__all__``: classes that pickles look up in the package.
+        unlisted: full name of a module -> names that are not in ``__all__``, separated by spaces: classes that pickles
+            look up in the package.
     """
     module = sys.modules[package]
-    exports = _split(names or {})
-    if names is None:
-        assert module.__spec__ is not None and module.__file__ is not None
-        # Read by the loader, because the package may be in a zip file. Split by hand, because importing `ast` would
-        # take 5 ms per start.
-        stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
-        for statement in stub.split("\nfrom ")[1:]:  # the first part is the stub's docstring
-            source, items = statement.split("\n\n")[0].split(" import ")  # a blank line ends the statement
-            exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
+    assert module.__spec__ is not None and module.__file__ is not None
+    # Read by the loader, because the package may be in a zip file. Split by hand, because importing `ast` would take
+    # 5 ms per start.
+    stub = module.__spec__.loader.get_data(f"{module.__file__}i").decode()  # type: ignore[union-attr]
+    exports: dict[str, str] = {}
+    for statement in stub.split("\nfrom ")[1:]:  # the first part is the stub's docstring
+        source, items = statement.split("\n\n")[0].split(" import ")  # a blank line ends the statement
+        exports |= {item.split()[0]: source for item in items.strip("(\n )").split(",") if item.strip()}
+    hidden = {name: source for source, names in (unlisted or {}).items() for name in names.split()}
     # Set before the class, whose methods read `__exports__`.
-    vars(module).update(__exports__={**exports, **_split(unlisted or {})}, __all__=sorted(exports))
+    vars(module).update(__exports__={**exports, **hidden}, __all__=sorted(exports))
     module.__class__ = _LazyPackage  # see "Customizing module attribute access" in Python's reference
-
-
-def _split(names: Mapping[str, str]) -> dict[str, str]:
-    """Return public name -> module, from module -> public names separated by spaces."""
-    return {name: source for source, public in names.items() for name in public.split()}
 
 
 def set_module(package: str) -> Callable[[_Named], _Named]:

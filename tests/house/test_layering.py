@@ -23,7 +23,7 @@ FOLDERS = {
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
-    ("errors", "lazy", "devices", "formats", "pickled_paths", "torch_modes", "torch_private"),
+    ("errors", "lazy", "devices", "formats", "torch_modes", "torch_private"),
     ("collectives",),
     ("layout", "checkpoint.storage", "conversion.rules.shipped"),
     ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
@@ -67,7 +67,6 @@ LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 # Files of the first row that stand on others of it.
 FIRST_ROW = {
     ("formats", "lazy"),
-    ("pickled_paths", "lazy"),
     ("torch_modes", "errors"),
     ("torch_private", "errors"),
 }

@@ -103,7 +103,6 @@ OF_HELP = {
     "vescale_fsdp.errors",
     "vescale_fsdp.formats",
     "vescale_fsdp.lazy",
-    "vescale_fsdp.pickled_paths",
 }
 # Parts of Python that take a millisecond or more each, and that click does without.
 SLOW = {
