@@ -170,10 +170,16 @@ class ReshardableSampler(Sampler[int]):
 
     def state_at(self, num_taken: int, *, has_ended: bool) -> dict[str, Any]:
         """Return the state that this rank has after ``num_taken`` samples."""
-        whole = {**self._settings, "epoch": self.epoch, "stages": self._stages, "has_ended": has_ended}
-        if self._ahead:  # only then: `load_state_dict` also accepts states without this entry
-            whole["ahead"] = [[epoch, stages] for epoch, stages in self._ahead]
-        return {**whole, "num_taken": num_taken, "rank": self.rank, "world_size": self.world_size}
+        return {
+            **self._settings,
+            "epoch": self.epoch,
+            "stages": self._stages,
+            "has_ended": has_ended,
+            "ahead": [[epoch, stages] for epoch, stages in self._ahead],
+            "num_taken": num_taken,
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -195,7 +201,7 @@ class ReshardableSampler(Sampler[int]):
         self.epoch = state["epoch"]
         # Copies, because the caller may use the lists of the state further.
         self._stages = [list(taken) for taken in state["stages"]]
-        self._ahead = [(epoch, [list(taken) for taken in stages]) for epoch, stages in state.get("ahead", [])]
+        self._ahead = [(epoch, [list(taken) for taken in stages]) for epoch, stages in state["ahead"]]
         self.num_taken, self.has_ended = state["num_taken"], state["has_ended"]
         self.generation += 1
 
@@ -208,7 +214,7 @@ class ReshardableSampler(Sampler[int]):
         first = min(states, key=lambda state: state["epoch"])
         stages_by_epoch: dict[int, list[list[int]]] = {}  # the stages before the last change of ranks
         for state in states:
-            for epoch, stages in [[state["epoch"], state["stages"]], *state.get("ahead", [])]:
+            for epoch, stages in [[state["epoch"], state["stages"]], *state["ahead"]]:
                 stages_by_epoch.setdefault(epoch, stages)
         newest = max(state["epoch"] for state in states)
         for number, state in enumerate(states):
@@ -234,8 +240,7 @@ class ReshardableSampler(Sampler[int]):
         (_, stages), *ahead = ahead
         # A rank in a later epoch has ended the oldest epoch.
         has_ended = all(state["has_ended"] or state["epoch"] > first["epoch"] for state in states)
-        whole |= {"stages": stages, "has_ended": has_ended}
-        return {**whole, "ahead": ahead} if ahead else whole
+        return {**whole, "stages": stages, "has_ended": has_ended, "ahead": ahead}
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
         """Return the state for one of ``world_size`` ranks, which take turns at the remaining samples of ``whole``."""

@@ -133,12 +133,6 @@ class Shampoo(BatchedOptimizer):
 
         return rule
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            if group["algorithm"] == self.algorithm:
-                group.setdefault("relative_eps", _RELATIVE_EPS)  # missing in checkpoints of version 0.1
-
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Make the initial state of a parameter: the step count, averages, and for each side factors and roots."""
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
