@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode
 from vescale_fsdp.checkpoint.manifest.structure import Structure
-from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped, stored_crc
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
@@ -29,7 +29,7 @@ from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
+    pass
 
 _MAX_OPEN_FILES = 64  # limits memory: pieces, header and checksums of each open file
 
@@ -183,7 +183,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
             name = chunk_file(manifest, places[0], box)
             store.check_size(name, nbytes + CRC_BYTES)
             where = f"tensor {entry.label} in {store.where}/{name}"
-            saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
+            saved = partial(tables.checksum, Chunk(places[0], box))
             checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)
             strides = contiguous_strides(sizes)
             found[places[0]].append(
@@ -192,14 +192,3 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
         for place in places[1:]:  # other descriptions (cuts) of the same tensor share its array
             found[place] = found[places[0]]
     return found
-
-
-def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
-    """Return the crc32c of a chunk as it was saved: from the file of the chunk's owner.
-
-    Version 1 has no such table; there, the crc32c at the end of the chunk's own file is returned.
-    """
-    written = tables.checksum(chunk)
-    if written is None:
-        written = stored_crc(store, chunk_file(tables.manifest, *chunk), nbytes)
-    return written

@@ -98,13 +98,3 @@ def _hashed(name: str) -> str:
 
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return f"{_escaped(name)[:_HEAD_BYTES]}%~{digest}"  # unlike an escaped name: no hex digit after "%"
-
-
-def array_paths_1(names: Iterable[str]) -> dict[str, str]:
-    """Return the paths of tensors' arrays by name, for checkpoints of format version 1."""
-    paths = {}
-    # These escapes must never change: existing checkpoints have these paths.
-    for name in names:
-        parts = [quote(part, safe=_PLAIN) for part in name.split("/")]
-        paths[name] = "/".join("%2E" * len(text) if text in (".", "..") else text or "%00" for text in parts)
-    return paths

@@ -28,7 +28,6 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 from vescale_fsdp.checkpoint.manifest.file_names import (
     FORMAT_NAME,
     array_paths,
-    array_paths_1,
 )
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
@@ -45,7 +44,7 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
-FORMAT_VERSION = 2  # the newest version; FORMAT.md lists what each version changed
+FORMAT_VERSION = 1  # of both forms
 STRIPE_BYTES = 1 << 20  # 1 MiB: each stripe has one checksum, and is the smallest read that can be verified
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas divide the writing of regions of at least this size
 
@@ -111,7 +110,6 @@ class Manifest:
         split_bytes: replicas divide a region of at least this many bytes among themselves. None: every replica stores
             its whole region, because ranks do not share storage.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
-        version: version of the format; 1 for the native form, so that older readers accept the checkpoint.
         saved: how the checkpoint was saved; None before the commit, in memory, and if a conversion wrote it.
     """
 
@@ -125,7 +123,6 @@ class Manifest:
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
-    version: int = 1
     saved: SaveRecord | None = None
 
     @property
@@ -222,15 +219,10 @@ class Manifest:
         assert self.chunks is not None
         return self.chunks
 
-    @property
-    def has_chunk_table(self) -> bool:
-        """Whether each rank's file has the checksums of the chunks that the rank wrote; new in version 2."""
-        return self.is_zarr and self.version >= 2
-
     @cached_property
     def array_paths(self) -> list[str]:
         """Folder of each tensor's array in the zarr form, relative to the checkpoint's folder."""
-        paths = (array_paths_1 if self.version == 1 else array_paths)(self.indices_by_name)
+        paths = array_paths(self.indices_by_name)
         return [f"data-{self.save_id}/{paths[entry.name]}" for entry in self.entries]
 
     def file_name(self, rank: int) -> str:
@@ -243,7 +235,7 @@ class Manifest:
         content = dump_json(
             {
                 "format": FORMAT_NAME,
-                "version": self.version,
+                "version": FORMAT_VERSION,
                 "save_id": self.save_id,
                 "world_size": self.world_size,
                 "stripe_bytes": self.stripe_bytes,
@@ -285,7 +277,6 @@ class Manifest:
                 data["stripe_bytes"],
                 data["split_bytes"],
                 tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
-                data["version"],
                 SaveRecord(**data["saved"]) if "saved" in data else None,
             )
             for problem in _problems(manifest):
@@ -345,7 +336,7 @@ def _seal(checksum: object) -> bytes:
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "The file is not a manifest, or is damaged.",
-        expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
+        expected=f"a {FORMAT_NAME} manifest of version {FORMAT_VERSION}",
         got=got,
         where=where,
         todo="restore an older step",
@@ -371,16 +362,16 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise _corrupt(where, str(error)) from error
     version = data.get("version")
-    # After the checksum: a flipped bit can turn version 1 into 3, and the message would then suggest a wrong remedy.
+    # After the checksum: a flipped bit can change the version, and the message would then suggest a wrong remedy.
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint was written by a newer version of the format.",
-            expected=f"version <= {FORMAT_VERSION}",
+            expected=f"version {FORMAT_VERSION}",
             got=f"version {version}",
             where=where,
             todo="update vescale_fsdp",
         )
-    if version not in range(1, FORMAT_VERSION + 1):
+    if version != FORMAT_VERSION:
         raise _corrupt(where, f"version {version!r}")
     return data
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest, StoredShare
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest, StoredShare
 from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
@@ -67,7 +67,7 @@ class RankFile:
         self._shares = shares
         self.name = manifest.file_name(rank)
         self.chunks: tuple[Chunk, ...] = ()
-        if manifest.has_chunk_table:
+        if manifest.is_zarr:
             held = held_chunks(manifest, rank)
             self.chunks = tuple(chunk for chunk, holders in held if holders[0].rank == rank)
 
@@ -186,7 +186,7 @@ class RankFile:
         """The file's first bytes: the length of the JSON, and the JSON, padded with spaces."""
         metadata = {
             "format": FORMAT_NAME,
-            "version": str(self.manifest.version),
+            "version": str(FORMAT_VERSION),
             "save_id": self.manifest.save_id,
             "rank": str(self.rank),  # safetensors allows only strings as values of __metadata__
             "world_size": str(self.manifest.world_size),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
@@ -42,7 +42,7 @@ def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = Non
     """
     if chunks is None:
         chunks = [chunk_shape(manifest, index) for index in range(len(manifest.entries))]
-    return replace(manifest, chunks=tuple(chunks), version=FORMAT_VERSION)
+    return replace(manifest, chunks=tuple(chunks))
 
 
 def chunk_shape(manifest: Manifest, index: int) -> tuple[int, ...]:
@@ -131,9 +131,7 @@ def array_json(manifest: Manifest, index: int) -> bytes:
         fill_value = False
     elif stored.startswith("complex"):
         fill_value = [0.0, 0.0]
-    attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
-    if manifest.version >= 2:  # the attribute is new in version 2
-        attributes["name"] = entry.name
+    attributes: dict[str, Json] = {"logical_dtype": entry.dtype, "name": entry.name}
     cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
     if isinstance(cut, LayoutCut):
         layout = manifest.structure.layouts[cut.layout]

@@ -88,8 +88,7 @@ class DType:
         """The safetensors code that rank files use for this type, and the number of stored items per element.
 
         Rank files only use codes that old safetensors readers support, so that every reader can open the files; the
-        manifest contains the type's own name. The carrier of a type must never change, because files of version 1 of
-        the native format must remain readable.
+        manifest contains the type's own name. The carrier of a type must never change: it is a part of the format.
         """
         if self.code is not None and self.code not in _NEWER_CODES:
             return self.code, 1
@@ -176,8 +175,8 @@ DTYPES: tuple[DType, ...] = (
     *(DType(None, name, 8, "int") for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
     DType(None, "bits16", 16, "int"),
 )
-# Codes and complex types that did not exist when version 1 of the native format was defined. Readers of that time do
-# not support the codes, so `DType.carrier` avoids them.
+# Codes that safetensors added late, and complex types that torch added late. Old readers do not support them, so
+# `DType.carrier` avoids them.
 _NEWER_CODES = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 _NEWER_PAIRS = {"bcomplex32"}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES if dtype.code}

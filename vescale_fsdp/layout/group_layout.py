@@ -176,8 +176,7 @@ class TensorSlot:
             "block_numel": self.block_numel,
             "offset": self.offset,
         }
-        # A contiguous slot has no key ``runs``, so its JSON is the same as before scattered slots existed.
-        if self.runs:
+        if self.runs:  # most slots have none
             data["runs"] = [list(run) for run in self.runs]
         return data
 
@@ -198,8 +197,7 @@ class GroupLayout:
         num_shards: ranks that share the buffer.
         shard_numel: elements of the buffer that each rank owns.
         slots: the tensors, in definition order.
-        align_numel: ``shard_numel`` and the starts of tensors and pieces are multiples of this. 1 means no
-            alignment, as in layouts stored before the field existed.
+        align_numel: ``shard_numel`` and the starts of tensors and pieces are multiples of this; 1 means no alignment.
 
     Raises:
         LayoutError: at construction, if a slot is malformed or misaligned, overlaps another slot, ends after the
@@ -417,22 +415,19 @@ class GroupLayout:
         return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values for `from_json`; the key ``align_numel`` exists only if the alignment is not 1."""
-        data: dict[str, Any] = {
+        """Return JSON values for `from_json`."""
+        return {
             "num_shards": self.num_shards,
             "shard_numel": self.shard_numel,
             "slots": [slot.to_json() for slot in self.slots],
+            "align_numel": self.align_numel,
         }
-        # A layout without alignment has no key ``align_numel``, so its JSON is the same as before the field existed.
-        if self.align_numel > 1:
-            data["align_numel"] = self.align_numel
-        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GroupLayout:
         """Return the layout that `to_json` described. The constructor checks the layout, which may come from a file."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
-        return cls(data["num_shards"], data["shard_numel"], slots, data.get("align_numel", 1))
+        return cls(data["num_shards"], data["shard_numel"], slots, data["align_numel"])
 
 
 def _check_integers(sizes: Mapping[str, object], where: str) -> None:

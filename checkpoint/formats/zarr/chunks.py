@@ -35,14 +35,12 @@ class ChunkTables:
         self._lock = threading.Lock()
         self._tables: dict[int, dict[Chunk, int]] = {}  # rank -> crc32c of each chunk that it wrote
 
-    def checksum(self, chunk: Chunk) -> int | None:
-        """Return the crc32c with which a chunk was saved; None in checkpoints of version 1, which have no such table.
+    def checksum(self, chunk: Chunk) -> int:
+        """Return the crc32c with which a chunk was saved.
 
         Raises:
             CorruptCheckpointError: if the rank's file of the chunk's owner is missing or damaged.
         """
-        if not self.manifest.has_chunk_table:
-            return None
         owner = holders_of(self.manifest, chunk)[0].rank
         with self._lock:  # held during the read, so that other threads do not read the same table
             if owner not in self._tables:
@@ -104,7 +102,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     if actual != stored:
         raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
     written = tables.checksum(chunk)
-    if written is not None and actual != written:
+    if actual != written:
         raise corrupt(
             f"crc32c {written:08x}, from the rank's file of this save",
             f"{actual:08x}: intact, but another chunk, or the chunk of another save",

@@ -245,7 +245,7 @@ def test_without_assets_settings_stay_behind_unchecked(tmp_path: Path) -> None:
 def test_version_and_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a report of a defect needs; and what --help says of completion works."""
     said = _run("--version").stdout
-    assert f"torch {version('torch')}" in said and "format 2" in said and "Python 3." in said
+    assert f"torch {version('torch')}" in said and "format 1" in said and "Python 3." in said
     assert "_VESCALE_CONVERT_COMPLETE=bash_source" in " ".join(_run("--help").stdout.split())
     monkeypatch.setenv("_VESCALE_CONVERT_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "vescale-convert to-h")
