@@ -119,16 +119,16 @@ def _bins(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.cat(tables).to(device)
 
 
-class _Map(NamedTuple):
+class DynamicMap(NamedTuple):
     """The tables of a map on a device. Compiled code takes them as arguments, since it cannot use a cache."""
 
     values: torch.Tensor  # 1D [256], of `dynamic_map`
     bins: torch.Tensor  # 1D [bins], of `_bins`
 
     @staticmethod
-    def of(signed: bool, device: torch.device) -> _Map:
+    def of(signed: bool, device: torch.device) -> DynamicMap:
         """Return the tables of the signed or unsigned map."""
-        return _Map(dynamic_map(signed, device), _bins(signed, device))
+        return DynamicMap(dynamic_map(signed, device), _bins(signed, device))
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -151,30 +151,22 @@ def zero_code(signed: bool) -> int:
     return 127 if signed else 0  # the signed map has 127 values below 0
 
 
-def encode_dynamic(tiles: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded(tiles: torch.Tensor, map_: DynamicMap) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize blocks: one fp32 scale per block, and one code per element.
 
     Args:
         tiles: [bands, rows, blocks, cols] as `BlockGrid.tiled` returns them, fp32, finite.
-        signed: whether to use the signed map.
+        map_: the tables on the device of ``tiles``.
 
     Returns:
         uint8 codes with the shape of ``tiles``, fp32 scales [bands, blocks].
     """
-    return _encoded(tiles, _Map.of(signed, tiles.device))
-
-
-def _encoded(tiles: torch.Tensor, map_: _Map) -> tuple[torch.Tensor, torch.Tensor]:
     scales = tiles.abs().amax((1, 3)).clip(_LEAST_SCALE)
     return _codes_of(tiles / scales[:, None, :, None], map_.bins), scales
 
 
-def decode_dynamic(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Dequantize blocks: the fp32 values of codes and scales, which have the shapes that `encode_dynamic` returns."""
-    return _decoded(codes, scales, _Map.of(signed, codes.device))
-
-
-def _decoded(codes: torch.Tensor, scales: torch.Tensor, map_: _Map) -> torch.Tensor:
+def decoded(codes: torch.Tensor, scales: torch.Tensor, map_: DynamicMap) -> torch.Tensor:
+    """Dequantize blocks: the fp32 values of codes and scales, which have the shapes that `encoded` returns."""
     return _look_up(map_.values, codes.int()) * scales[:, None, :, None]
 
 
@@ -278,7 +270,7 @@ class AdamW8bit(BatchedOptimizer):
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
         # By param group, step count and device.
-        self._fixed: dict[Hashable, tuple[list[_Map], _Rates]] = {}
+        self._fixed: dict[Hashable, tuple[list[DynamicMap], _Rates]] = {}
         super()._step_groups(groups)
 
     def _batch_numel(self, group: dict[str, Any]) -> int:
@@ -325,12 +317,12 @@ class AdamW8bit(BatchedOptimizer):
 
     def _fixed_of(
         self, group: Mapping[str, Any], step: torch.Tensor, device: torch.device
-    ) -> tuple[list[_Map], _Rates]:
+    ) -> tuple[list[DynamicMap], _Rates]:
         """Return both maps on a device, and the rates of a param group. Computed once for all batches of a step."""
         key = id(group), float(step), device
         if key not in self._fixed:
             rates = _rates_of(group, step)
-            maps = [_Map.of(signed, device) for signed in _MOMENTS.values()]
+            maps = [DynamicMap.of(signed, device) for signed in _MOMENTS.values()]
             self._fixed[key] = maps, rates.as_tensors() if self._compiled else rates
         return self._fixed[key]
 
@@ -376,7 +368,7 @@ def _update(
     values: torch.Tensor,
     grad: torch.Tensor,
     moments: Sequence[Sequence[torch.Tensor]],
-    maps: Sequence[_Map],
+    maps: Sequence[DynamicMap],
     rates: _Rates,
 ) -> None:
     """Step values and their moments in place. All tensors but the scales have the shape of `_Stepped.laid_out`.
@@ -389,7 +381,7 @@ def _update(
     """
     grad = grad.float()
     before = [
-        parts[0] if len(parts) == 1 else _decoded(parts[0], parts[1], map_)
+        parts[0] if len(parts) == 1 else decoded(parts[0], parts[1], map_)
         for parts, map_ in zip(moments, maps, strict=True)
     ]
     exp_avg = before[0].lerp(grad, rates.weight1)
@@ -405,8 +397,8 @@ def _update(
         # 0 for elements without a finite gradient: a NaN would make the block's scale NaN, and so the whole block.
         # Clamped, because the square of a finite gradient may be infinite.
         finite = torch.where(grad.isfinite(), moment, 0.0).clamp(-_LARGEST, _LARGEST)
-        for target, encoded in zip(parts, _encoded(finite, map_), strict=True):
-            target.copy_(encoded)
+        for target, values in zip(parts, encoded(finite, map_), strict=True):
+            target.copy_(values)
 
 
 # Maximum elements of a compiled batch on the CPU. Larger parameters are stepped alone, without copies into a batch.

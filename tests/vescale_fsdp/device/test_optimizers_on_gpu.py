@@ -9,7 +9,7 @@ import torch
 
 from tests.support.optim_cases import full_tensors
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
-from vescale_fsdp.optim.adamw8bit import decode_dynamic, encode_dynamic
+from vescale_fsdp.optim.adamw8bit import DynamicMap, decoded, encoded
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8
 
 pytestmark = pytest.mark.gpu
@@ -30,14 +30,13 @@ def test_the_dynamic_map_is_the_cpus(signed: bool) -> None:
     """8-bit state has the CPU's bits."""
     x = full_tensors([(64, 256)], 0)["p0_64x256"].view(64, 1, 1, 256)
     x = x if signed else x.abs()
-    codes, scales = encode_dynamic(x, signed)
-    there_codes, there_scales = encode_dynamic(x.cuda(), signed)
+    here, there = DynamicMap.of(signed, x.device), DynamicMap.of(signed, torch.device("cuda"))
+    codes, scales = encoded(x, here)
+    there_codes, there_scales = encoded(x.cuda(), there)
 
     assert torch.equal(there_codes.cpu(), codes)
     assert torch.equal(there_scales.cpu(), scales)
-    assert torch.equal(
-        decode_dynamic(there_codes, there_scales, signed).cpu(), decode_dynamic(codes, scales, signed)
-    )
+    assert torch.equal(decoded(there_codes, there_scales, there).cpu(), decoded(codes, scales, here))
 
 
 @pytest.mark.parametrize(

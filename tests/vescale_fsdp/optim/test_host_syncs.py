@@ -80,7 +80,7 @@ class _NoCopies(TorchFunctionMode):
 def _devices() -> Iterator[None]:
     """Fake devices, whose operators are launches."""
     for signed in (True, False):
-        adamw8bit._Map.of(signed, torch.device("cpu"))  # cached, so never fake
+        adamw8bit.DynamicMap.of(signed, torch.device("cpu"))  # cached, so never fake
     with ExitStack() as stack:
         for module in (structured_optimizer, muon, shampoo_blocks):
             stack.enter_context(mock.patch.object(module, "launches", return_value=True))

@@ -11,7 +11,7 @@ import torch
 
 from vescale_fsdp.layout.granularity import Flat
 from vescale_fsdp.optim import adamw8bit
-from vescale_fsdp.optim.adamw8bit import decode_dynamic, dynamic_map, encode_dynamic, zero_code
+from vescale_fsdp.optim.adamw8bit import DynamicMap, decoded, dynamic_map, encoded, zero_code
 from vescale_fsdp.quantize.codec import grid_of
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def hard_values(signed: bool) -> torch.Tensor:
 def test_codes_are_torchaos(signed: bool, torchao_quant: ModuleType) -> None:
     """Every hard value gets torchao's code."""
     values = torch.cat([torch.ones(1), hard_values(signed)])  # one block with scale 1
-    codes, scales = encode_dynamic(values.view(1, 1, 1, -1), signed)
+    codes, scales = encoded(values.view(1, 1, 1, -1), DynamicMap.of(signed, CPU))
 
     assert scales.item() == 1
     assert torch.equal(
@@ -87,8 +87,8 @@ def test_any_number_has_an_index_in_bounds(signed: bool) -> None:
 def test_no_entry_is_nearer(signed: bool) -> None:
     """Brute force: the chosen entry is at the least distance, up to fp32 rounding of the distance."""
     values = torch.cat([torch.ones(1), hard_values(signed)])
-    codes, scales = encode_dynamic(values.view(1, 1, 1, -1), signed)
-    chosen = decode_dynamic(codes, scales, signed).view(-1)
+    codes, scales = encoded(values.view(1, 1, 1, -1), DynamicMap.of(signed, CPU))
+    chosen = decoded(codes, scales, DynamicMap.of(signed, CPU)).view(-1)
     least = (values.double()[:, None] - dynamic_map(signed, CPU).double()).abs().amin(1)
 
     assert ((values.double() - chosen.double()).abs() <= least * (1 + 1e-6) + 1e-12).all()
@@ -97,18 +97,18 @@ def test_no_entry_is_nearer(signed: bool) -> None:
 def test_zero_blocks_stay_zero() -> None:
     """A block of zeros decodes to zeros, and has a scale that is a number."""
     for signed in (True, False):
-        codes, scales = encode_dynamic(torch.zeros(2, 1, 1, 8), signed)
+        codes, scales = encoded(torch.zeros(2, 1, 1, 8), DynamicMap.of(signed, CPU))
         assert (codes == zero_code(signed)).all()
-        assert (decode_dynamic(codes, scales, signed) == 0).all()
+        assert (decoded(codes, scales, DynamicMap.of(signed, CPU)) == 0).all()
 
 
 def test_a_cut_inside_a_block_changes_values() -> None:
     """Negative control: quantized in misaligned halves, a quarter and more of all values differ."""
     full = torch.randn(4096, generator=torch.Generator().manual_seed(1))
-    grid = grid_of((4096,), Flat(256))
+    grid, map_ = grid_of((4096,), Flat(256)), DynamicMap.of(True, CPU)
 
     def round_trip(part: torch.Tensor) -> torch.Tensor:
-        return grid.untiled(decode_dynamic(*encode_dynamic(grid.tiled(part), True), True), part.numel())
+        return grid.untiled(decoded(*encoded(grid.tiled(part), map_), map_), part.numel())
 
     whole = round_trip(full)
     aligned = torch.cat([round_trip(part) for part in full.split([1024, 3072])])

@@ -1,4 +1,4 @@
-"""The dispatch table: the rule of each operator on ragged tensors, and the document that is generated from the table.
+"""The dispatch table: the rule of each operator on ragged tensors.
 
 `rule_of` returns the rule of an operator; `FAMILIES` describes each rule. ``python tools/operators_table.py`` writes
 OPERATORS.md by calling `rule_of`. tests/vescale_fsdp/dtensor/test_operator_table.py compares the file with the table,
@@ -16,7 +16,7 @@ from vescale_fsdp.dtensor.operators import elementwise, reductions, whole_tensor
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, has_out, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
-from vescale_fsdp.torch_private import operator_names, piece_in
+from vescale_fsdp.torch_private import piece_in
 
 aten = torch.ops.aten
 
@@ -157,7 +157,7 @@ _WITH_OUT = (
     elementwise.flat_view,
     whole_tensors.rewritten,
 )
-_OPEN = (
+WITHOUT_LIST = (  # rules of too many operators for a list in OPERATORS.md
     elementwise.flat_view,
     whole_tensors.gathered,
     whole_tensors.written_back,
@@ -235,33 +235,3 @@ def is_supported(func: torch._ops.OpOverload) -> bool:
         True
     """
     return rule_of(func) is not _unsupported
-
-
-def operator_table() -> str:
-    """Return the text of OPERATORS.md: every family, what it supports, and its operators in the installed torch."""
-    names: dict[Rule, set[str]] = {}
-    for full_name in operator_names():
-        namespace, _, rest = full_name.partition("::")
-        name, _, overload = rest.partition(".")
-        if namespace != "aten":  # operators of other libraries have no rules
-            continue
-        func = getattr(getattr(aten, name), overload or "default")  # torch's name of an unnamed overload
-        names.setdefault(rule_of(func), set()).add(name)
-    lines = [
-        "# Operators on ragged tensors",
-        "",
-        "Written by `python tools/operators_table.py` from the dispatch table; a test compares the two.",
-        f"Operators are those of torch {torch.__version__.split('+')[0]}. Any other operator raises",
-        "`UnsupportedOpError`, a `NotImplementedError` that names the operator, the placement and what to do instead.",
-        "",
-        "Operators that gather, or bring tensors to other placements, are collectives: all ranks that have pieces must",
-        "call them. The ranks compare operator, placements and a counter first, and raise if they differ or if a rank",
-        "does not come. Reductions are collectives, too; of several in a row, ranks compare the first.",
-        "",
-        "| family | support | operators |",
-        "|---|---|---|",
-    ]
-    for rule, family in FAMILIES.items():
-        listed = "" if rule in _OPEN else ", ".join(f"`{name}`" for name in sorted(names.get(rule, ())))
-        lines.append(f"| {family.title} | {family.support} | {listed} |")
-    return "\n".join(lines) + "\n"
