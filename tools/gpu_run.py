@@ -31,7 +31,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.rows import machine
-from vescale_fsdp.runtime.fsdp_module import MEMORY_POOLS
 
 ROOT = Path(__file__).parents[1]
 LEAST_S = 10  # no step is started with less time left
@@ -97,10 +96,7 @@ def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
     micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"), "--folder", str(out))
     yield Step("memory, alignment, checkpoints, optimizers, a trace", micro, 240, checks=False)
     if dry:
-        return  # a CPU has no memory pools, and the benchmarks of steps take minutes there
-    pools = _module("tools.gpu.parity", "--device", "cuda", "--backend", "nccl", "--only", "memory")
-    untried = {"VESCALE_FSDP_UNTRIED": MEMORY_POOLS}
-    yield Step("parity in a library's memory, still untried", pools, 120, checks=False, env=untried)
+        return  # the benchmarks of steps take minutes on a CPU
     step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
     for stem, size in {
         "dense_128_tokens": ("--models", "dense"),

@@ -1,16 +1,13 @@
 """The one table of accelerators: what this package must know of a device type that torch does not say.
 
-Everything else is device-agnostic: streams, events and memory pools come from ``torch.get_device_module``, and which
+Everything else is device-agnostic: streams and events come from ``torch.get_device_module``, and which
 backend sends a device's tensors comes from the process group. A device type without a row works too: its host memory
 is not pinned, and each gather is launched by itself. ``docs/compatibility.md`` says how to add a row.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,24 +19,13 @@ class Accelerator:
     Args:
         coalescing: names of the backends of `torch.distributed` that launch several all-gathers at once, as a
             ``_coalescing_manager`` block.
-        pin: pins host memory where it is, so that torch does not round its size up to a power of two. None: not
-            supported.
     """
 
     coalescing: frozenset[str] = frozenset()
-    pin: Callable[[torch.Tensor], None] | None = None
-
-
-def _pin_for_cuda(memory: torch.Tensor) -> None:
-    driver: Any = torch.cuda.cudart()
-    code = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if code:  # 0 is cudaSuccess
-        raise MemoryError(f"cudaHostRegister could not pin {memory.numel()} bytes: error {code}")
-    weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())  # runs before the memory is freed
 
 
 ACCELERATORS: dict[str, Accelerator] = {
-    "cuda": Accelerator(frozenset({"nccl"}), _pin_for_cuda),
+    "cuda": Accelerator(frozenset({"nccl"})),
     # Not tried: each needs its own hardware. They are here because torch pins host memory for them.
     "xpu": Accelerator(),
     "npu": Accelerator(),

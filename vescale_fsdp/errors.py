@@ -30,7 +30,6 @@ the text.
 from __future__ import annotations
 
 import glob
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -39,14 +38,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _UNSAID = object()  # default of a missing part; not None, which may be the value that was expected or got
-
-
-def allows_untried(feature: str) -> bool:
-    """Return whether the environment variable VESCALE_FSDP_UNTRIED (names, separated by commas) lists a feature.
-
-    Features that have never run on their intended hardware are refused unless they are listed.
-    """
-    return feature in os.environ.get("VESCALE_FSDP_UNTRIED", "").split(",")
 
 
 class VescaleError(Exception):

@@ -1,4 +1,4 @@
-"""Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling); memory pools;
+"""Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling);
 functions that are compiled where there is a compiler.
 
 Most of these names are private to torch. Only this file and `torch_private` use private names. A tag such as
@@ -15,10 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
-
-# torch 2.11-2.15: memory that other ranks can access; it has no public name yet.
-import torch.distributed._symmetric_memory as symmetric
 
 # torch 2.11-2.15: what torch.compile records in place of a device mesh.
 from torch._library.fake_class_registry import FakeScriptObject
@@ -295,21 +291,3 @@ def _tensors(tree: Sequence[Any]) -> list[torch.Tensor]:
         else:
             found += _tensors(each)
     return found
-
-
-def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return a memory pool that uses the allocator of a group's NCCL backend (torch 2.11-2.15)."""
-    backend: Any = group._get_backend(device)
-    return torch.get_device_module(device).MemPool(backend.mem_allocator)
-
-
-def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the memory pool of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
-    symmetric.set_backend("NCCL")
-    dist.barrier(group=group)  # the first collective of a group creates its communicator
-    return symmetric.get_mem_pool(device)
-
-
-def meet_over(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Exchange a symmetric buffer's addresses between the ranks of a group (torch 2.11-2.15). A collective."""
-    symmetric.rendezvous(buffer, group=group.group_name)

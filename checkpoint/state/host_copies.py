@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vescale_fsdp.devices import available_accelerator
-from vescale_fsdp.errors import ArgumentError, CheckpointError, allows_untried
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
 
@@ -74,20 +74,10 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     """Return a 1D uint8 CPU tensor of zeros, pinned if there is an accelerator.
 
     Writing zeros touches every page here: page faults during a later copy would cost more than the copy itself. torch
-    rounds the size of pinned memory up to a power of two. ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins the exact size;
-    this is not yet tested on a GPU.
+    rounds the size of pinned memory up to a power of two.
     """
-    accelerator = available_accelerator()
-    if (
-        accelerator is not None
-        and accelerator.pin is not None
-        and num_bytes
-        and allows_untried("exact_pinning")
-    ):
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-        accelerator.pin(memory)
-        return memory
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=accelerator is not None, device="cpu")
+    pins = available_accelerator() is not None
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pins, device="cpu")
 
 
 class PinnedSlots(threading.local):

@@ -104,6 +104,8 @@ ELSEWHERE = {
     "mesh": "every case has one",
     "dp_mesh_dims": "parameters that are DTensors: tests/vescale_fsdp/runtime/setup/test_dp_mesh_dims.py",
     "set_reduce_scatter_divide_factor": "the older name of set_gradient_divide_factor",
+    "set_allocate_memory_from_process_group_for_comm": "refused",
+    "set_symm_mem_for_comm": "refused",
 }
 
 

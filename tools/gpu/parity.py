@@ -31,11 +31,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from tools.gpu.switches import CASES, INDUCTOR, MEMORY, Case
+from tools.gpu.switches import CASES, INDUCTOR, Case
 from vescale_fsdp import FSDPModule, fully_shard
-from vescale_fsdp.errors import allows_untried
 from vescale_fsdp.optim import step_in_backward
-from vescale_fsdp.runtime.fsdp_module import MEMORY_POOLS
 
 CONTROLS = (1.5, math.nan)
 
@@ -227,11 +225,7 @@ def _be_rank(given: argparse.Namespace, rank: int, meeting: str) -> None:
 
 
 def _wanted(given: argparse.Namespace) -> list[Case]:
-    cases = [
-        *CASES,
-        *([INDUCTOR] if given.inductor else []),
-        *(MEMORY if allows_untried(MEMORY_POOLS) else []),
-    ]
+    cases = [*CASES, *([INDUCTOR] if given.inductor else [])]
     return [case for case in cases if given.only in case.name]
 
 

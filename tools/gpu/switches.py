@@ -232,11 +232,3 @@ CASES = (
     Case("compiled by AOTAutograd", compiled="aot_eager"),
 )
 INDUCTOR = Case("compiled by Inductor", compiled="inductor")
-MEMORY = (
-    Case(
-        "memory of the process group",
-        set_up=_each(lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True)),
-    ),
-    Case("symmetric memory", set_up=_each(lambda unit: unit.set_symm_mem_for_comm())),
-)
-"""Only with NCCL, and where ``VESCALE_FSDP_UNTRIED=memory_pools`` is set."""

@@ -32,7 +32,7 @@ from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
 from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam
-from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, use_memory
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -85,9 +85,6 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     groups = [group for state in states for group in state.groups]
     # One call for all units, so that groups over the same ranks share one new communicator.
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
-    for state in states:
-        for kind in {group.comm.settings.memory for group in state.groups} - {None}:
-            use_memory(state.groups, kind)  # at most one kind: all groups of a unit have the same
 
 
 def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:

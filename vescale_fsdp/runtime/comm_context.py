@@ -295,8 +295,8 @@ class CommContext:
         self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
-        # Buffers that a user's reduce-scatter or a memory pool allocates are not shared with groups that do not use it.
-        if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
+        # Buffers that a user's reduce-scatter allocates are not shared with groups that do not use it.
+        if group.comm.settings.custom_reduce_scatter is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:

@@ -18,23 +18,19 @@ from vescale_fsdp.errors import (
     LifecycleError,
     MisuseError,
     UnsupportedOpError,
-    allows_untried,
     callers_level,
 )
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import (
     AllGather,
-    MemoryKind,
-    ProcessGroupMemory,
     ReduceScatter,
-    SymmetricMemory,
     separate_reductions,
 )
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import reach_consensus, require_uncompared
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of, states_of
-from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
+from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.torch_modes import is_fake
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED
 
@@ -47,11 +43,18 @@ else:
     _Base = TorchFSDPModule
 
 
-MEMORY_POOLS = "memory_pools"  # the feature's name in VESCALE_FSDP_UNTRIED
-
-
 class UnpicklableModuleError(MisuseError, pickle.PicklingError):
     """A sharded module cannot be pickled. Also a ``PicklingError``, for callers that catch only that class."""
+
+
+def _no_memory_of_the_library(method: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        "Buffers of collectives cannot be in the communication library's own memory, which no GPU has tried.",
+        expected="memory of the caching allocator",
+        got=method,
+        todo=f"leave the call of {method} out; collectives copy through the library's own buffers, as without it. "
+        "For memory of your own, pass set_custom_all_gather an object with a memory_pool",
+    )
 
 
 class FSDPModule(_Base):
@@ -421,52 +424,17 @@ class FSDPModule(_Base):
         _change(self._groups(recurse), keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether gathered parameters and gradient buffers use memory from the process group's allocator.
+        """Accept False, which changes nothing: buffers are in memory of the caching allocator.
 
         Raises:
-            UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
-            ValueError: with custom collectives, or for groups over several meshes.
+            UnsupportedOpError: for True.
         """
-        self._use_pool(
-            "set_allocate_memory_from_process_group_for_comm", ProcessGroupMemory if enable else None
-        )
+        if enable:
+            raise _no_memory_of_the_library("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Put gathered parameters and gradient buffers in symmetric memory. A collective.
-
-        Raises:
-            UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
-            ValueError: with custom collectives, for groups over several meshes, or for a backend other than NCCL.
-        """
-        if backend != "NCCL":
-            raise ArgumentError(
-                "Symmetric memory is supported with NCCL only.",
-                expected="backend='NCCL'",
-                got=repr(backend),
-                where="set_symm_mem_for_comm",
-            )
-        self._use_pool("set_symm_mem_for_comm", SymmetricMemory)
-
-    def _use_pool(self, method: str, kind: MemoryKind | None) -> None:
-        """Put the buffers of this module's unit into memory of this kind; None: memory of the caching allocator."""
-        groups = self._groups_of_one_mesh(method)
-        if kind is not None and not allows_untried(MEMORY_POOLS):
-            raise UnsupportedOpError(
-                f"{method} has never run on a GPU.",
-                expected=f"VESCALE_FSDP_UNTRIED={MEMORY_POOLS} in the environment of all ranks, to try it",
-                got=method,
-                todo="do not call it, or try it and compare losses with a run without it",
-            )
-        settings = [group.comm.settings for group in groups]
-        if any(each.custom_all_gather or each.custom_reduce_scatter for each in settings):
-            raise ArgumentError(
-                "Custom collectives allocate their own buffers, so a memory pool would have no effect.",
-                expected="a module without custom collectives",
-                got="set_custom_all_gather or set_custom_reduce_scatter",
-                where=method,
-                todo="use either the custom collectives or the memory pool",
-            )
-        use_memory(groups, kind)
+        """Raise UnsupportedOpError: buffers are in memory of the caching allocator."""
+        raise _no_memory_of_the_library("set_symm_mem_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing: gathers are always asynchronous. torch's FSDPModule has this method, so trainers may call it."""

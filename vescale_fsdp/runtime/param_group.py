@@ -52,7 +52,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
-from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings, MemoryKind
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import GatheredDTensor, PriorSharding, local_part
 from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of, note_exposed
@@ -1173,13 +1173,3 @@ def _copy_written(values: torch.Tensor, piece: torch.Tensor) -> None:
     piece.copy_(torch.where(same, there, values)) if there is not piece else torch.where(
         same, piece, values, out=piece
     )
-
-
-def use_memory(groups: Sequence[ParamGroup], kind: MemoryKind | None) -> None:
-    """Put the buffers of groups over the same ranks into one memory pool; None: memory of the caching allocator."""
-    memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
-    for group in groups:
-        group.comm.change(memory=kind)
-        group.comm.memory = memory
-        group.grads.spare = {}  # drop buffers in memory of another kind
-        group.forget_full()

@@ -167,39 +167,6 @@ def test_who_is_no_optimizer_is_refused() -> None:
     assert copy_stream_of(torch.device("cpu")) is None
 
 
-class Driver:
-    """CUDA's runtime, as far as it pins memory."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.code = 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        self.pinned[address] = num_bytes
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-
-def test_memory_of_exact_size_is_pinned_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not rounded up; given back before it goes; an error of the driver's is one here."""
-    driver = Driver()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setenv("VESCALE_FSDP_UNTRIED", "memory_pools,exact_pinning")
-    stager = Stager()
-    stager.stage([torch.ones(1000)])
-    assert driver.pinned == {stager._buffer.data_ptr(): 4032}  # 4000 and what aligns them
-    stager.stage([torch.ones(2000)])
-    assert list(driver.pinned.values()) == [8000]
-    driver.code = 2
-    with pytest.raises(MemoryError, match=r"\b16000\b"):
-        stager.stage([torch.ones(4000)])
-
-
 def state_of_many_kinds() -> dict[str, torch.Tensor]:
     values = torch.arange(3000.0)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -154,26 +153,12 @@ def test_renewed_equals_fresh() -> None:
     assert min(run_ranks(4, _renew_all)) >= 9  # pieces that were compared; the last rank has the fewest
 
 
-class _Memory:
-    """A communication library's memory, of a group's ranks."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-
-    def memory_pool(self) -> Any:
-        return nullcontext()
-
-    def prepare(self, buffer: torch.Tensor) -> None:
-        """Nothing."""
-
-
 CHANGES: dict[str, Any] = {
     "divide_factor": 3.0,
     "force_sum": True,
     "narrow": False,
     "custom_all_gather": object(),
     "custom_reduce_scatter": object(),
-    "memory": _Memory,
     "separate_reductions": True,
     "requires_all_reduce": False,
     "all_reduce_hook": print,
@@ -201,8 +186,6 @@ def _settings_renewed() -> None:
                 comm = group.comm
                 assert (comm.reduce_group is not None) == comm.settings.separate_reductions
                 assert comm.reduce_group is not comm.shard_group
-                assert (comm.memory is not None) == (comm.settings.memory is not None)
-                assert comm.memory is None or comm.memory.group is comm.shard_group  # type: ignore[attr-defined]
 
 
 def test_settings_are_taken_over_whole() -> None:

@@ -24,7 +24,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.optim import step_in_backward
-from vescale_fsdp.runtime.comm.group_comm import SETTERS, GroupSettings, ProcessGroupMemory
+from vescale_fsdp.runtime.comm.group_comm import SETTERS, GroupSettings
 from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import state_of
@@ -93,7 +93,6 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
     "set_requires_all_reduce False": lambda model: model.set_requires_all_reduce(False),
     "set_custom_all_gather OwnGather": lambda model: model.set_custom_all_gather(OwnGather()),
     "set_custom_reduce_scatter OwnGather": lambda model: model.set_custom_reduce_scatter(OwnGather()),
-    "set_allocate_memory_from_process_group_for_comm ProcessGroupMemory": settings(memory=ProcessGroupMemory),
     "set_separate_reduce_scatter_group True": settings(separate_reductions=True),
     "set_all_reduce_hook True": lambda model: model.set_all_reduce_hook(print),
     "step_in_backward True": lambda model: step_in_backward(
@@ -115,7 +114,8 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
 NOT_COMPARED = {
     "set_post_optim_event": "an event of this rank",
     "set_reduce_scatter_divide_factor": "the older name of set_gradient_divide_factor",
-    "set_symm_mem_for_comm": "the other kind of memory",
+    "set_allocate_memory_from_process_group_for_comm": "refused",
+    "set_symm_mem_for_comm": "refused",
     "set_reshard_after_forward": "as fully_shard's argument",
     "set_modules_to_forward_prefetch": "as lists",
     "set_modules_to_backward_prefetch": "as lists",

@@ -14,14 +14,8 @@ nodes first. With AVG, NCCL divides in its reduce-scatter only if the
 gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
 fp32 and then divided (`_Native.reduce_scatter`). gloo on the CPU exchanges slices and sums them in every case.
 
-Communication libraries avoid copies if buffers are in their own memory:
-
-    process group    the pool of the backend's allocator (NCCL's), whose memory is registered with the library
-    symmetric        torch's pool of symmetric memory; all ranks register a buffer before a collective uses it
-
-Buffers free their memory and allocate it again (`vescale_fsdp.runtime.comm.dbuffer`), so the library's pool is entered
-around every allocation. Then the full parameters themselves are in the library's memory, and no collective copies
-them. Neither of these pools has been used on a GPU yet. A user's own collectives may provide a pool (`PooledComm`).
+Buffers free their memory and allocate it again (`vescale_fsdp.runtime.comm.dbuffer`). A user's own collectives may
+provide a memory pool (`PooledComm`), which is entered around every allocation.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ from vescale_fsdp.collectives.process_groups import new_group, set_nodes
 from vescale_fsdp.collectives.slice_exchange import Work, runs_beside
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
-from vescale_fsdp.torch_modes import meet_over, outside_fake_mode, process_group_pool, symmetric_pool
+from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_with_timeout_of
 
 
@@ -62,45 +56,8 @@ class PooledComm(Protocol):
         """Return a context that is entered around every allocation of a buffer's memory."""
 
 
-class ProcessGroupMemory:
-    """Memory of the process group's allocator: one memory pool of torch, registered with the communication library.
-
-    Args:
-        group: the process group of the collectives.
-        device: device of the collectives' buffers.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._pool = self._new_pool(group, device)
-
-    def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
-        return process_group_pool(group, device)
-
-    def memory_pool(self) -> AbstractContextManager[Any]:
-        """Return a context in which allocated memory belongs to the pool."""
-        return torch.get_device_module(self._device).use_mem_pool(self._pool)  # type: ignore[no-any-return]
-
-    def prepare(self, buffer: torch.Tensor) -> None:
-        """Do what is needed before a collective uses a buffer: nothing, because the whole pool is registered."""
-
-
-class SymmetricMemory(ProcessGroupMemory):
-    """Symmetric memory of a group's ranks. The arguments are those of `ProcessGroupMemory`."""
-
-    def _new_pool(self, group: dist.ProcessGroup, device: torch.device) -> Any:
-        return symmetric_pool(group, device)
-
-    def prepare(self, buffer: torch.Tensor) -> None:
-        """Exchange the buffer's addresses with the other ranks. A collective of the group's ranks."""
-        meet_over(buffer, self._group)
-
-
-MemoryKind = type[ProcessGroupMemory]
-
-
 def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the function that makes the context for allocations for ``comm``, a user's collective or a pool."""
+    """Return the function that makes the context for allocations for ``comm``, a user's collective or None."""
     if comm is None:  # the usual case: isinstance of a protocol is slow, and this runs at every allocation
         return nullcontext
     return comm.memory_pool if isinstance(comm, PooledComm) else nullcontext
@@ -144,8 +101,7 @@ class GroupSettings:
     """The user's settings of one group. `SETTERS` names the method or function that sets and documents each field.
 
     Ranks compare all fields at a model's first use (`vescale_fsdp.runtime.consensus`). When a model continues on other
-    ranks, its new groups get the same settings (`vescale_fsdp.elastic.renewal`), from which they create communicators
-    and memory pools.
+    ranks, its new groups get the same settings (`vescale_fsdp.elastic.renewal`), from which they create communicators.
     """
 
     divide_factor: float | None = None
@@ -153,7 +109,6 @@ class GroupSettings:
     narrow: bool = True
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
-    memory: MemoryKind | None = None
     separate_reductions: bool = False
     requires_all_reduce: bool = True
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -177,8 +132,6 @@ class GroupSettings:
         # The texts of objects contain addresses. So a hook is shown as True or False, any other object as its class.
         if each.name in ("all_reduce_hook", "on_delivery"):
             value = value is not None
-        elif isinstance(value, type):
-            value = value.__name__
         elif value is not None and not isinstance(value, (bool, int, float)):
             value = type(value).__name__
         return f"{SETTERS[each.name]} {value}"
@@ -191,7 +144,6 @@ SETTERS = {
     "narrow": "set_narrow_reduction",
     "custom_all_gather": "set_custom_all_gather",
     "custom_reduce_scatter": "set_custom_reduce_scatter",
-    "memory": "set_allocate_memory_from_process_group_for_comm",
     "separate_reductions": "set_separate_reduce_scatter_group",
     "requires_all_reduce": "set_requires_all_reduce",
     "all_reduce_hook": "set_all_reduce_hook",
@@ -242,7 +194,6 @@ class GroupComm:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
-        self.memory: ProcessGroupMemory | None = None  # None: memory of the caching allocator
         # While this is a list, `all_gather` only adds (full, shard) to it; the caller starts these gathers together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: `shard_group`
@@ -274,8 +225,6 @@ class GroupComm:
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
         """Start the all-gather of 1-D shards into 1-D ``full``; ``shard`` may be a view of ``full``."""
-        if self.memory is not None:
-            self.memory.prepare(full)
         if self.settings.custom_all_gather is not None:
             return self.settings.custom_all_gather(
                 output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=runs_beside(full)
@@ -303,13 +252,13 @@ class GroupComm:
 
     @property
     def full_pool(self) -> Pool:
-        """The memory pool of buffers that gathers fill: the user's, the library's, or a null context."""
-        return pool_of(self.settings.custom_all_gather or self.memory)
+        """The memory pool of buffers that gathers fill: the user's, or a null context."""
+        return pool_of(self.settings.custom_all_gather)
 
     @property
     def grads_pool(self) -> Pool:
-        """The memory pool of buffers that reductions read or write: the user's, the library's, or a null context."""
-        return pool_of(self.settings.custom_reduce_scatter or self.memory)
+        """The memory pool of buffers that reductions read or write: the user's, or a null context."""
+        return pool_of(self.settings.custom_reduce_scatter)
 
     def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a new buffer for a reduction to read or write (1-D [numel])."""
@@ -327,9 +276,6 @@ class GroupComm:
         if before != 1:  # dividing by 1 would cost a pass over the buffer
             full.div_(before)
         group = self.reduce_group or self.shard_group
-        if self.memory is not None:
-            for buffer in (full, shard):
-                self.memory.prepare(buffer)
         op = self._op(shard.dtype, self.num_shards)
         if self.settings.custom_reduce_scatter is not None:
             return self.settings.custom_reduce_scatter(

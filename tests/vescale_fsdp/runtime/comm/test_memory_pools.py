@@ -1,22 +1,19 @@
-"""Buffers of collectives take their memory from a library's pool each time, first gathers and later ones alike."""
+"""Buffers of a user's collectives take their memory from the user's pool each time, first gathers and later ones."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from tests.support import models
 from tests.support.distributed import run_ranks
 from tests.support.models import check_steps, refused, shard
 from vescale_fsdp.collectives.operations import all_gather_into
-from vescale_fsdp.errors import ArgumentError, UnsupportedOpError
-from vescale_fsdp.runtime.comm import group_comm
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import storage_id
 
@@ -80,52 +77,23 @@ def of_the_users() -> None:
     assert len(others) > 10 and not any(others)
 
 
-def of_the_group(method: str, arguments: list[Any]) -> None:
-    model, pool = shard(models.build()), Pool()
-    with refused(UnsupportedOpError, expected="VESCALE_FSDP_UNTRIED=memory_pools", got=method):
-        getattr(model.blocks[0], method)(*arguments)
-    patches: list[Any] = [
-        mock.patch.object(group_comm, name, return_value=object())
-        for name in ("process_group_pool", "symmetric_pool")
-    ]
-    met: list[int] = []
-    with (
-        mock.patch.dict(os.environ, {"VESCALE_FSDP_UNTRIED": "memory_pools"}),
-        mock.patch.object(group_comm, "meet_over", lambda buffer, group: met.append(storage_id(buffer))),
-        mock.patch.object(torch.cpu, "use_mem_pool", pool, create=True),
-        patches[0],
-        patches[1],
-        growing(pool) as found,
-    ):
-        getattr(model.blocks[0], method)(*arguments)
-        model.blocks[1].set_custom_all_gather(OwnGather())
-        model.blocks[1].set_custom_all_gather(OwnGather())
-        with refused(ArgumentError, got="set_custom_all_gather", where=method):
-            getattr(model.blocks[1], method)(*arguments)
-        check_steps(model, models.build(), 3)
-    mine = full_storages(model.blocks[0])
-    grads = [spare for group in state_of(model.blocks[0]).groups for spare in group.grads.spare.values()]  # type: ignore[union-attr]
-    mine |= {storage_id(buffer.flat) for buffers in grads for buffer in buffers}
-    inside = [entered for storage, entered in found if storage in mine]
-    assert len(inside) >= 7 and all(inside)
-    assert not any(entered for storage, entered in found if storage not in mine)
-    assert met.count(min(full_storages(model.blocks[0]))) == (6 if "symm" in method else 0)
-
-
 def test_custom_collectives_keep_their_memory() -> None:
     """A user's pool is entered at every gather; other units do not see it."""
     run_ranks(2, of_the_users)
 
 
-METHODS = [("set_allocate_memory_from_process_group_for_comm", [True]), ("set_symm_mem_for_comm", [])]
+def test_memory_of_the_library_is_refused() -> None:
+    """Both methods name themselves; False asks for nothing."""
+    run_ranks(2, _refusals)
 
 
-def both_methods() -> None:
-    for method, arguments in METHODS:
-        of_the_group(method, arguments)
-        dist.barrier()
-
-
-def test_memory_of_the_process_group_and_symmetric_memory() -> None:
-    """Asked for by name, since no GPU has seen it: all buffers of the unit lie there, and ranks meet over them."""
-    run_ranks(2, both_methods)
+def _refusals() -> None:
+    block = shard(models.build()).blocks[0]
+    block.set_allocate_memory_from_process_group_for_comm(False)
+    methods: dict[str, list[Any]] = {
+        "set_allocate_memory_from_process_group_for_comm": [True],
+        "set_symm_mem_for_comm": [],
+    }
+    for method, arguments in methods.items():
+        with refused(UnsupportedOpError, got=method):
+            getattr(block, method)(*arguments)
