@@ -17,7 +17,6 @@ REVIEWED: dict[str, dict[str, str]] = {
         "_dtensor_box",
         "checkpoint/formats/zarr/arrays.py": "damaged _Array2._decoded",
         "checkpoint/formats/zarr/chunks.py": "read_chunk.corrupt",
-        "checkpoint/formats/zarr/hierarchy.py": "_from_json_1",
         "checkpoint/manifest/manifest.py": "_corrupt",
         "checkpoint/manifest/rank_file.py": "ShareFinder.shares",
         "checkpoint/memory/peer_memory.py": "PeerMemory.bring_manifest PeerMemory._check_disk",
@@ -59,7 +58,6 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/formats/ocdbt.py": "OcdbtArrays.__init__",
     },
     "another package or version is needed": {
-        "checkpoint/formats/zarr/arrays.py": "_Array3.open",
         "checkpoint/manifest/manifest.py": "_parse",
         "checkpoint/manifest/torch_dtypes.py": "dtype_named",
         "checkpoint/storage/open.py": "_open_url[1]",

@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
+from vescale_fsdp.errors import CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
@@ -104,7 +104,6 @@ class Arrays:
 
         Raises:
             CorruptCheckpointError: if the metadata is damaged, or a chunk's file has the wrong size.
-            ConversionError: if decoding needs a package that is not installed.
         """
         prefix = f"{node}/" if node else ""
         is_old = metadata is None and prefix + ARRAY_FILE in self._files
@@ -388,17 +387,9 @@ class _Array3(_Array):
         return 2 * concurrent * math.prod(chunk) * self.info.dtype.itemsize
 
     def open(self) -> None:
+        import zarr  # late: its import takes long, and only arrays that must be decoded need it
+
         path = f"{self.store.where}/{self.node}" if self.node else self.store.where
-        try:
-            import zarr  # here: only arrays that must be decoded need this optional package
-        except ImportError as error:
-            raise ConversionError(
-                "An array is compressed or sharded, which the zarr library decodes.",
-                expected="the package zarr (3 or later)",
-                got=str(error),
-                where=path,
-                todo="pip install zarr",
-            ) from error
         self._opened: Any = zarr.open_array(_checked_store(path, self._stored_as), mode="r")
 
     def decode_into(self, chunk: Box, part: Box, out: np.ndarray) -> None:
