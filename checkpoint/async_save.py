@@ -91,11 +91,6 @@ class Stager:
         self._kinds: list[_Kind] = []  # shape and dtype of each tensor of the last call
         self._views: list[torch.Tensor] = []  # views of the buffer, one for each item of `_kinds`
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the buffer."""
-        return self._buffer.numel()
-
     def stage(
         self, tensors: Sequence[torch.Tensor], *, can_wait: frozenset[int] = frozenset()
     ) -> tuple[list[torch.Tensor], DeferredCopy]:

@@ -79,13 +79,12 @@ class Remedies:
     smaller_blocks: tuple[tuple[str, ...], int, float] | None = None
 
 
-def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = "", warn: bool = True) -> None:
+def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, warn: bool = True) -> None:
     """Warn or raise if a group has too much padding, with numbers and remedies.
 
     Args:
         layout: the group's layout.
         policy: the limits.
-        where: the name of the group's module, for the error.
         warn: whether this process warns, which only rank 0 does. All processes raise.
 
     Raises:
@@ -104,7 +103,7 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
             "The group would be mostly padding: it has too few blocks for its ranks.",
             expected=f"padding of at most {policy.refuse_above:.0%} of the payload",
             got=_numbers(layout),
-            where=where or layout.slots[0].fqn,
+            where=layout.slots[0].fqn,
             todo="; ".join((*remedies, "or accept it: padding_policy=PaddingPolicy(refuse_above=...)")),
         )
     if warn:

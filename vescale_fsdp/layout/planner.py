@@ -132,9 +132,7 @@ def plan_group(
     return GroupLayout(num_shards, shard_numel, tuple(slots), align_numel)
 
 
-def plan_by_rows(
-    tensors: Sequence[TensorSpec], num_shards: int, *, align_numel: int | None = None
-) -> GroupLayout:
+def plan_by_rows(tensors: Sequence[TensorSpec], num_shards: int) -> GroupLayout:
     """Cut every tensor along dim 0 as ``torch.chunk`` does, for all-gather hooks that expect FSDP2's shards.
 
     Rank r owns rows ``[r * c, (r + 1) * c)`` of each tensor, where ``c = ceil(rows / num_shards)``; the last ranks own
@@ -144,12 +142,11 @@ def plan_by_rows(
     Args:
         tensors: as for `plan_group`; each must have at least one dim.
         num_shards: ranks that shard the group, at least 1.
-        align_numel: the shard size and the starts of pieces are multiples of this; None: as for `plan_group`.
 
     Raises:
         LayoutError: as for `plan_group`, and if c rows are not whole blocks.
     """
-    align_numel = _check_input(tensors, num_shards, align_numel, "never")
+    align_numel = _check_input(tensors, num_shards, None, "never")
     slots, end = [], 0
     for tensor in tensors:
         rows, numel = tensor.shape[0], tensor.numel
@@ -269,7 +266,6 @@ def plan_buffers(
     tensors: Sequence[TensorSpec],
     num_shards: int,
     *,
-    align_numel: int | None = None,
     scatter: Scatter = "auto",
 ) -> tuple[GroupLayout, ...]:
     """Lay out tensors in one buffer or two, whichever costs less. The arguments are those of `plan_group`.
@@ -286,7 +282,7 @@ def plan_buffers(
     Raises:
         LayoutError: as for `plan_group`.
     """
-    whole = plan_group(tensors, num_shards, align_numel=align_numel, scatter=scatter)
+    whole = plan_group(tensors, num_shards, scatter=scatter)
     least_gain = MESSAGE_PRICE + whole.payload_numel * LEAST_GAIN_PRICE
     if price_of(whole) <= least_gain:  # even two buffers without any padding would not gain enough
         return (whole,)
@@ -296,7 +292,7 @@ def plan_buffers(
     if not second:
         return (whole,)
     parts = [[tensor for tensor in tensors if (tensor.fqn in second) is side] for side in (False, True)]
-    split = [plan_group(part, num_shards, align_numel=align_numel, scatter=scatter) for part in parts]
+    split = [plan_group(part, num_shards, scatter=scatter) for part in parts]
     return tuple(split) if sum(map(price_of, split)) + least_gain < price_of(whole) else (whole,)
 
 

@@ -251,7 +251,7 @@ def test_staging_memory_is_reused(tmp_path: Path) -> None:
     manager.wait()
 
     assert manager._async._stager._buffer.data_ptr() == address
-    assert manager._async._stager.num_bytes == 16_000
+    assert manager._async._stager._buffer.numel() == 16_000
 
 
 def _async_manager(root: Path) -> list[int]:

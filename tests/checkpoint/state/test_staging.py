@@ -33,7 +33,7 @@ def test_memory_is_asked_for_once() -> None:
 
     def allocate(num_bytes: int) -> torch.Tensor:
         asked.append(num_bytes)
-        assert not stager._views and not stager.num_bytes  # nothing holds the old memory
+        assert not stager._views and not stager._buffer.numel()  # nothing holds the old memory
         return torch.full((num_bytes,), 7, dtype=torch.uint8)
 
     stager = Stager(allocate)

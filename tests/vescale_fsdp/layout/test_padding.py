@@ -115,10 +115,10 @@ def test_above_the_hard_limit_is_refused_with_cures_and_the_way_out() -> None:
     """The error has the numbers, the place, the cures and the argument that overrides it; inf accepts."""
     layout = gpt_oss(8192)
     with pytest.raises(LayoutError) as error:
-        check_padding(layout, NEVER, where="Block")
+        check_padding(layout, NEVER)
 
     assert "1000%" in str(error.value.expected) and "1592%" in str(error.value.got)
-    assert error.value.where == "Block"
+    assert error.value.where == layout.slots[0].fqn
     assert "HSDP" in str(error.value.todo) and "PaddingPolicy(refuse_above=...)" in str(error.value.todo)
     with pytest.warns(PaddingWarning):
         check_padding(layout, PaddingPolicy(scatter="never", refuse_above=math.inf))

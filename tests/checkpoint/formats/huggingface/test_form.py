@@ -157,10 +157,10 @@ def test_no_optimizer_is_staged(tmp_path: Path) -> None:
     saver, repository = AsyncSaver(SoloCoordinator()), HuggingFace(assets=tmp_path / "assets-False")
     saver.start(tmp_path / "hf", state, format=repository).wait()
 
-    assert saver._stager.num_bytes == weight.nbytes
+    assert saver._stager._buffer.numel() == weight.nbytes
     copies = [(open_storage(tmp_path / "native"), "native")]
     saver.start(tmp_path / "hf", state, format=repository, overwrite=True, copies=copies).wait()
-    assert saver._stager.num_bytes == 3 * weight.nbytes
+    assert saver._stager._buffer.numel() == 3 * weight.nbytes
     assert torch.equal(read_state(tmp_path / "native")["optimizer/state/w/exp_avg_sq"].read(), moments + 1)
     (written,) = (tmp_path / "hf").glob("*.safetensors")
     assert torch.equal(load_file(written)["w"], weight)
