@@ -99,6 +99,21 @@ def test_arrays_made_by_the_zarr_library(tmp_path: Path, compressors: str | None
     assert np.array_equal(loaded["layers.0.w"].numpy(), values) and loaded["scalar"].item() == 7
 
 
+def test_arrays_without_their_manifest_keep_their_nesting(tmp_path: Path) -> None:
+    """The names of arrays contain the keys, also those with dots and slashes; the order is that of the files."""
+    model = {"layers.0.w": torch.arange(6.0).view(2, 3), "a/b": torch.tensor([7], dtype=torch.bfloat16)}
+    _save({"model": model, "step": {"0": torch.tensor(3)}}, tmp_path / "dcp")
+    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
+    (tmp_path / "zarr" / "manifest.json").unlink()
+    source = open_source(str(tmp_path / "zarr"))
+    convert(source, str(tmp_path / "a.pt"), "torch")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+
+    assert source.kind == "zarr" and list(found["model"]) == ["a/b", "layers.0.w"]
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in model.items())
+    assert found["step"] == {"0": torch.tensor(3)}
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     """A truncated chunk and broken metadata are errors that name the file, in arrays of whatever origin."""
     group = zarr.create_group(str(tmp_path / "zarr"))
