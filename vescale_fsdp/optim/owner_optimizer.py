@@ -61,7 +61,7 @@ class OwnerOptimizer(StructuredOptimizer):
         LayoutError: if a parameter is cut over several ranks.
         UnsupportedOpError: if the state of the class has values other than tensors and numbers; if its step needs more
             than parameters and dense gradients (a closure, gradients with a graph), communicates, or depends on all
-            parameters at once; if the class takes a model or an optimizer.
+            parameters at once. Errors of the class's constructor pass.
 
     Examples:
         >>> from vescale_fsdp import fully_shard
@@ -91,7 +91,7 @@ class OwnerOptimizer(StructuredOptimizer):
                 where=f"OwnerOptimizer({self._name}, ...)",
                 todo="step sharded parameters by the class itself",
             )
-        defaults, outer = groups_of(self._make, self._name, as_groups(params))
+        defaults, outer = groups_of(self._make, as_groups(params))
         defaults["steps_by"] = self._name
         super().__init__(outer, defaults, adamw_params=None, adamw=AdamWOptions())
         groups = [(group["params"], _inner_options(group)) for group in self.param_groups]

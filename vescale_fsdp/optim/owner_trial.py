@@ -1,8 +1,8 @@
 """Trials of an optimizer class on plain tensors: what `OwnerOptimizer` has to know before training.
 
-The state that the class has after a step; what its step needs besides parameters and gradients; whether it
-communicates; and whether its step of a parameter depends on other parameters, which are on other ranks. All ranks make
-the same trials, and so raise alike. The caller's random numbers of torch do not change.
+The state that the class has after a step; whether it communicates; and whether its step of a parameter depends on other
+parameters, which are on other ranks. All ranks make the same trials, and so raise alike. The caller's random numbers of
+torch do not change.
 """
 
 from __future__ import annotations
@@ -30,66 +30,6 @@ class Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     options: dict[str, Any]
-
-
-class _Need(NamedTuple):
-    """What a step may need besides parameters and dense gradients.
-
-    Attributes:
-        grad_of: computes a gradient at a parameter, in the form that the step needs.
-        has_closure: whether the step is given a closure.
-        problem, expected, got, todo: parts of the error; ``{name}`` is the class's.
-    """
-
-    grad_of: Callable[[nn.Parameter], torch.Tensor]
-    has_closure: bool
-    problem: str
-    expected: str
-    got: str
-    todo: str
-
-
-def _loss_of(param: torch.Tensor) -> torch.Tensor:
-    return param.square().sum()
-
-
-def _grad_with_graph(param: nn.Parameter) -> torch.Tensor:
-    return torch.autograd.grad(_loss_of(param), param, create_graph=True)[0]
-
-
-# In this order: the first with which a class steps is what it needs.
-_NEEDS = (
-    _Need(
-        _grad_with_graph,
-        has_closure=False,
-        problem="{name} differentiates gradients in its step, and gradients of sharded parameters have no graph: ranks "
-        "reduce them, and OwnerOptimizer steps detached matrices.",
-        expected="an optimizer of first derivatives",
-        got="a class that only steps after backward(create_graph=True)",
-        todo="use an optimizer of first derivatives. Where step() takes an estimate of the Hessian "
-        "(AdaHessian and SophiaH of pytorch_optimizer: step(hessian=[...])), step sharded parameters by the class "
-        "itself. A product of the Hessian and a vector is the difference of two gradients: at p + eps * vector and at "
-        "p, divided by eps",
-    ),
-    _Need(
-        lambda param: 2 * param.detach(),
-        has_closure=True,
-        problem="{name} evaluates the model in its step, and each rank would do so between steps of its own matrices "
-        "alone.",
-        expected="an optimizer whose step() needs the parameters and their gradients alone",
-        got="a class whose step() needs a closure",
-        todo="step sharded parameters by the class itself: step(closure). A class that wraps another (SAM) may wrap "
-        "OwnerOptimizer: functools.partial(OwnerOptimizer, cls) in place of cls",
-    ),
-    _Need(
-        lambda param: 2 * param.detach().to_sparse(),
-        has_closure=False,
-        problem="{name} steps sparse gradients, and gradients of sharded parameters are dense.",
-        expected="an optimizer of dense gradients",
-        got="a class that only steps sparse gradients",
-        todo="use an optimizer of dense gradients, such as torch.optim.Adam",
-    ),
-)
 
 
 def state_after_a_step(kind: Kind, name: str, like: Like) -> dict[str, Any]:
@@ -146,56 +86,28 @@ def filled(state: Any, leaves: dict[str, Any], name: str = "") -> Any:
     return state if state is None or isinstance(state, str) else leaves[name]
 
 
-def groups_of(
-    kind: Kind, name: str, groups: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def groups_of(kind: Kind, groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the defaults of a class, and groups with the options that its constructor gives them.
 
-    Raises:
-        UnsupportedOpError: if the class takes a model or an optimizer. Its constructor's other errors pass.
+    Errors of the constructor pass, such as those of a class that takes a model or an optimizer.
     """
-    twins = [
-        {
-            **group,
-            "params": [
-                nn.Parameter(torch.ones((2,) * p.ndim, dtype=torch.float32, device="cpu"))
-                for p in group["params"]
-            ],
-        }
-        for group in groups
-    ]
-    try:
-        trial = kind(twins)
-    except Exception as error:  # any class: constructors are the code of other packages
-        taken = _taken_instead(kind, [param for group in twins for param in group["params"]])
-        if taken is None:
-            raise
-        raise UnsupportedOpError(
-            f"{name} takes {taken}, and OwnerOptimizer gives its class the parameters that this rank owns.",
-            expected="a class that takes parameters",
-            got=f"a class that takes {taken}",
-            where=f"OwnerOptimizer({name}, ...)",
-            todo="step sharded parameters by the class itself; one that takes an optimizer may take an OwnerOptimizer",
-        ) from error
+    trial = kind(
+        [
+            {
+                **group,
+                "params": [
+                    nn.Parameter(torch.ones((2,) * p.ndim, dtype=torch.float32, device="cpu"))
+                    for p in group["params"]
+                ],
+            }
+            for group in groups
+        ]
+    )
     if len(trial.param_groups) != len(groups):  # it makes groups of its own
         return dict(trial.defaults), list(groups)
     return dict(trial.defaults), [
         {**own, "params": group["params"]} for own, group in zip(trial.param_groups, groups, strict=True)
     ]
-
-
-def _taken_instead(kind: Kind, params: Sequence[nn.Parameter]) -> str | None:
-    """Return what a class that cannot be made of param groups takes in their place; None if that is not found out."""
-    model = nn.Module()  # not iterable, as parameters are
-    for index, param in enumerate(params):
-        model.register_parameter(f"param{index}", param)
-    for taken, argument in {"a model": model, "an optimizer": torch.optim.SGD(params, lr=0.0)}.items():
-        try:
-            kind(argument)
-        except Exception:  # noqa: BLE001  the caller raises the error that it has
-            continue
-        return taken
-    return None
 
 
 def _numel_of(like: Like) -> int:
@@ -224,11 +136,13 @@ def _stepped(
     grads: Sequence[torch.Tensor] = (),
 ) -> torch.optim.Optimizer:
     """Make an optimizer of plain parameters, step it, and return it."""
-    groups = _groups_with(twins)
+    groups: dict[int, dict[str, Any]] = {}
+    for twin, like in twins:
+        groups.setdefault(id(like.options), {**like.options, "params": []})["params"].append(twin)
     with torch.random.fork_rng(), torch.enable_grad(), without_collectives(partial(_communicates, name)):
         torch.default_generator.manual_seed(0)
         try:
-            optimizer = kind(groups)
+            optimizer = kind(list(groups.values()))
             for number in range(num_steps):
                 for (twin, _), values in zip(twins, grads, strict=False):
                     twin.grad = values[number].clone()
@@ -236,51 +150,16 @@ def _stepped(
         except UnsupportedOpError:
             raise
         except Exception as error:  # any class: steps are the code of other packages
-            raise _cannot_step(kind, name, [like for _, like in twins], error) from error
+            raise UnsupportedOpError(
+                f"{name} cannot step plain parameters with dense gradients that have no graph.",
+                expected="an optimizer whose step() needs the parameters and their gradients alone",
+                got=f"{type(error).__name__}: {error}",
+                where=f"OwnerOptimizer({name}, ...), a trial with parameters of shapes "
+                f"{[like.shape for _, like in twins]}",
+                todo="pass the arguments and groups that the class needs. If its step needs a closure, step sharded "
+                "parameters by the class itself. If it needs a graph or sparse gradients, use another optimizer",
+            ) from error
     return optimizer
-
-
-def _groups_with(twins: Sequence[tuple[nn.Parameter, Like]]) -> list[dict[str, Any]]:
-    groups: dict[int, dict[str, Any]] = {}
-    for twin, like in twins:
-        groups.setdefault(id(like.options), {**like.options, "params": []})["params"].append(twin)
-    return list(groups.values())
-
-
-def _cannot_step(kind: Kind, name: str, likes: Sequence[Like], error: Exception) -> UnsupportedOpError:
-    """Return the error for a class whose trial has failed: by what it needs, if that is found out."""
-    where = f"OwnerOptimizer({name}, ...), a trial with parameters of shapes {[like.shape for like in likes]}"
-    need = next((need for need in _NEEDS if _steps_with(need, kind, likes)), None)
-    if need is not None:
-        problem = need.problem.format(name=name)
-        return UnsupportedOpError(problem, expected=need.expected, got=need.got, where=where, todo=need.todo)
-    return UnsupportedOpError(
-        f"{name} cannot step a plain parameter alone.",
-        expected="an optimizer whose step() needs the parameters and their gradients alone",
-        got=f"{type(error).__name__}: {error}",
-        where=where,
-        todo="pass the arguments and groups that the class needs",
-    )
-
-
-def _steps_with(need: _Need, kind: Kind, likes: Sequence[Like]) -> bool:
-    twins = [
-        (nn.Parameter(torch.full(like.shape, 0.01, dtype=like.dtype, device=like.device)), like)
-        for like in likes
-    ]
-
-    def closure() -> float:
-        for twin, _ in twins:
-            twin.grad = need.grad_of(twin)
-        return sum(_loss_of(twin.detach()).item() for twin, _ in twins)
-
-    closure()
-    try:
-        optimizer = kind(_groups_with(twins))
-        optimizer.step(closure) if need.has_closure else optimizer.step()
-    except Exception:  # noqa: BLE001  the caller raises the error without what was tried here
-        return False
-    return True
 
 
 def _communicates(name: str, operator: str) -> UnsupportedOpError:
