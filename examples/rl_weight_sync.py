@@ -1,7 +1,7 @@
 """Reinforcement learning in two jobs: one trains a policy, sharded; another samples from it with the newest weights.
 
     python -m examples.rl_weight_sync                 two trainers and one sampler, on a CPU
-    python -m examples.rl_weight_sync --steps 100 --samplers 2 --picture /tmp/weights.svg
+    python -m examples.rl_weight_sync --steps 100 --samplers 2
 
 The policy writes letters and is rewarded for each that follows the one before it in the alphabet. In every step
 
@@ -19,7 +19,6 @@ import argparse
 import os
 import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ class Options:
 
     Args:
         meet: where the jobs meet (see `joint_ranks`); `run` has a file of its own for it.
-        picture: a file for the picture of who sends which weights to whom.
     """
 
     meet: str = ""
@@ -49,7 +47,6 @@ class Options:
     samplers: int = 1
     steps: int = 40
     batch: int = 96
-    picture: Path | None = None
 
 
 class Policy(nn.Module):
@@ -89,8 +86,6 @@ class Exchange:
         plan = plan_transfer(*describe_states(*self._weights, ranks=ranks))
         if ranks.rank == 0:
             print(plan, flush=True)
-            if options.picture is not None:
-                options.picture.write_text(plan.to_svg("weights, trainers to samplers"))
         # A sampler goes on with the weights it has where a trainer fails.
         self._move_weights = Transfer(plan, ranks=ranks, keep_old=True)
         self._move_samples = Transfer(
@@ -188,9 +183,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--samplers", type=int, default=1)
-    parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
-    seen = run(Options("", given.trainers, given.samplers, given.steps, picture=given.picture))
+    seen = run(Options("", given.trainers, given.samplers, given.steps))
     print(f"mean reward {seen[0][0]:.2f} at first, {seen[0][-1]:.2f} at last")
 
 

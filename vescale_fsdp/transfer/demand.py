@@ -100,7 +100,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             taken[own] = 0  # not sent, but copied within the rank
             row = rows.setdefault(ranks, np.zeros(len(targets), np.int64))
             row += taken
-    # Sorted, so that all ranks balance and number the sets in the same order.
+    # Sorted, so that all ranks number the sets in the same order.
     sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))
     sent = np.array([rows[ranks] for ranks in sets], np.int64).reshape(len(sets), len(targets))
     return Demand(sets, targets, sent, kept)

@@ -112,7 +112,7 @@ class StateDescription:
         return (at for at, _ in self.distributions[number].touching(shape, region, layouts))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain values that `from_json` reads back without loss."""
+        """Convert to plain values, which are equal exactly if descriptions are."""
         table: dict[RankSet, int] = {}  # distinct sets only: most tensors are on the same ranks
         numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
         return {
@@ -122,13 +122,6 @@ class StateDescription:
             "rank_sets": [ranks.to_json() for ranks in table],
             "ranks": numbers,
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StateDescription:
-        """Restore a description from the result of `to_json`."""
-        table = [RankSet.from_json(ranks) for ranks in data["rank_sets"]]
-        structure = Structure.from_json({**data, "state": None})  # `to_json` writes no tree of nested keys
-        return cls(structure, tuple(table[number] for number in data["ranks"]))
 
 
 def _structure(

@@ -15,7 +15,7 @@ dims of the target where the box's items go. The maps are classes of `vescale_fs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -299,33 +299,12 @@ def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | No
     return Leaf(leaf.source, source, corner, leaf.dims)
 
 
-# Classes in the JSON form of links. Codecs are not listed, since their package imports the runtime; callers pass them.
-_KINDS: dict[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (Coded, Mapped, Concat, Index, Permute, Slice, Stack)
-}
-
-
 def links_to_json(value: Any) -> Any:
-    """Convert a link, or nested tuples with links, to plain values. `links_from_json` is the inverse."""
+    """Convert a link, or nested tuples with links, to plain values."""
     if is_dataclass(value):
         values = {field.name: links_to_json(getattr(value, field.name)) for field in fields(value)}
         return {"kind": type(value).__name__, **values}
     return [*map(links_to_json, value)] if isinstance(value, tuple) else value
-
-
-def links_from_json(data: Any, codecs: Mapping[str, Callable[..., BlockCodec]]) -> Any:
-    """Restore links from the result of `links_to_json`.
-
-    Args:
-        codecs: classes of the codecs in links, by class name.
-    """
-    if isinstance(data, list):
-        return tuple(links_from_json(item, codecs) for item in data)
-    if not isinstance(data, dict):
-        return data
-    values = {key: links_from_json(item, codecs) for key, item in data.items()}
-    kind = values.pop("kind")
-    return (_KINDS[kind] if kind in _KINDS else codecs[kind])(**values)
 
 
 class SourceTensor:

@@ -29,7 +29,6 @@ ALLOWED = {
     "conversion/cli/test_messages.py": COMMAND,
     "conversion/cli/test_wrong_inputs.py": COMMAND,
     "conversion/report/test_report_page.py": PRINTED,
-    "examples/test_rl_weight_sync.py": PRINTED,
     "house/docs/page_blocks.py": PRINTED,
     "house/docs/test_notebook.py": PRINTED,
     "house/docs/test_pages.py": PRINTED,
@@ -40,7 +39,6 @@ ALLOWED = {
     "vescale_fsdp/integrations/test_refusals.py": TORCH,
     "vescale_fsdp/layout/test_plan_report.py": PRINTED,
     "vescale_fsdp/runtime/test_fsdp2_surface.py": TORCH,
-    "vescale_fsdp/transfer/test_plan.py": PRINTED,
 }
 
 

@@ -1,8 +1,7 @@
-"""Plans of transfers: any distribution to any other, balanced, small, and refused if states do not match."""
+"""Plans of transfers: any distribution to any other, small, and refused if states do not match."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,7 +19,7 @@ from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer import demand, rank_transfers
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
 from vescale_fsdp.transfer.links import Link, codes, concatenate, scales
-from vescale_fsdp.transfer.plan import TransferPlan, balanced_shares, plan_transfer
+from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
 SEARCH = settings(derandomize=True, database=None, deadline=None, max_examples=150)
@@ -48,7 +47,7 @@ def test_any_distribution_to_any_other() -> None:
             entry.name: torch.arange(entry.numel).view(entry.shape).to(getattr(torch, entry.dtype))
             for entry in plan.source.entries
         }
-        got = moved(TransferPlan.from_json(json.loads(json.dumps(plan.to_json()))), full, WORLD_SIZE)
+        got = moved(plan, full, WORLD_SIZE)
         for place, entry in enumerate(plan.target.entries):
             for rank in range(WORLD_SIZE):
                 region = region_of(plan.target, place, rank)
@@ -114,30 +113,6 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
     assert "6 problems" in str(raised.value)
 
 
-@st.composite
-def overlapping_sets(draw: st.DrawFn) -> dict[tuple[int, ...], int]:
-    """Bytes wanted from sets of ranks that overlap."""
-    ranks = st.sets(st.integers(0, 5), min_size=1).map(lambda found: tuple(sorted(found)))
-    return draw(st.dictionaries(ranks, st.integers(0, 1 << 30), min_size=1, max_size=6))
-
-
-@SEARCH
-@given(overlapping_sets())
-def test_no_rank_sends_what_a_less_loaded_one_could(wanted: dict[tuple[int, ...], int]) -> None:
-    """Each set sends all bytes, and a rank that sends any of them is no more loaded than other ranks of the set."""
-    shares = balanced_shares(wanted)
-
-    loads = dict.fromkeys(range(6), 0)
-    for ranks, sent in shares.items():
-        assert sum(sent) == wanted[ranks] and min(sent) >= 0
-        for rank, nbytes in zip(ranks, sent, strict=True):
-            loads[rank] += nbytes
-    for ranks, sent in shares.items():
-        for rank, nbytes in zip(ranks, sent, strict=True):
-            if nbytes > 4096:
-                assert loads[rank] <= min(loads[other] for other in ranks) + 4096
-
-
 def test_replicas_of_a_source_share_the_work_exactly() -> None:
     """Two ranks with whole copies and three receivers: 1.5 copies each, and one receiver gets bytes of both."""
     source = StateDescription.of([held("w", "bfloat16", (64, 64), range(2))])
@@ -149,14 +124,6 @@ def test_replicas_of_a_source_share_the_work_exactly() -> None:
         {2: 8192, 3: 4096},
         {3: 4096, 4: 8192},
     ]
-    assert plan.shares == ()
-    uneven = StateDescription.of(
-        [held("w", "bfloat16", (64, 64), range(2)), held("v", "bfloat16", (64, 64), range(1, 3))]
-    )
-    both = StateDescription.of([held(name, "bfloat16", (64, 64), range(3, 4)) for name in ("w", "v")])
-    plan = plan_transfer(uneven, both)
-    sent = [sum(stream.nbytes for stream in RankTransfers(plan, rank).sends.values()) for rank in range(3)]
-    assert sum(sent) == 16384 and max(sent) - min(sent) <= 128 and len(plan.shares) == 2
 
 
 def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferPlan:
@@ -233,13 +200,17 @@ def test_codes_are_half_the_bytes() -> None:
     plan = plan_transfer(source, target, links={"c": codes("w", codec), "s": scales("w", codec)})
 
     assert 1 << 20 < plan.demand.sent.sum() <= 0.51 * (2 << 20)
-    again = TransferPlan.from_json(json.loads(json.dumps(plan.to_json())), {"Fp8Blocks": Fp8Blocks})
-    assert again == plan and hash(again) == hash(plan) and again.leaves[0].source.codec == codec
-    assert plan != plan_transfer(source, source)
+    other = Fp8Blocks(64, 128)
+    again, halved = (
+        plan_transfer(source, target, links={"c": codes("w", each), "s": scales("w", codec)})
+        for each in (Fp8Blocks(), other)
+    )
+    assert again == plan and hash(again) == hash(plan) and again.digest == plan.digest
+    assert halved != plan and halved.digest != plan.digest
 
 
 def test_the_report_is_what_ranks_do() -> None:
-    """Totals and pairs are those of the streams that ranks derive; the picture shows each pair."""
+    """Totals and pairs are those of the streams that ranks derive."""
     source = StateDescription.of(
         [held("w", "bfloat16", (65, 64), range(2)), held("v", "float32", (8, 8), range(1, 4), ShardCut(0))]
     )
@@ -258,15 +229,7 @@ def test_the_report_is_what_ranks_do() -> None:
         assert received == plan.received_bytes.get(rank, 0)
         assert sum(share.nbytes for share in transfers.kept) == plan.kept_bytes.get(rank, 0)
     assert plan.total_bytes == sum(pairs.values()) > 0 and plan.kept_bytes and plan.imbalance > 1
-    picture = plan.to_svg()
-    for (sender, taker), nbytes in pairs.items():
-        assert f"rank {sender} to rank {taker}: " in picture and nbytes
-    assert "copied within ranks" in str(plan) and str(plan).splitlines()[0] in picture
-
-
-def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
-    """32 of 128 senders and 32 of 64 receivers are drawn."""
-    assert "not drawn: 96 senders, 32 receivers" in simulated(128, 64, 10).to_svg()
+    assert f"{plan.imbalance:.2f} " in str(plan) and "copied" in str(plan)
 
 
 def test_names_have_dots_and_slashes_are_accepted() -> None:
