@@ -7,8 +7,7 @@ same list of members.
     a process        wait() ............. train ......... has_changed()? ...... wait() ........ leave()
     gets             Quorum(0, 4 members)               True: one is lost       Quorum(1, 3 members)
 
-`StoreMembership` implements `Membership` with torch's rendezvous, in a store that all processes can reach, and
-`TorchftMembership` with torchft's lighthouse.
+`StoreMembership` implements `Membership` with torch's rendezvous, in a store that all processes can reach.
 """
 
 from __future__ import annotations

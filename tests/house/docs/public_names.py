@@ -37,7 +37,6 @@ OF_METHODS = (
 )
 # Names of modules that need a stack installed: importing some of them needs the stack.
 OF_STACKS = (
-    "vescale_fsdp.elastic.torchft_membership.TorchftMembership",
     "vescale_fsdp.integrations.accelerate.VescalePlugin",
     "vescale_fsdp.integrations.lightning.VescaleFabricStrategy",
     "vescale_fsdp.integrations.lightning.VescaleStrategy",

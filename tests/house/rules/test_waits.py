@@ -34,7 +34,7 @@ SAVE = "a save or a read under way, which ends with its group's and its storage'
 THREAD = "a thread of this process that computes, or writes what the caller would"
 DEVICE = "work that this process has given its device"
 DONE = "nothing: it has ended already"
-MEMBERS = "StoreMembership(timeout_s=), TorchftMembership(timeout_s=): test_store_membership.py"
+MEMBERS = "StoreMembership(timeout_s=): test_store_membership.py"
 IDLE = "the end of its object or process: a daemon, for which nothing waits"
 
 BOUNDS: dict[str, dict[str, str]] = {
