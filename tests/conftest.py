@@ -22,9 +22,6 @@ from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("repeatable")
 
-# No answers of model classes in the user's cache folder, and none of other runs.
-os.environ["VESCALE_FSDP_CACHE"] = ""
-
 # Tests compute small tensors, several processes at a time: OpenMP's threads would wait for each other's cores.
 torch.set_num_threads(1)
 

@@ -3,7 +3,7 @@
     class_table.json    common classes: names and shapes as functions of config.json, options, ties; imports nothing.
                         Made by `tools.class_table`. A row has no answer for settings that it does not describe.
     `class_child`       all other classes, in a child process: 6 CPU seconds and 250 to 600 MiB. It runs before or after
-                        the copy of the data, never at the same time. `class_cache` stores its answers on disk.
+                        the copy of the data, never at the same time. This process keeps its answers.
 
 The child process is isolated (``python -I``): it gets this process's search path without the working directory, and is
 told to use no network and no GPU. It is killed after ten minutes.
@@ -24,7 +24,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.huggingface import class_cache, class_child
+from vescale_fsdp.checkpoint.formats.huggingface import class_child
+from vescale_fsdp.checkpoint.storage.checksums import digest_of
 
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
@@ -41,6 +42,8 @@ Ties = tuple[dict[str, str] | None, tuple[str, ...]]
 """(ties, warnings). The ties are name -> the name it is tied to; None if the class gave no answer."""
 # Cached descriptions of classes, by `_key`: one conversion needs a description several times.
 _ANSWERS: dict[str, Mapping[str, Any]] = {}
+# Answers of child processes, by the digest of the question: a planned result and its files are the same question.
+_ANSWERED: dict[bytes, Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def ask_child(
     tensors: TensorKinds | None = None,
     stored: TensorKinds | None = None,
 ) -> Mapping[str, Any]:
-    """Return the answer of `class_child`, a stored one or a child process's; ``{"unknown": reason}`` if it fails.
+    """Return the answer of `class_child` in a child process; ``{"unknown": reason}`` if it fails.
 
     Args:
         config: the config.json.
@@ -182,13 +185,15 @@ def ask_child(
         request["tensors"] = tensors
     if stored is not None:
         request["stored"] = stored
-    if (cached := class_cache.stored_answer(request)) is not None:
-        return cached
+    question = json.dumps(request)
+    digest = digest_of(question.encode())
+    if digest in _ANSWERED:
+        return _ANSWERED[digest]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)} | _OFFLINE
     try:
         done = subprocess.run(
             [sys.executable, "-I", str(Path(class_child.__file__).resolve())],
-            input=json.dumps(request),
+            input=question,
             capture_output=True,
             text=True,
             encoding="utf-8",
@@ -202,7 +207,8 @@ def ask_child(
     except ValueError:  # stdout is not JSON: the process has died before its answer
         last_line = done.stderr.strip().splitlines()[-1:]  # the last line of a traceback is the error itself
         return {"unknown": f"the child process ended with status {done.returncode}: {' '.join(last_line)}"}
-    class_cache.store_answer(request, answer)
+    if "unknown" not in answer:
+        _ANSWERED[digest] = answer
     return answer
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,9 +365,33 @@ def test_the_child(child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     monkeypatch.setattr(model_class, "_ANSWERS", {})  # of other tests
+    monkeypatch.setattr(model_class, "_ANSWERED", {})
     check = convert(open_source("hf"), "out", "hf").check
     assert check is not None and (check.how, check.problems) == ("class", ())
     assert 2**27 < check.child_bytes < 2**31 and not os.path.exists("ran")
+
+
+def test_a_question_is_asked_once(child: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensors, settings or names are another question, and a failure is no answer."""
+    asked: list[dict[str, Any]] = []
+    answers = [{"unknown": "planted"}, *({"problems": [str(number)]} for number in range(4))]
+
+    def run(*_: object, input: str, **__: object) -> Any:
+        asked.append(json.loads(input))
+        return SimpleNamespace(stdout=json.dumps(answers[len(asked) - 1]), stderr="", returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(model_class, "_ANSWERED", {})  # of other tests
+    small, large = {"w": ((2,), "float32")}, {"w": ((3,), "float32")}
+    for _ in range(2):
+        ask_child({}, "BertModel", small)
+    got = [
+        ask_child(*question)
+        for question in (({}, "BertModel", small), ({}, "BertModel", large), ({"a": 1}, "BertModel", small))
+        for _ in range(2)
+    ]
+    assert got == [answers[1]] * 2 + [answers[2]] * 2 + [answers[3]] * 2
+    assert ask_child({}, "BertModel", stored=small) == answers[4] and len(asked) == 5
 
 
 def test_a_child_that_gives_no_answer(child: None, monkeypatch: pytest.MonkeyPatch) -> None:
