@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,16 +67,6 @@ class RaggedSharding(ShardingMetadata, type_name="vescale_fsdp_v1"):  # type: ig
         return None
 
 
-class _Copy(NamedTuple):
-    """A box to copy from a tensor in a file into a tensor of this rank."""
-
-    path: KeyPath
-    shared: Box  # the box to copy, in indices of the global tensor
-    # For the source tensor and for the target tensor: all its boxes, and the index of the box that contains `shared`.
-    source: tuple[Sequence[Box], int]
-    target: tuple[Sequence[Box], int]
-
-
 def pieces(state: Any) -> Any:
     """Replace each ragged tensor of a state by this rank's piece: a plain tensor that shares the shard's memory."""
 
@@ -98,8 +88,10 @@ def rejoin(state: Any, loaded: Any) -> Any:
         state: the state that was passed to `pieces`.
         loaded: the result of a load into ``pieces(state)``.
     """
-    ragged = {path: leaf for path, leaf in _leaves(state) if isinstance(leaf, RaggedDTensor)}
-    return _mapped(loaded, (), lambda path, leaf: ragged.get(path, leaf))
+    own = _leaves(state)
+    return _mapped(
+        loaded, (), lambda path, leaf: own[path] if isinstance(own.get(path), RaggedDTensor) else leaf
+    )
 
 
 class RaggedResharder(Resharder):  # type: ignore[misc]
@@ -120,7 +112,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         """
         return {
             path: _sharding_of(leaf, item_key, path)
-            for path, leaf in _leaves(item_value)
+            for path, leaf in _leaves(item_value).items()
             if isinstance(leaf, torch.Tensor)
         }
 
@@ -169,21 +161,24 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         own = dist.get_rank() if dist.is_initialized() else 0
         # The file for values that are not tensors. Rank 0's if the checkpoint has fewer ranks.
         rank_of_values = own if own in source_metadata.rank_to_layout_info else 0
-        # With this rank's entry, so that its file is read even if no tensor is copied from it.
-        by_rank: dict[int, list[_Copy]] = {rank_of_values: []}
+        # By the rank whose file is read: the tensor's path, a box of the file, a box of this rank, and what they share.
+        copies: dict[int, list[tuple[KeyPath, Box, Box, Box]]] = {rank_of_values: []}
+        boxes = {path: _boxes_of(sharding, own) for path, sharding in target_metadata.items()}
         for path, sharding in target_metadata.items():
-            for rank, copy in _copies(path, sharding, stored.get(path, ())):
-                by_rank.setdefault(rank, []).append(copy)
-        target_leaves = dict(_leaves(target))
-        for rank, copies in by_rank.items():  # file by file, so that only one file is in memory at a time
+            for rank, stored_box, box, shared in _overlaps(path, sharding, boxes[path], stored.get(path, ())):
+                copies.setdefault(rank, []).append((path, stored_box, box, shared))
+        targets = _leaves(target)
+        for rank, overlaps in copies.items():  # file by file, so that only one file is in memory at a time
             item = _read(source_path, item_key, rank, source_metadata, storage)
             if rank == rank_of_values:
                 _take_values(target, item)
-            leaves = dict(_leaves(item))
-            for copy in copies:
-                part = _part(leaves[copy.path], copy.source, copy.shared)
+            leaves = _leaves(item)
+            for path, stored_box, box, shared in overlaps:
+                metadata = source_metadata.get_metadata_for_path_and_rank(path, rank)
+                source = _view(leaves[path], _boxes_of(metadata, rank), stored_box)
                 with torch.no_grad():  # the target may be a parameter, which requires a gradient
-                    _part(target_leaves[copy.path], copy.target, copy.shared).copy_(part)
+                    part = _view(targets[path], boxes[path], box)[shared.slices(box.offsets)]
+                    part.copy_(source[shared.slices(stored_box.offsets)])
         return [path for path in target_metadata if path not in stored]
 
 
@@ -196,11 +191,11 @@ def _mapped(tree: Any, path: KeyPath, change: Callable[[KeyPath, Any], Any]) -> 
     return change(path, tree)
 
 
-def _leaves(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Return the leaves of a tree of dicts, lists and tuples, each with its path."""
-    leaves: list[tuple[KeyPath, Any]] = []
-    _mapped(tree, (), lambda path, leaf: leaves.append((path, leaf)))
-    return iter(leaves)
+def _leaves(tree: Any) -> dict[KeyPath, Any]:
+    """Return the leaves of a tree of dicts, lists and tuples by their paths."""
+    leaves: dict[KeyPath, Any] = {}
+    _mapped(tree, (), leaves.__setitem__)
+    return leaves
 
 
 def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> ShardingMetadata:
@@ -234,23 +229,22 @@ def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
     return (Box(tuple(offsets), tuple(sizes)),)
 
 
-def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> Iterator[tuple[int, _Copy]]:
-    """Find the boxes to copy into one tensor of this rank, which together cover every element once.
+def _overlaps(
+    path: KeyPath, target: ShardingMetadata, own: Sequence[Box], groups: Sequence[Any]
+) -> Iterator[tuple[int, Box, Box, Box]]:
+    """Find the boxes of a checkpoint that overlap this rank's boxes of one tensor, each by the first rank that has it.
 
     Args:
-        target: the position of this rank's tensor.
+        own: this rank's boxes.
         groups: the positions of the tensor in the checkpoint, each with the ranks that it applies to.
 
     Yields:
-        The rank whose file contains a box, and the copy from this file.
+        The rank whose file contains a box, this box, this rank's box, and their intersection.
 
     Raises:
         CheckpointError: if shapes differ, or the checkpoint does not contain every element exactly once.
     """
-    if not groups:
-        return
-    # For each box: the first rank that stores the box, all boxes of that rank, and the box's index among these.
-    stored: dict[Box, tuple[int, Sequence[Box], int]] = {}
+    homes: dict[Box, int] = {}
     for group in groups:
         shapes = [tuple(sharding.global_shape) for sharding in (target, group.sharding_metadata)]
         if shapes[0] != shapes[1]:
@@ -262,25 +256,20 @@ def _copies(path: KeyPath, target: ShardingMetadata, groups: Sequence[Any]) -> I
                 todo="build the model that the checkpoint was saved from",
             )
         for rank in group.ranks:
-            rank_boxes = _boxes_of(group.sharding_metadata, rank)
-            for number, box in enumerate(rank_boxes):
-                stored.setdefault(box, (rank, rank_boxes, number))  # only the first of the replicas of a box
-    own_boxes = _boxes_of(target, dist.get_rank() if dist.is_initialized() else 0)
-    for own_number, box in enumerate(own_boxes):
-        missing = box.numel
-        for stored_box, (rank, boxes, number) in stored.items():
-            shared = box.intersect(stored_box)
-            if shared is not None:
-                missing -= shared.numel
-                yield rank, _Copy(path, shared, (boxes, number), (own_boxes, own_number))
-        if missing:
+            for box in _boxes_of(group.sharding_metadata, rank):
+                homes.setdefault(box, rank)
+    for box in own if groups else ():
+        shared = {stored: part for stored in homes if (part := box.intersect(stored)) is not None}
+        numel = sum(part.numel for part in shared.values())
+        if numel != box.numel:
             raise CheckpointError(
                 "The checkpoint does not contain every element of a tensor exactly once.",
                 expected=f"{box.numel} elements of {box}",
-                got=f"{box.numel - missing}",
+                got=f"{numel}",
                 where=".".join(map(str, path)),
                 todo="load a checkpoint that all ranks have written",
             )
+        yield from ((homes[stored], stored, box, part) for stored, part in shared.items())
 
 
 def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadata, storage: Storage) -> Any:
@@ -297,21 +286,14 @@ def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadat
     return load_torch_serialized_from_storage(folder / layout.file_path, storage, map_location="cpu")
 
 
-def _part(tensor: torch.Tensor, position: tuple[Sequence[Box], int], shared: Box) -> torch.Tensor:
-    """Return the elements of the box ``shared``, as a view of a tensor.
-
-    Args:
-        tensor: a tensor whose boxes are stored one after another.
-        position: all boxes of the tensor, and the index of the box that contains ``shared``.
-    """
-    boxes, number = position
+def _view(tensor: torch.Tensor, boxes: Sequence[Box], box: Box) -> torch.Tensor:
+    """Return the elements of one box of a tensor whose boxes are stored one after another, in the box's shape."""
     memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    box = boxes[number]
     # A tensor that has the shape of its only box needs no reshaping, which would fail if it is not contiguous.
-    if len(boxes) > 1 or memory.shape != torch.Size(box.sizes):
-        start = sum(before.numel for before in boxes[:number])
-        memory = memory.view(-1)[start : start + box.numel].view(box.sizes)
-    return memory[shared.slices(box.offsets)]
+    if len(boxes) == 1 and memory.shape == torch.Size(box.sizes):
+        return memory
+    start = sum(before.numel for before in boxes[: boxes.index(box)])
+    return memory.view(-1)[start : start + box.numel].view(box.sizes)
 
 
 def _take_values(target: Any, source: Any) -> None:
