@@ -466,9 +466,13 @@ class RaggedDTensor(DTensor):
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> RaggedDTensor:
-        # torch 2.13 has `shard_order` between these items; it has no meaning for a ragged placement.
-        placements, meta, requires_grad = flatten_spec[0], flatten_spec[1], flatten_spec[-1]
-        spec = make_spec(inner_tensors["device_mesh"], placements, torch.Size(outer_size), meta.dtype)
+        first, requires_grad = flatten_spec[0], flatten_spec[-1]
+        if isinstance(first, DTensorSpec):  # torch 2.11 and 2.12
+            mesh, placements, meta = first.mesh, first.placements, first.tensor_meta
+        else:  # torch 2.13 has `shard_order` between these items; it has no meaning for a ragged placement
+            mesh, placements, meta = inner_tensors["device_mesh"], first, flatten_spec[1]
+        assert meta is not None
+        spec = make_spec(mesh, placements, torch.Size(outer_size), meta.dtype)
         return RaggedDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
 
     @classmethod
