@@ -281,8 +281,6 @@ def methods_for_one_mesh() -> None:
     replicated = fully_shard(nn.Linear(4, 4), mesh=pairs)
     with refused(ArgumentError, got="object object", where="FSDPLinear"):
         replicated.set_all_reduce_hook(lambda shard: None, stream=object())  # type: ignore[arg-type]
-    with refused(ArgumentError, got="gloo", where="set_symm_mem_for_comm"):
-        replicated.set_symm_mem_for_comm("gloo")
     with refused(UnsupportedOpError, got="set_symm_mem_for_comm"):
         replicated.set_symm_mem_for_comm()
     with refused(UnsupportedOpError, got="set_allocate_memory_from_process_group_for_comm"):
