@@ -113,7 +113,7 @@ def _tree() -> dict[tuple[str, ...], torch.Tensor]:
     return {**found, ("step",): torch.tensor(9, dtype=torch.int32)}
 
 
-def _save(folder: Path, version: int) -> dict[tuple[str, ...], torch.Tensor]:
+def write_orbax(folder: Path, version: int) -> dict[tuple[str, ...], torch.Tensor]:
     tree = _tree()
     entries: dict[str, Any] = {}
     for keys, tensor in tree.items():
@@ -139,7 +139,7 @@ def _entry(keys: tuple[str, ...], kind: str) -> dict[str, Any]:
 def test_a_train_state(tmp_path: Path, version: int) -> None:
     """Params are the model, by dotted names; the optimizer, step and text come along where they can. Key rules
     make torch's names and shapes of flax's."""
-    tree = _save(tmp_path / "run" / "12" / "default", version)
+    tree = write_orbax(tmp_path / "run" / "12" / "default", version)
     source = open_source(str(tmp_path / "run"), step=12)
     assert source.kind == "orbax"
     convert(source, str(tmp_path / "all.pt"), "torch")
