@@ -755,7 +755,7 @@ class ParamGroup:
         return self.state is GroupState.UNSHARDED and bool(self._with_other_data())
 
     def _with_other_data(self) -> list[ManagedParam]:
-        if self.full is None:  # parameters that gather themselves
+        if self.full is None or is_fake(self.shard):  # parameters that gather themselves, or have no memory
             return []
         locals_ = [local_of(param.unsharded) for param in self.params if param.unsharded is not None]
         views = [self.full.view(param.slot) for param in self.params]
