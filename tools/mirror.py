@@ -312,7 +312,7 @@ class Case:
     """Options of one training."""
 
     policy: MixedPrecisionPolicy = HALF
-    narrow: bool = True
+    narrow: bool = False
     double_norms: bool = False  # so that units have two groups
     recomputes: bool = False
     micro_batches: int = 1
@@ -330,7 +330,7 @@ class Case:
 
 CASES = {
     "bf16": Case(),
-    "bf16 widened": Case(narrow=False),
+    "bf16 narrow": Case(narrow=True),
     "fp32": Case(MixedPrecisionPolicy()),
     "bf16 sums": Case(MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
     "recompute": Case(recomputes=True),

@@ -58,6 +58,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     _get_default_store,
+    _get_default_timeout,
     _new_process_group_helper,
     _resolve_process_group,
     _set_pg_timeout,
@@ -308,29 +309,47 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
         _set_pg_timeout(given, group)
 
 
-def gloo_group(
-    rank: int, numbers: dict[int, int], name: str, timeout: timedelta, store: dist.Store | None = None
+def named_group(
+    rank: int,
+    numbers: dict[int, int],
+    name: str,
+    timeout: timedelta | None,
+    store: dist.Store | None = None,
+    backend: str = "gloo",
 ) -> dist.ProcessGroup:
-    """Create a gloo group with a given name (torch 2.11-2.15).
+    """Create a group with a given name, by itself: no communicator of another group is split (torch 2.11-2.15).
 
     Args:
         rank: this process's rank in the new group.
         numbers: rank in the default group -> rank in the new group. Processes outside the default group are listed
             under numbers that the default group does not use.
         name: the same on all ranks, and not used before in this process.
-        timeout: timeout of the group's collectives.
+        timeout: timeout of the group's collectives; None: the backend's default.
         store: rendezvous of the ranks; default: the default group's store, if that group contains all of them.
+        backend: name of the backend, or several as in `torch.distributed.init_process_group`.
     """
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     assert world is not None
     # torch checks that this process's rank in the default group is in the list of members. A group with its own store
     # may have members outside the default group, so its list is left empty, which skips the check.
     members = list(numbers) if store is None else []
     where = _world.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
-    group, _ = make(
-        len(numbers), rank, members, dist.Backend("gloo"), where, group_name=name, timeout=timeout
-    )
+    kind = dist.Backend(backend)
+    # With a bound device, torch would split the communicator of the default group, and wait for all of its ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = make(
+            len(numbers),
+            rank,
+            members,
+            kind,
+            where,
+            group_name=name,
+            timeout=_get_default_timeout(kind) if timeout is None else timeout,
+        )
+    finally:
+        world.bound_device_id = bound
     _world.pg_group_ranks[group] = numbers
     return group  # type: ignore[no-any-return]
 

@@ -171,7 +171,9 @@ CASES = (
     Case("fp32"),
     Case("bf16, fp32 reduction", HALF, apart=ROUNDED),
     Case("bf16, bf16 reduction", IN_BF16, apart=ROUNDED),
-    Case("bf16, wide reduction", HALF, set_up=lambda model: model.set_narrow_reduction(False), apart=ROUNDED),
+    Case(
+        "bf16, narrow reduction", HALF, set_up=lambda model: model.set_narrow_reduction(True), apart=ROUNDED
+    ),
     Case("fp16", IN_FP16, apart=ROUNDED),
     Case(
         "codes of 8 bits",

@@ -21,7 +21,6 @@ from vescale_fsdp.collectives.slice_exchange import (
     movable,
     runs_beside,
     sum_in_pieces,
-    sum_nodes_in_pieces,
     sum_slices,
     sum_slices_by_node,
     thread_of,
@@ -81,13 +80,8 @@ class _Native:
     ) -> Work | None:
         if full.dtype is shard.dtype:
             return reduce_scatter_single(shard, full, op=op, group=group, async_op=runs_beside(full))
-        # The backend cannot sum in a wider dtype than the buffer's.
-        nodes = two_levels(group, sent_bytes=full.element_size(), summed_bytes=shard.element_size())
-        if nodes is None:
-            sum_in_pieces(shard, full, group)
-        else:
-            sum_nodes_in_pieces(shard, full, group, nodes)
-        if op == dist.ReduceOp.AVG:  # both only sum
+        sum_in_pieces(shard, full, group)  # the backend cannot sum in a wider dtype than the buffer's
+        if op == dist.ReduceOp.AVG:
             shard.div_(group.size())
         return None  # later work on the current stream sees the result
 

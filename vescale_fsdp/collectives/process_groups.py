@@ -1,7 +1,7 @@
 """Process groups: making and ending them, which of their ranks share a node, and who has left.
 
-Between nodes (`set_nodes`) as little as possible crosses the network: `two_levels` decides which reductions first sum
-within nodes.
+On gloo as little as possible crosses the network between nodes (`set_nodes`): `two_levels` decides which reductions
+first sum within nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import xxhash
 
 from vescale_fsdp.devices import current_device
-from vescale_fsdp.torch_private import gloo_group, timeout_of
+from vescale_fsdp.torch_private import named_group, timeout_of
 
 _BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
 
@@ -31,31 +31,22 @@ def new_group(
     Args:
         base: the group whose timeout the new group gets.
         ranks: global ranks of the new group; default: the ranks of ``base``.
-        backend: name of the backend; default: the backend of the default group.
+        backend: name of the backend; default: the backends of the default group.
     """
     members = dist.get_process_group_ranks(base) if ranks is None else ranks
-    timeout = timeout_of(base)
-    is_gloo = (backend or dist.get_backend()) == "gloo"
-    if is_gloo and timeout is not None and len(members) < dist.get_world_size():
-        # torch names the group of a part of the ranks by the number of groups of the process. Ranks that have created
-        # different numbers of groups would then wait for each other under different names. The name below counts only
-        # groups of the same members, which all members create in the same order.
-        world = dist.group.WORLD
-        assert world is not None
-        counts = _num_groups.setdefault(world, Counter())
-        counts[tuple(members)] += 1
-        # A digest, because a list of thousands of ranks would be a long name.
-        digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
-        name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
-        numbers = {rank: number for number, rank in enumerate(members)}
-        return gloo_group(numbers[dist.get_rank()], numbers, name, timeout)
-    return dist.new_group(  # type: ignore[return-value]  # torch 2.15: or a number, on ranks outside of the group
-        members,
-        timeout=timeout,
-        backend=backend,
-        # Only members call `new_group`, so torch must not wait for ranks outside a smaller group.
-        use_local_synchronization=len(members) < dist.get_world_size(),
-    )
+    # torch names the group of a part of the ranks by the number of groups of the process. Ranks that have created
+    # different numbers of groups would then wait for each other under different names. The name below counts only
+    # groups of the same members, which all members create in the same order.
+    world = dist.group.WORLD
+    assert world is not None
+    counts = _num_groups.setdefault(world, Counter())
+    counts[tuple(members)] += 1
+    # A digest, because a list of thousands of ranks would be a long name.
+    digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
+    name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
+    numbers = {rank: number for number, rank in enumerate(members)}
+    where = backend or dist.get_backend_config()
+    return named_group(numbers[dist.get_rank()], numbers, name, timeout_of(base), backend=where)
 
 
 # How many groups of each tuple of members this process has created, per default process group: weak, because a new
@@ -107,11 +98,11 @@ def nodes_of(group: dist.ProcessGroup) -> Nodes | None:
 
 
 def two_levels(group: dist.ProcessGroup, *, sent_bytes: int, summed_bytes: int) -> Nodes | None:
-    """Decide whether a reduction sums within nodes first, and then across them, or at once over all ranks.
+    """Decide whether a reduction on gloo sums within nodes first, and then across them, or at once over all ranks.
 
     Two levels are chosen where fewer bytes then cross the network: a node's sum instead of the slices of its ranks. The
     sum has the dtype of the result. So bf16 slices that are summed in fp32 are sent unsummed by nodes of two ranks, and
-    summed by larger ones. (Gathers send a slice to each node once in any case: `gather_by_node`, or NCCL itself.)
+    summed by larger ones. (Gathers send a slice to each node once in any case: `gather_by_node`.)
 
     Args:
         group: the ranks that take part.
@@ -132,21 +123,6 @@ def crosses_network(group: dist.ProcessGroup) -> bool:
     """Return whether a group is known to have ranks on several nodes (`set_nodes`)."""
     nodes = _nodes.get(group)
     return nodes is not None and nodes.num > 1
-
-
-def groups_by_node(group: dist.ProcessGroup, nodes: Nodes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the ranks of this rank's node, and the same local rank of all nodes. The first call is a collective."""
-    if group not in _node_groups:
-        ranks = dist.get_process_group_ranks(group)
-        node, local = divmod(group.rank(), nodes.per_node)
-        members = ranks[node * nodes.per_node : (node + 1) * nodes.per_node], ranks[local :: nodes.per_node]
-        _node_groups[group] = new_group(group, members[0]), new_group(group, members[1])
-    return _node_groups[group]
-
-
-_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def device_for_messages(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
@@ -204,5 +180,3 @@ def break_group(group: dist.ProcessGroup) -> None:
                 work.wait(timedelta(milliseconds=1))  # the shortest time-out, because no message will arrive
     if backends - {"gloo"}:
         group.abort()
-    for part in _node_groups.get(group, ()):
-        break_group(part)

@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.collectives.process_groups import Nodes, groups_by_node, nodes_of
-from vescale_fsdp.torch_private import reduce_scatter_single
+from vescale_fsdp.collectives.process_groups import Nodes, nodes_of
 
 _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time, few enough to stay in a core's cache
 _ROOM_BYTES = 8 << 20  # 8 MiB: limit of the buffer for received slices on the CPU, to bound memory
@@ -317,7 +316,8 @@ def sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGr
     """Sum this rank's slices of all ranks' buffers, on the current stream of an accelerator, without blocking the host.
 
     Every rank receives one piece of its slice from all ranks, sums it in one kernel, and continues with the next piece.
-    For bf16 gradients, this sends half the bytes of a reduction in fp32. The receive buffer has a bounded size.
+    For bf16 gradients, this sends half the bytes of a reduction in fp32, in more and smaller messages than those of the
+    backend's own reduce-scatter. The receive buffer has a bounded size.
     """
     size, numel = group.size(), shard.numel()
     # A quarter of the gradient buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
@@ -341,36 +341,3 @@ def sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGr
         wait_for(work)
         into = shard[start:stop]
         torch.sum(room, dim=0, dtype=into.dtype, out=into)
-
-
-def sum_nodes_in_pieces(
-    shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, nodes: Nodes
-) -> None:
-    """Sum as `sum_in_pieces`, in two levels: an exchange within the node, then a reduce-scatter of the nodes' sums.
-
-    The order of sums over the nodes is the backend's. A piece takes four calls, for any number of ranks. For that its
-    slices are copied together, which costs a pass in the memory of the device: less than calls for single slices of
-    hundreds of ranks.
-    """
-    within, across = groups_by_node(group, nodes)
-    num, per_node, numel = nodes.num, nodes.per_node, shard.numel()
-    received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
-    piece_numel = received_bytes // (group.size() * full.element_size())
-    piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
-    slices = full.view(num, per_node, numel)
-    buffers = full.new_empty(2, group.size() * min(piece_numel, numel))
-    node_sums = shard.new_empty(num * min(piece_numel, numel))
-    for start in range(0, numel, piece_numel):
-        stop = min(start + piece_numel, numel)
-        sent, received = buffers[:, : group.size() * (stop - start)]
-        sent.view(per_node, num, -1).copy_(slices[:, :, start:stop].transpose(0, 1))
-        wait_for(
-            dist.all_to_all_single(movable(received), movable(sent), group=within, async_op=runs_beside(full))
-        )
-        sums = node_sums[: num * (stop - start)]
-        torch.sum(received.view(per_node, -1), dim=0, dtype=sums.dtype, out=sums)
-        wait_for(
-            reduce_scatter_single(
-                shard[start:stop], sums, op=dist.ReduceOp.SUM, group=across, async_op=runs_beside(full)
-            )
-        )

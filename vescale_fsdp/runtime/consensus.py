@@ -17,6 +17,8 @@ cannot change after the comparison call `require_uncompared`.
 from __future__ import annotations
 
 import hashlib
+import socket
+import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
@@ -28,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.collectives.process_groups import ranks_per_node
 from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import ranks_in
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, callers_level
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import adopt_replaced_params
 from vescale_fsdp.torch_modes import is_fake, outside_modes
@@ -159,18 +161,26 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         return 0  # under FakeTensorMode no values are computed or sent
     meet(groups, "first use of a sharded model")
     digest = _hash("\n".join(lines))
-    differing, own_per_node, per_node = False, ranks_per_node(), 0
+    differing, own_per_node, per_node, are_apart = False, ranks_per_node(), 0, False
+    host = _hash(socket.gethostname())
     for group in groups:
         # One MAX of (digest, -digest) yields the largest and the smallest digest. If both are equal, all digests are.
         # The flag goes with them, so that a rank raises even if its lines are equal along the axes that follow.
-        values = [digest, -digest, int(differing), own_per_node, -own_per_node]
+        values = [digest, -digest, int(differing), own_per_node, -own_per_node, host, -host]
         extremes = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        high, minus_low, differed_before, most, minus_fewest = extremes.tolist()
+        high, minus_low, differed_before, most, minus_fewest, high_host, minus_low_host = extremes.tolist()
         differing = bool(high != -minus_low or differed_before)
         per_node = most if most == -minus_fewest else 0
+        are_apart = high_host != -minus_low_host
     if differing:
         _raise_difference(lines, groups)
+    if are_apart and not per_node and mesh.device_type == "cpu" and dist.get_rank() == 0:
+        warnings.warn(
+            "Ranks are on several machines, and how many are on each is unknown: every slice crosses the network once "
+            "per rank. Set LOCAL_WORLD_SIZE to the same number on all ranks, as torchrun does.",
+            stacklevel=callers_level(),
+        )
     return per_node
 
 

@@ -307,9 +307,10 @@ class FSDPModule(_Base):
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are stored and sent in the compute dtype (bf16), and summed in the reduce dtype (fp32).
 
-        True, the default, halves bytes and memory: each rank sends every other rank its slice, and sums the slices it
-        receives in the reduce dtype. False: gradients are converted to the reduce dtype before they are sent, as in
-        FSDP2, and NCCL's reduce-scatter sums them; on very many ranks that may be faster.
+        True, the default on CPUs, halves bytes and memory: each rank sends every other rank its slice, and sums the
+        slices it receives in the reduce dtype. False, the default on accelerators, is FSDP2's way: gradients are
+        converted to the reduce dtype before they are sent, and one reduce-scatter of the backend sums them. On
+        accelerators, True sends pieces of slices in many small messages; nothing has been measured there.
 
         Call it before the model's first forward or unshard, with the same value on all ranks.
 

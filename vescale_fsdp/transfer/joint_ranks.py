@@ -54,7 +54,7 @@ from vescale_fsdp.checkpoint.ranks.stores import (
     within,
 )
 from vescale_fsdp.errors import CheckpointError, LifecycleError, PlacementError
-from vescale_fsdp.torch_private import gloo_group
+from vescale_fsdp.torch_private import named_group
 
 T = TypeVar("T")
 _NAME = "joint-ranks"  # prefix of all keys
@@ -137,7 +137,7 @@ def joint_ranks(
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
         with _listening_on(interface):
-            group = gloo_group(rank, numbers, name, timeout, store)
+            group = named_group(rank, numbers, name, timeout, store)
     except RuntimeError as lost:  # raised by gloo if a connection fails
         raise CheckpointError(
             "A rank was lost while all ranks were connecting.",

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.distributed import cpu_mesh, run_ranks, run_threads
+from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.collectives.slices import (
     GATHERED,
     MEAN,
@@ -160,85 +159,6 @@ def test_the_order_of_sums_is_that_of_ranks_within_nodes() -> None:
     """The same on all ranks; bf16 slices of two ranks per node are summed one by one, as on one node."""
     assert run_ranks(4, order_of_sums, torch.float32) == [1 + 2.0**-23] * 4
     assert run_ranks(4, order_of_sums, torch.bfloat16) == [1.0] * 4
-
-
-def native_sums(numel: int) -> None:
-    """The reduction of NCCL, on a backend of threads: two nodes of three ranks."""
-    set_nodes(dist.group.WORLD, 3)
-    full, total = to_sum(numel, torch.bfloat16, torch.float32)
-    shard = torch.full((numel,), 7.0)
-    for op in (SUM, MEAN):
-        wait_for(reduce_scatter_into(shard, full.clone(), op, dist.group.WORLD))
-        torch.testing.assert_close(shard, total if op == SUM else total / dist.get_world_size())
-
-
-@pytest.mark.parametrize("numel", [0, 64, 1000])
-def test_a_native_backend_sums_within_nodes_first(numel: int) -> None:
-    """In one piece and in many."""
-    with mock.patch.object(slice_exchange, "_RECEIVED_BYTES", 3 << 10):
-        run_threads(6, native_sums, numel)
-
-
-def crossing_bytes(num_nodes: int, per_node: int, given: int, numel: int) -> tuple[float, int]:
-    """Bytes of bf16 gradients, summed in fp32, that leave the first node, and calls per rank.
-
-    The group is a fake one, which sends nothing. The backend's reduce-scatter counts as a ring, which sends all slices
-    but one to the next rank.
-    """
-    sent, calls = 0.0, 0
-    exchange, scatter = dist.all_to_all, slice_exchange.reduce_scatter_single
-    exchange_single = dist.all_to_all_single
-
-    def count(group: dist.ProcessGroup, total_bytes: int, *, ring: bool) -> None:
-        nonlocal sent, calls
-        calls += 1
-        ranks = dist.get_process_group_ranks(group)
-        following = ranks[(group.rank() + 1) % len(ranks)]
-        peers = [following] * (len(ranks) - 1) if ring else ranks
-        sent += sum(total_bytes / len(ranks) for peer in peers if peer // per_node != 0)
-
-    def exchanged(received: Any, parts: Any, *args: Any, group: Any, **kwargs: Any) -> Any:
-        count(group, sum(part.nbytes for part in parts), ring=False)
-        return exchange(received, parts, *args, group=group, **kwargs)
-
-    def exchanged_single(received: Any, whole: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
-        count(group, whole.nbytes, ring=False)
-        return exchange_single(received, whole, *args, group=group, **kwargs)
-
-    def scattered(shard: Any, full: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
-        count(group, full.nbytes, ring=True)
-        return scatter(shard, full, *args, group=group, **kwargs)
-
-    world = num_nodes * per_node
-    for rank in range(per_node):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
-            set_nodes(dist.group.WORLD, given)
-            with (
-                mock.patch.object(dist, "all_to_all", exchanged),
-                mock.patch.object(dist, "all_to_all_single", exchanged_single),
-                mock.patch.object(slice_exchange, "reduce_scatter_single", scattered),
-            ):
-                full = torch.zeros(world * numel, dtype=torch.bfloat16)
-                wait_for(reduce_scatter_into(torch.zeros(numel), full, MEAN, dist.group.WORLD))
-        finally:
-            dist.destroy_process_group()
-    return sent, calls // per_node
-
-
-def test_no_more_crosses_than_in_a_ring_at_any_number_of_nodes() -> None:
-    """And calls do not grow with the number of nodes; in one level an exchange would send several times as much."""
-    numel, calls = 256, set()
-    for num_nodes in (2, 8, 128):
-        world = num_nodes * 8
-        ring_bytes = 4 * numel * (world - 1)
-        sent, num_calls = crossing_bytes(num_nodes, 8, 8, numel)
-        calls.add(num_calls)
-        assert 0 < sent <= ring_bytes
-        assert crossing_bytes(num_nodes, 8, 0, numel)[0] > 2 * ring_bytes
-    assert len(calls) == 1
-    # Two ranks per node exchange bf16 in one level, which is as much as a node's sum in fp32.
-    assert crossing_bytes(8, 2, 2, numel)[0] <= 4 * numel * 15
 
 
 def nodes_found() -> list[Nodes | None]:

@@ -9,10 +9,10 @@ Gradients are divided as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a us
 fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root
 of the number of ranks, so that the sum does not overflow.
 
-The collectives themselves are in `vescale_fsdp.collectives`, whose `two_levels` decides which reductions sum within
-nodes first. With AVG, NCCL divides in its reduce-scatter only if the
-gradient buffer has the shard's dtype. bf16 gradients of an fp32 shard are exchanged in bf16 by an all-to-all, summed in
-fp32 and then divided (`_Native.reduce_scatter`). gloo on the CPU exchanges slices and sums them in every case.
+The collectives themselves are in `vescale_fsdp.collectives`. On accelerators a reduction is one reduce-scatter of the
+backend in the reduce dtype, from the gradient buffer, as in FSDP2. gloo on the CPU exchanges slices in the gradients'
+dtype and sums them in the reduce dtype; `set_narrow_reduction(True)` does so on accelerators, too
+(`_Native.reduce_scatter`).
 
 Buffers free their memory and allocate it again (`vescale_fsdp.runtime.comm.dbuffer`). A user's own collectives may
 provide a memory pool (`PooledComm`), which is entered around every allocation.
@@ -44,8 +44,6 @@ from vescale_fsdp.collectives.process_groups import new_group, set_nodes
 from vescale_fsdp.collectives.slice_exchange import Work, runs_beside
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
-from vescale_fsdp.torch_modes import outside_fake_mode
-from vescale_fsdp.torch_private import groups_with_timeout_of
 
 
 @runtime_checkable
@@ -106,7 +104,7 @@ class GroupSettings:
 
     divide_factor: float | None = None
     force_sum: bool = False
-    narrow: bool = True
+    narrow: bool | None = None  # None: on the CPU only
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
     separate_reductions: bool = False
@@ -200,11 +198,10 @@ class GroupComm:
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
         self.part_rank = 0  # this rank's index in `_part_group`
         if part_size is not None:
-            # Without the first context, torch would give the groups its default timeout. Without the second, a mesh
-            # created under FakeTensorMode would have no rank numbers.
-            with groups_with_timeout_of(self.shard_group), outside_fake_mode():
-                parts = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
-            self._part_group, self.part_rank = parts.get_group(1), parts.get_local_rank(1)
+            ranks = dist.get_process_group_ranks(self.shard_group)
+            first = self.rank - self.rank % part_size
+            self._part_group = new_group(self.shard_group, ranks[first : first + part_size])
+            self.part_rank = self.rank - first
 
     def change(self, **settings: Any) -> None:
         """Change the given fields of `GroupSettings`."""
@@ -285,8 +282,10 @@ class GroupComm:
 
     def sums_in_wider(self, device: torch.device) -> bool:
         """Return whether a reduction supports a ``full`` of a narrower dtype than ``shard``: the same on all ranks."""
+        # On accelerators the backend's reduce-scatter is one kernel, and nothing faster was measured there.
+        is_narrow = device.type == "cpu" if self.settings.narrow is None else self.settings.narrow
         # A user's reduce-scatter gets two buffers of one dtype, as in FSDP2.
-        if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
+        if not is_narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
 
