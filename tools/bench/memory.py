@@ -162,7 +162,8 @@ def rows_of(name: str, dtypes: str) -> list[Row]:
             )
         )
         own, rivals = (
-            measure(case, ours=ours, policy=policy, optimizer=fused, narrow=True).peak for ours in (True, False)
+            measure(case, ours=ours, policy=policy, optimizer=fused, narrow=True).peak
+            for ours in (True, False)
         )
         rows.append(Row(title, "live peak, fused AdamW", "GiB", own / GIB, rivals / GIB, "FSDP2", live))
         theirs = measure(case, ours=False, policy=ROUNDED)
