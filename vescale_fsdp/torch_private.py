@@ -33,6 +33,10 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 # torch 2.11-2.13: print options for a block of code; the public function sets them for the whole process.
 from torch._tensor_str import printoptions
 
+# torch 2.11-2.13: the table of groups, the default group's store, and the timeout of a group have no public names. Only
+# `_new_process_group_helper` can create a group over a given store, with processes outside the default group.
+from torch.distributed import distributed_c10d
+
 # torch 2.11-2.13: torch's records of which parallelism manages a module; FSDP2 skips modules that replicate manages.
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
@@ -52,9 +56,6 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-
-# torch 2.11-2.13: the table of groups, the default group's store, and the timeout of a group have no public names. Only
-# `_new_process_group_helper` can create a group over a given store, with processes outside the default group.
 from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     _get_default_store,
@@ -333,7 +334,8 @@ def named_group(
     # torch checks that this process's rank in the default group is in the list of members. A group with its own store
     # may have members outside the default group, so its list is left empty, which skips the check.
     members = list(numbers) if store is None else []
-    where = _world.pg_map[world][1] if store is None else store
+    groups = distributed_c10d._world  # read here: torch's tests, whose ranks are threads, replace it
+    where = groups.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
     kind = dist.Backend(backend)
     # With a bound device, torch would split the communicator of the default group, and wait for all of its ranks.
@@ -350,7 +352,7 @@ def named_group(
         )
     finally:
         world.bound_device_id = bound
-    _world.pg_group_ranks[group] = numbers
+    groups.pg_group_ranks[group] = numbers
     return group  # type: ignore[no-any-return]
 
 
