@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.lazy import function_named
 
-_CHECKPOINT = "vescale_fsdp.checkpoint.formats"
-_CONVERSION = "vescale_fsdp.conversion"
-
 
 class Format(NamedTuple):
     """A checkpoint format: how to recognize and how to open its checkpoints.
@@ -44,33 +41,39 @@ class Format(NamedTuple):
 # The order matters: a folder has the first format with a matching file. So if folders of format A also contain files
 # that match format B, A comes before B.
 FORMATS = {
-    "native": Format(r"manifest\.json", f"{_CHECKPOINT}.source:open_native", takes=()),
+    "native": Format(r"manifest\.json", "vescale_fsdp.checkpoint.formats.source:open_native", takes=()),
     "megatron": Format(
-        r"common\.pt", f"{_CONVERSION}.formats.megatron:open_megatron", takes=("trust_pickle",)
+        r"common\.pt", "vescale_fsdp.conversion.formats.megatron:open_megatron", takes=("trust_pickle",)
     ),
-    "dcp": Format(r"\.metadata", f"{_CHECKPOINT}.dcp.source:open_dcp", takes=("trust_pickle",)),
+    "dcp": Format(
+        r"\.metadata", "vescale_fsdp.checkpoint.formats.dcp.source:open_dcp", takes=("trust_pickle",)
+    ),
     "zarr": Format(
         # zarr 3, then zarr 2
         r"zarr\.json|\.z(group|array|metadata)",
-        f"{_CONVERSION}.formats.table:open_zarr",
+        "vescale_fsdp.conversion.formats.table:open_zarr",
         takes=(),
     ),
     # In an item's own folder, or one folder deeper: a step's folder has a subfolder for each item.
-    "orbax": Format(r"([^/]+/)?_METADATA", f"{_CONVERSION}.formats.orbax:open_orbax", takes=()),
+    "orbax": Format(r"([^/]+/)?_METADATA", "vescale_fsdp.conversion.formats.orbax:open_orbax", takes=()),
     # `conversion.formats.detect` skips this row if the folder contains a model too.
-    "adapter": Format(r"adapter_model\.safetensors", f"{_CONVERSION}.formats.peft:open_adapter", takes=()),
+    "adapter": Format(
+        r"adapter_model\.safetensors", "vescale_fsdp.conversion.formats.peft:open_adapter", takes=()
+    ),
     "shards": Format(
         # One file per rank: transformers 5, torch's HuggingFaceStorageWriter.
         r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors",
-        f"{_CHECKPOINT}.huggingface.read:open_shards",
+        "vescale_fsdp.checkpoint.formats.huggingface.read:open_shards",
         takes=(),
     ),
     "hf": Format(
-        r"[^/]*\.safetensors(\.index\.json)?", f"{_CHECKPOINT}.huggingface.read:open_hf_folder", takes=()
+        r"[^/]*\.safetensors(\.index\.json)?",
+        "vescale_fsdp.checkpoint.formats.huggingface.read:open_hf_folder",
+        takes=(),
     ),
     "bin": Format(
         r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",  # diffusion_: diffusers; _fsdp: accelerate
-        f"{_CHECKPOINT}.huggingface.read:open_bin_folder",
+        "vescale_fsdp.checkpoint.formats.huggingface.read:open_bin_folder",
         takes=("trust_pickle",),
     ),
     # The files are in the checkpoint's folder, or one folder deeper in the run's folder, which has a file `latest`.
@@ -79,20 +82,27 @@ FORMATS = {
     "deepspeed": Format(
         r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
         r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",
-        f"{_CONVERSION}.formats.deepspeed:open_deepspeed",
+        "vescale_fsdp.conversion.formats.deepspeed:open_deepspeed",
         takes=(),
     ),
     "ranks": Format(
         # "_rank0" in files of accelerate, "_rank_0" in files of verl
         r"[^/]+_rank_?\d+\.(bin|pt|pth)",
-        f"{_CHECKPOINT}.torch_save.read:open_ranks",
+        "vescale_fsdp.checkpoint.formats.torch_save.read:open_ranks",
         takes=("trust_pickle",),
     ),
     "safetensors": Format(
-        r".*\.safetensors", f"{_CHECKPOINT}.huggingface.read:open_safetensors", is_file=True, takes=("file",)
+        r".*\.safetensors",
+        "vescale_fsdp.checkpoint.formats.huggingface.read:open_safetensors",
+        is_file=True,
+        takes=("file",),
     ),
-    "gguf": Format(r".*\.gguf", f"{_CONVERSION}.formats.gguf:open_gguf", is_file=True, takes=("file",)),
-    "torch": Format(r".*\.(pt|pth|bin|ckpt)", f"{_CHECKPOINT}.torch_save.read:open_torch", is_file=True),
+    "gguf": Format(
+        r".*\.gguf", "vescale_fsdp.conversion.formats.gguf:open_gguf", is_file=True, takes=("file",)
+    ),
+    "torch": Format(
+        r".*\.(pt|pth|bin|ckpt)", "vescale_fsdp.checkpoint.formats.torch_save.read:open_torch", is_file=True
+    ),
 }
 # Matches files of a folder that contains a model and its optimizer as two checkpoints of torch.distributed.checkpoint.
 DCP_INSIDE = r"[^/]+/\.metadata"
@@ -133,4 +143,4 @@ def open_for_load(url: Any, options: Any) -> Any:
 
 def initializer_of(module: Any) -> Any:
     """Return the `ClassInitializer` of a module, which covers the modules in it that belong to transformers' models."""
-    return function_named(f"{_CHECKPOINT}.huggingface.class_init:ClassInitializer")(module)
+    return function_named("vescale_fsdp.checkpoint.formats.huggingface.class_init:ClassInitializer")(module)

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.formats.source import NativeLeaves
-from vescale_fsdp.checkpoint.manifest.distribution import ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.region import Region, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
+from vescale_fsdp.layout.region import Region, SharedRun, overlaps
 
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB of items per step of `content_sum`, which needs arrays of 8 bytes per item
 

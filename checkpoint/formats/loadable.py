@@ -16,7 +16,6 @@ from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.formats.source import NativeLeaves
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.moves.carried_state import ModelNames, container_of, split_entries
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
@@ -28,6 +27,7 @@ from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.state.optimizer_state import items_of_node
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, callers_level
+from vescale_fsdp.layout.region import Region
 
 
 class Loadable(ABC):

@@ -28,7 +28,6 @@ from vescale_fsdp.checkpoint.formats.zarr.live import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
@@ -37,6 +36,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import how_to_download, open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.region import Region, whole_region
 
 _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is no manifest, and is not read into memory
 

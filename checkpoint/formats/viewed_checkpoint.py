@@ -25,7 +25,6 @@ from vescale_fsdp.checkpoint.formats.loadable import Loadable, model_path, split
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.formats.native.tree import native_tree
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dtype_name
 from vescale_fsdp.checkpoint.moves.carried_state import (
@@ -50,6 +49,7 @@ from vescale_fsdp.checkpoint.storage.checksums import RunningDigest
 from vescale_fsdp.errors import callers_level
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.layout.region import Region
 
 AS_STATE = "state"  # the cast to the dtypes of the state's tensors
 _BOX_BYTES = 16 << 20  # 16 MiB; bounds the memory of one read

@@ -15,21 +15,10 @@ from functools import cached_property, partial
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.distribution import (
-    Axis,
-    Cut,
-    Distribution,
-    Holders,
-    LayoutCut,
-    RankSet,
-    ShardCut,
-    UnitsCut,
-)
 from vescale_fsdp.checkpoint.manifest.file_names import (
     FORMAT_NAME,
     array_paths,
 )
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.structure import (
     Entry,
@@ -41,8 +30,19 @@ from vescale_fsdp.checkpoint.manifest.structure import (
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.storage.checksums import RunningDigest, hex_digest_of
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.layout.distribution import (
+    Axis,
+    Cut,
+    Distribution,
+    Holders,
+    LayoutCut,
+    RankSet,
+    ShardCut,
+    UnitsCut,
+)
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.region import Region
 
 FORMAT_VERSION = 1  # of both forms
 STRIPE_BYTES = 1 << 20  # 1 MiB: each stripe has one checksum, and is the smallest read that can be verified

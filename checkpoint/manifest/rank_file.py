@@ -22,12 +22,12 @@ from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest, StoredShare
-from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import round_up
+from vescale_fsdp.layout.region import Region, SharedPatch, SharedRun, overlaps
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"

@@ -23,7 +23,11 @@ from math import prod
 from sys import intern
 from typing import Any
 
-from vescale_fsdp.checkpoint.manifest.distribution import (
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name, dotted_name
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.checkpoint.storage.checksums import digest_of
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.distribution import (
     Axes,
     Axis,
     Cut,
@@ -33,10 +37,6 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     RankSet,
     cut_from_json,
 )
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name, dotted_name
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.checkpoint.storage.checksums import digest_of
-from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.foreign_json import tensor_shape, whole_numbers
 from vescale_fsdp.layout.group_layout import GroupLayout
 

@@ -20,16 +20,16 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
+from vescale_fsdp.layout.distribution import LayoutCut, ShardCut
 from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of, whole_box
+from vescale_fsdp.layout.region import Region, overlaps
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, unless one row is larger
 

@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.moves.source import ByteRange, Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
-from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape, Slice
+from vescale_fsdp.layout.index_maps import IndexMap, InputPiece, Reshape, Slice
 
 if TYPE_CHECKING:
     import numpy as np

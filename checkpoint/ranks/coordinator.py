@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
@@ -44,6 +43,7 @@ from vescale_fsdp.errors import (
     CorruptCheckpointError,
     VescaleError,
 )
+from vescale_fsdp.layout.distribution import RankSet
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from vescale_fsdp.checkpoint.manifest.distribution import Axes, LayoutCut
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
@@ -29,6 +28,7 @@ from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Reshard
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.distribution import Axes, LayoutCut
 
 _MAX_INT_BITS = 8192  # 2467 digits; Python's conversions between int and text refuse more than 4300
 

@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.checkpoint.manifest.distribution import (
+from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.distribution import (
     Axes,
     Axis,
     Cut,
@@ -25,15 +30,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     UnitsCut,
     shard_order,
 )
-from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
-from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.region import Region
 from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
 
 

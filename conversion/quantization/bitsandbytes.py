@@ -28,7 +28,7 @@ from vescale_fsdp.conversion.quantization.model import (
 from vescale_fsdp.conversion.quantization.names import BITSANDBYTES_STATE
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, known_dtype
-from vescale_fsdp.views.index_maps import Slice
+from vescale_fsdp.layout.index_maps import Slice
 
 _MOST_STATE_BYTES = 2**16  # maximum size of the JSON in a bitsandbytes tensor
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")

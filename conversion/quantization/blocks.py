@@ -33,7 +33,7 @@ from vescale_fsdp.conversion.quantization.model import (
 )
 from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.views.index_maps import Permute
+from vescale_fsdp.layout.index_maps import Permute
 
 _BLOCK = (128, 128)  # the default of transformers' FineGrainedFP8Config, if config.json names no size
 MX_BLOCK = 32  # values per scale in all MX formats, by OCP's specification

@@ -22,8 +22,8 @@ from vescale_fsdp.conversion.quantization.model import (
     scales_dtype,
     shifted_codes,
 )
+from vescale_fsdp.layout.index_maps import Permute
 from vescale_fsdp.views.bit_packing import BitPacking
-from vescale_fsdp.views.index_maps import Permute
 
 _AWQ = BitPacking(4, order=(0, 2, 4, 6, 1, 3, 5, 7))
 _GPTQ_BITS = (2, 3, 4, 8)

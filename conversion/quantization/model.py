@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.views.index_maps import Reshape
+from vescale_fsdp.layout.index_maps import Reshape
 
 if TYPE_CHECKING:
     import numpy as np

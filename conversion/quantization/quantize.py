@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.model import as_float
 from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.errors import ConversionError, option, some
-from vescale_fsdp.views.index_maps import Permute, Reshape
+from vescale_fsdp.layout.index_maps import Permute, Reshape
 
 SCHEMES = ("fp8-128x128", "mxfp4")
 _KEEP = "keep"

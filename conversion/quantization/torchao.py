@@ -33,7 +33,7 @@ from vescale_fsdp.conversion.quantization.model import (
     table_of,
 )
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.views.index_maps import Permute
+from vescale_fsdp.layout.index_maps import Permute
 
 _CODES = "_qdata"
 

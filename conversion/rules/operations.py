@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.moves.casting import CastView
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
-from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
+from vescale_fsdp.layout.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
 Node = Any  # a TensorView, or a list of nodes
 Bundle = list[Node]

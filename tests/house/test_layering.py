@@ -1,12 +1,13 @@
 """Imports run one way: the table of folders, no circles, and private torch names in their homes alone.
 
-Found by parsing the sources, so that an import inside a function, under ``if TYPE_CHECKING`` or by name
-(`lazy_function`) counts too: whoever reads one file must know the other.
+Found by parsing the sources, so that an import inside a function, under ``if TYPE_CHECKING`` or in a string
+(`lazy_function`, and ``module:function`` of `function_named`) counts too: whoever reads one file must know the other.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,24 @@ FIRST_ROW = {
     ("torch_modes", "errors"),
     ("torch_private", "errors"),
 }
+# Look-ups in strings against the table: who looks up -> the files.
+AGAINST = {
+    "formats": {
+        "checkpoint.formats.dcp.source",
+        "checkpoint.formats.huggingface.class_init",
+        "checkpoint.formats.huggingface.read",
+        "checkpoint.formats.source",
+        "checkpoint.formats.torch_save.read",
+        "conversion.formats.deepspeed",
+        "conversion.formats.detect",
+        "conversion.formats.gguf",
+        "conversion.formats.megatron",
+        "conversion.formats.orbax",
+        "conversion.formats.peft",
+        "conversion.formats.table",
+        "conversion.source_state",
+    },
+}
 # Strangers whatever their level: who begins so knows nothing of what begins so.
 STRANGERS = {
     "checkpoint": {"runtime", "quantize", "optim", "elastic", "integrations", "conversion"},
@@ -102,6 +121,8 @@ PURE = {
 PRIVATE_ATTRIBUTES = {"_base", "_cdata", "_local_tensor", "_overloadname", "_schema", "_spec", "_version"}
 PRIVATE_NAMES = ("torch_modes", "torch_private")
 PRIVATE_HOMES = ("torch_private", "dtensor")
+# The strings that `function_named` takes. In a table they stand far from the call, so they count wherever they stand.
+NAMED = re.compile(r"vescale_fsdp(\.\w+)+:\w+")
 
 
 class Import(NamedTuple):
@@ -129,7 +150,7 @@ def sources() -> dict[str, Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import statement and `lazy_function`, wherever it stands."""
+    """Every import statement, `lazy_function` and string ``module:function`` of ours, wherever it stands."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -141,6 +162,8 @@ def imports_of(tree: ast.AST) -> Iterator[Import]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "lazy_function":
             # A module that is not spelled out, or none of ours, belongs to no row and stands out below.
             yield Import(node.lineno, *(str(getattr(arg, "value", "?")) for arg in node.args), "")
+        elif isinstance(node, ast.Constant) and NAMED.fullmatch(str(node.value)):
+            yield Import(node.lineno, *str(node.value).split(":"), "")
 
 
 def is_private(name: str) -> bool:
@@ -301,19 +324,30 @@ def test_front_doors_only_pass_on_names() -> None:
     assert [m for m in doors if has_code(m)] == []
 
 
+def looks_up(module: str) -> set[str]:
+    """The files of ours that a file names in strings, and that the table keeps from it."""
+    by_name = {own_target(i) for i in imports()[module] if i.bound_to == ""}
+    return {short(target) for target in by_name if target and not may_import(module, target)}
+
+
 def offences(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
     """Module -> what `find` reports of it, for the modules with any report."""
     return {module: found for module in SOURCES if (found := find(module))}
 
 
 def test_imports_run_down_the_table() -> None:
-    """No file imports one of its own row or below."""
+    """No file imports one of its own row or below; strings are held by the next test."""
 
     def wrong_imports(module: str) -> list[str]:
-        reached = [(i, own_target(i)) for i in imports()[module]]
+        reached = [(i, own_target(i)) for i in imports()[module] if i.bound_to != ""]
         return [str(i) for i, target in reached if target and not may_import(module, target)]
 
     assert offences(wrong_imports) == {}
+
+
+def test_look_ups_against_the_table_are_those_named() -> None:
+    """A string hides no import against the table, but those of `AGAINST`; and each of those is still there."""
+    assert {short(m): found for m in SOURCES if (found := looks_up(m))} == AGAINST
 
 
 def type_only_lines(tree: ast.AST) -> set[int]:
@@ -323,9 +357,14 @@ def type_only_lines(tree: ast.AST) -> set[int]:
 
 
 def needed(module: str) -> set[str]:
-    """The files that a file imports; type-only imports within its folder do not count."""
+    """The files that a file imports, without type-only imports within its folder and look-ups that are allowed."""
     type_only = type_only_lines(trees()[module])
-    targets = {(target, i.line) for i in imports()[module] if (target := own_target(i))}
+    allowed = AGAINST.get(short(module), set())
+    targets = {
+        (target, i.line)
+        for i in imports()[module]
+        if (target := own_target(i)) and not (i.bound_to == "" and short(target) in allowed)
+    }
     return {
         target
         for target, line in targets
@@ -364,9 +403,29 @@ def test_lazy_functions_are_spelled_out() -> None:
 
     def unknown(module: str) -> list[str]:
         by_name = [i for i in imports()[module] if i.bound_to == ""]
-        return [str(i) for i in by_name if f"def {i.name}(" not in text_of(i.module)]
+        return [
+            str(i)
+            for i in by_name
+            if not re.search(rf"^(def|class) {i.name}\b", text_of(i.module), re.MULTILINE)
+        ]
 
     assert offences(unknown) == {}
+
+
+def hidden_names(tree: ast.AST) -> list[str]:
+    """Calls of `function_named` whose name is computed: neither a string nor the field of a table's row."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if ast.unparse(call.func).split(".")[-1] == "function_named"
+        if not isinstance(call.args[0], ast.Constant | ast.Attribute)
+    ]
+
+
+def test_named_functions_are_spelled_out() -> None:
+    """`function_named` takes a string that the tests above read, or one of a table's rows."""
+    assert offences(lambda module: hidden_names(trees()[module])) == {}
 
 
 def test_private_torch_names_live_in_two_files() -> None:
@@ -391,11 +450,12 @@ def test_torch_is_replaced_on_call_alone() -> None:
 
 
 def test_pure_folders_know_no_torch() -> None:
-    """Layouts, maps of boxes and storage import nothing of torch but the class of placements."""
+    """Layouts, maps of boxes and storage import nothing of torch but the class of placements, and names of types."""
 
     def torch_imports(module: str) -> list[str]:
         allowed = PURE.get(folder_of(module))
-        found = [i for i in imports()[module] if i.module.split(".")[0] == "torch"]
+        types = type_only_lines(trees()[module])
+        found = [i for i in imports()[module] if i.module.split(".")[0] == "torch" and i.line not in types]
         return [] if allowed is None else [str(i) for i in found if i.module not in allowed]
 
     assert offences(torch_imports) == {}
@@ -445,6 +505,20 @@ def test_lazy_functions_are_seen() -> None:
     assert own_target(spelled) == "vescale_fsdp.conversion.convert"
     assert not may_import("vescale_fsdp.conversion.formats.table", "vescale_fsdp.conversion.convert")
     assert (hidden.module, text_of(hidden.module)) == ("?", "")
+
+
+def test_strings_are_seen() -> None:
+    """``module:function`` is an import of the module wherever it stands, and a computed name is an offence."""
+    row, call = (
+        ast.parse(line)
+        for line in (
+            "Row(opener='vescale_fsdp.conversion.convert:convert')",
+            "lazy.function_named(f'{HERE}.x:y')",
+        )
+    )
+
+    assert [own_target(i) for i in imports_of(row)] == ["vescale_fsdp.conversion.convert"]
+    assert (hidden_names(row), len(hidden_names(call))) == ([], 1)
 
 
 def test_circles_are_seen() -> None:

@@ -45,13 +45,13 @@ from tools.bench.parts.shards import Settings, Shards, fact_rows, median, spawn,
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
 from vescale_fsdp.checkpoint.dcp import DCP
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion import HuggingFace
+from vescale_fsdp.layout.distribution import Axis, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 

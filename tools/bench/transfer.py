@@ -44,8 +44,8 @@ from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
 from tools.lab import Lab, Traffic, traffic_of
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.layout.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.layout.granularity import Element, Granularity, Tiles
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group

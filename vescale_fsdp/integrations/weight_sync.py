@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.integrations.tried_versions import check_version
+from vescale_fsdp.layout.distribution import Axis, Distribution, RankSet, ShardCut
 from vescale_fsdp.layout.geometry import numel_of, round_up
 from vescale_fsdp.torch_private import local_of, versions_of
 from vescale_fsdp.transfer.description import (

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides, numel_of
+from vescale_fsdp.layout.region import Region
 
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid

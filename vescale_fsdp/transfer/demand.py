@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vescale_fsdp.checkpoint.manifest.distribution import Cut, Distribution, Holders, LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.layout.distribution import Cut, Distribution, Holders, LayoutCut, ShardCut
 from vescale_fsdp.layout.geometry import Box, FlatRange, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.region import Region, whole_region
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.distribution import Axes, Distribution, Holders, RankSet
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, check_complete, merge_structures
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.state.tensor_description import Described, Describer
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.distribution import Axes, Distribution, Holders, RankSet
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.region import Region
 
 Ranks = Coordinator | dist.ProcessGroup | None
 

@@ -8,7 +8,7 @@
     codes(index("experts.w", 3), Fp8Blocks())       of a part that `slice` and `index` select, as if it were the tensor
 
 Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, with the corner and the
-dims of the target where the box's items go. The maps are classes of `vescale_fsdp.views.index_maps`.
+dims of the target where the box's items go. The maps are classes of `vescale_fsdp.layout.index_maps`.
 
 `resolve_links` compares two descriptions under their links and lists everything that does not match.
 """
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dtype
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
+from vescale_fsdp.layout.index_maps import Concat, Index, Permute, Slice, Stack
+from vescale_fsdp.layout.region import Region
 from vescale_fsdp.transfer.coding import CodedPart, MatrixGrid, scale_regions
 from vescale_fsdp.transfer.description import StateDescription
-from vescale_fsdp.views.index_maps import Concat, Index, Permute, Slice, Stack
 
 if TYPE_CHECKING:
     # For type checkers only: importing `vescale_fsdp.quantize` imports the runtime, which planning does not need.

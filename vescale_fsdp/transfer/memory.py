@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.distribution import LayoutCut
 from vescale_fsdp.torch_private import foreach_copy_, local_of, storage_id, storage_ids, versions_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription

@@ -20,8 +20,8 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.layout.geometry import FlatRange, boxes_of_range, contiguous_strides, numel_of
+from vescale_fsdp.layout.region import Region
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 from vescale_fsdp.transfer.plan import Ranks, TransferPlan
 

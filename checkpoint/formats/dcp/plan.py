@@ -30,7 +30,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
 from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box, run_start, whole_box
-from vescale_fsdp.views.index_maps import Slice
+from vescale_fsdp.layout.index_maps import Slice
 
 _ITEM_BYTES = 64 * 2**20  # 64 MiB: DCP reads whole items, even for a few rows
 _RECORDS = "torch.distributed.checkpoint.metadata"

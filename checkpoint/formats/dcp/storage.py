@@ -43,7 +43,6 @@ from torch.futures import Future
 from vescale_fsdp.checkpoint.formats.form import Commit
 from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.load import Loader, Overwriting, Verify
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.ranks.coordinator import (
@@ -59,6 +58,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, callers_level, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.region import Region
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
 _GROUP_USE = "dcp"  # a separate gloo group, since DCP may save in a thread while other saves and loads run

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, InMemory
 from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, RenamedView, TensorView
 from vescale_fsdp.checkpoint.state.nesting import name_of
 from vescale_fsdp.errors import ConversionError, some
-from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, Permute, Reshape, Slice, Stack
+from vescale_fsdp.layout.index_maps import Concat, Index, IndexMap, Permute, Reshape, Slice, Stack
 
 _MAPS: Mapping[str, type[IndexMap]] = {
     "concat": Concat,

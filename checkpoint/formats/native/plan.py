@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vescale_fsdp.checkpoint.formats.native.tree import is_native_file, native_manifest, native_tree
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
@@ -32,6 +31,7 @@ from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group

@@ -50,7 +50,6 @@ import torch
 from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.formats.native.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import exchange, waves_of
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
@@ -58,6 +57,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.layout.geometry import round_up
+from vescale_fsdp.layout.region import Region
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
+from vescale_fsdp.layout.region import SharedPatch, SharedRun, runs_of_box
 
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]

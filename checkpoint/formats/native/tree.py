@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
@@ -20,6 +19,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.state.nesting import Path, claim_name, nest
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum
 from vescale_fsdp.errors import CheckpointError, ConversionError, option
+from vescale_fsdp.layout.distribution import RankSet
 
 
 class _TensorLeaf(NamedTuple):

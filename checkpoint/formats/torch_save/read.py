@@ -33,12 +33,12 @@ from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import (
     TensorRef,
     is_plain,
 )
-from vescale_fsdp.checkpoint.manifest.distribution import shard_order
 from vescale_fsdp.checkpoint.moves.source import BoxReader, Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, option
+from vescale_fsdp.layout.distribution import shard_order
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 

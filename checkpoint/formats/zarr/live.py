@@ -26,7 +26,6 @@ from vescale_fsdp.checkpoint.formats.native.write import (
 from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     Chunk,
@@ -44,6 +43,7 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C
 from vescale_fsdp.checkpoint.storage.progress import Meter
+from vescale_fsdp.layout.region import Region, overlaps
 
 
 class ZarrForm(NativeForm):

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.checkpoint.state.matching.result import TensorRead
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.region import Region
 
 _PIECE_BYTES = 16 << 20  # 16 MiB
 ReadNow = Callable[[TensorRead, Region], torch.Tensor]

@@ -21,13 +21,13 @@ from tests.support.checkpoint_states import SHAPES, full, planned, ragged_group,
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import PerRank, load, read_state, verify
 from vescale_fsdp.checkpoint.formats.native.write import FileImage
-from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.layout.distribution import RankSet
 from vescale_fsdp.layout.geometry import boxes_of_range
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -20,11 +20,11 @@ from tests.support.distributed import run_ranks
 from tools.bench.checkpoint import counted_collectives, peak_growth, simulated
 from tools.bench.parts.shards import Settings, Shards
 from vescale_fsdp.checkpoint import load, read_state, save
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, RankSet, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder, pack_table
-from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, whole_region
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
+from vescale_fsdp.layout.distribution import Axis, Cut, RankSet, ShardCut
+from vescale_fsdp.layout.region import SharedPatch, SharedRun, whole_region
 
 
 def _manifest(world: int) -> Manifest:

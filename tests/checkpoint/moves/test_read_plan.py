@@ -16,15 +16,15 @@ from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import verify as verify_files
 from vescale_fsdp.checkpoint.formats.native import read as native_read
 from vescale_fsdp.checkpoint.load import Verify
-from vescale_fsdp.checkpoint.manifest.distribution import Distribution
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CorruptCheckpointError, PartialLoadError
+from vescale_fsdp.layout.distribution import Distribution
 from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.region import Region, whole_region
 
 MODES: list[Verify] = ["before", "while", "never"]
 

@@ -19,17 +19,17 @@ from tests.support.distributed import run_ranks
 from tests.support.faults.faulty_storage import FaultyStorage
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest import zarr_layout
-from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import build_manifest
-from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_shape, clipped
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CorruptCheckpointError
+from vescale_fsdp.layout.distribution import Axis, LayoutCut, RankSet
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.region import Region, overlaps
 
 
 class _Recording(LocalStorage):

@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
 )
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
-from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
+from vescale_fsdp.layout.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
 
 class _Array(TensorView):

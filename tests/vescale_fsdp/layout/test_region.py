@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_fsdp.checkpoint.manifest.distribution import (
+from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
+from vescale_fsdp.layout.distribution import (
     Axis,
     Cut,
     Distribution,
@@ -23,11 +24,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     cut_from_json,
     shard_order,
 )
-from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps, runs_of_box
-from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.region import Region, SharedPatch, SharedRun, overlaps, runs_of_box
 
 
 def elements(shape: tuple[int, ...], region: Region) -> np.ndarray:  # type: ignore[type-arg]

@@ -23,10 +23,10 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, contiguous_strides
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.region import Region, whole_region
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard
