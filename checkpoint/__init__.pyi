@@ -1,7 +1,7 @@
 """The public names of the package. Type checkers and `vescale_fsdp.lazy` read this list."""
 
 from vescale_fsdp.checkpoint.async_save import SaveHandle as SaveHandle, async_save as async_save
-from vescale_fsdp.checkpoint.formats.read_state import (
+from vescale_fsdp.checkpoint.native.read_state import (
     CheckpointReader as CheckpointReader,
     read_state as read_state,
 )

@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.ranks.background import (
     EXIT_TIMEOUT_S,
     BackgroundThread,
@@ -47,6 +46,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     num_neighbors,
 )
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
+from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.save import Format, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.host_copies import (

@@ -5,13 +5,13 @@ dcp.save(state, storage_writer=RaggedWriter(path), planner=RaggedSavePlanner()) 
 dcp.load(state, storage_reader=RaggedReader(path), planner=RaggedLoadPlanner())   reads a native checkpoint
 """
 
-from vescale_fsdp.checkpoint.formats.dcp.form import DCP
-from vescale_fsdp.checkpoint.formats.dcp.storage import (
+from vescale_fsdp.checkpoint.dcp_storage import (
     RaggedLoadPlanner,
     RaggedReader,
     RaggedSavePlanner,
     RaggedWriter,
 )
+from vescale_fsdp.checkpoint.formats.dcp.form import DCP
 from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
 
 __all__ = [

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp.checkpoint.formats.loadable import Loadable, NativeCheckpoint, Supply
-from vescale_fsdp.checkpoint.formats.native.read import Reads
-from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
-from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.native.loadable import Loadable, NativeCheckpoint, Supply
+from vescale_fsdp.checkpoint.native.read import Reads
+from vescale_fsdp.checkpoint.native.read_state import read_manifest
+from vescale_fsdp.checkpoint.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.state.allocation import Allocation, meta_tensors

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp.checkpoint.async_save import AsyncSaver, Optimizers, SaveHandle
-from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.load import Read, Verify, check_choices
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
-from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, check_choice
+from vescale_fsdp.checkpoint.native.read_state import read_manifest
 from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
 from vescale_fsdp.checkpoint.ranks.coordinator import (
     Coordinator,
@@ -36,6 +35,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     num_neighbors,
 )
 from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
+from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.restore import Restored, StepSearch, no_such_step, restore_newest
 from vescale_fsdp.checkpoint.save import Format, Saver, form_of
 from vescale_fsdp.checkpoint.state.matching.result import Strict

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.load import Loader, LoadReport, Read, Verify, partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
@@ -34,6 +33,7 @@ from vescale_fsdp.checkpoint.memory.peer_memory import (
     is_whole,
 )
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
+from vescale_fsdp.checkpoint.native.read_state import read_manifest
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.checkpoint.state.matching.result import Strict

@@ -28,9 +28,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, root_errors
-from vescale_fsdp.checkpoint.formats.native.write import NativeForm
-from vescale_fsdp.checkpoint.formats.zarr.live import ZarrForm
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,
@@ -41,8 +38,11 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, decode, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
-from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, begin_comparison, check_choice
+from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare, root_errors
+from vescale_fsdp.checkpoint.native.write import NativeForm
+from vescale_fsdp.checkpoint.native.zarr_live import ZarrForm
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, num_neighbors
+from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, begin_comparison, check_choice
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, pack_blob, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -1,6 +1,6 @@
 """`verify`: report all problems of a checkpoint of any format, without a model or process group.
 
-    native and zarr form         verifies the checksum of every stripe and chunk (`formats.check`)
+    native and zarr form         verifies the checksum of every stripe and chunk (`native.check`)
     other formats                verifies every range that has a checksum, and reads all other bytes once, to detect
                                  read errors of the disk
 
@@ -27,7 +27,7 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, Vescale
 from vescale_fsdp.formats import open_foreign
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.formats.check import Check
+    from vescale_fsdp.checkpoint.native.check import Check
 
 _READ_BYTES = 4 * 2**20  # 4 MiB; largest read of bytes without a checksum
 
@@ -124,7 +124,7 @@ def verify(
             return _verify_own(path.store, manifest, deep, progress)
         return _verify_source(path, deep, progress)
     # Imported here because they import torch, which is not needed to verify a `Source`.
-    from vescale_fsdp.checkpoint.formats.read_state import read_manifest
+    from vescale_fsdp.checkpoint.native.read_state import read_manifest
     from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 
     storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
@@ -149,7 +149,7 @@ def _verify_own(
     storage: Storage, manifest: Manifest, deep: bool, progress: Callable[[int], object]
 ) -> VerifyReport:
     """Verify every stripe of every rank's file and every chunk of every zarr array, or the sizes and headers."""
-    from vescale_fsdp.checkpoint.formats.check import check_files  # few callers need it
+    from vescale_fsdp.checkpoint.native.check import check_files  # few callers need it
 
     problems: list[VerifyReport.Problem] = []
     done: list[int] = []  # bytes of each verified stripe or chunk of tensors

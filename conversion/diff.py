@@ -13,7 +13,7 @@ import numpy as np
 from vescale_fsdp.checkpoint.formats.huggingface.class_names import in_memory
 from vescale_fsdp.checkpoint.formats.huggingface.repository import NAMES_OF_FILES, config_class, own_config
 from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
-from vescale_fsdp.checkpoint.moves.carried_state import find_model, model_state, unwrapped_names
+from vescale_fsdp.checkpoint.moves.carried_state import find_model, model_state
 from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
 from vescale_fsdp.checkpoint.moves.source import Source, check_source
 from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint.moves.tensor_view import (
     repeated_dims,
     without_repeats,
 )
+from vescale_fsdp.checkpoint.state.model_names import unwrapped_names
 from vescale_fsdp.errors import ConversionError, format_bytes, option, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.model_shapes import natural_key

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.huggingface.class_check import check_planned
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
@@ -27,14 +26,16 @@ from vescale_fsdp.checkpoint.formats.huggingface.write import (
     repository_folder,
     write_repository,
 )
-from vescale_fsdp.checkpoint.formats.source import NativeLeaves
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
-from vescale_fsdp.checkpoint.moves.carried_state import find_model, optimizer_names
+from vescale_fsdp.checkpoint.moves.carried_state import find_model
 from vescale_fsdp.checkpoint.moves.casting import CastRules
 from vescale_fsdp.checkpoint.moves.plan import OutputPlan
+from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
+from vescale_fsdp.checkpoint.state.model_names import optimizer_names
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.convert import plan_conversion

@@ -139,8 +139,3 @@ def open_foreign(url: Any) -> Any:
 def open_for_load(url: Any, options: Any) -> Any:
     """Return the `OpenedSource` of a checkpoint of any format, for a load with these `SourceOptions`."""
     return function_named("vescale_fsdp.conversion.source_state:open_for_load")(url, options)
-
-
-def initializer_of(module: Any) -> Any:
-    """Return the `ClassInitializer` of a module, which covers the modules in it that belong to transformers' models."""
-    return function_named("vescale_fsdp.checkpoint.formats.huggingface.class_init:ClassInitializer")(module)

@@ -17,13 +17,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.formats.source import NativeLeaves
+from vescale_fsdp.checkpoint.formats.source import constants_of, infos_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
+from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -68,9 +69,9 @@ class HeldShards:
             storage,
             {
                 name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, i.nbytes),))
-                for name, i in leaves.infos.items()
+                for name, i in infos_of(manifest.structure, leaves).items()
             },
-            leaves.values,
+            constants_of(leaves),
             leaves.paths,
             readers={name: partial(self._read, place) for name, place in self.places.items()},
             aliases={name: firsts[place] for name, place in self.places.items() if firsts[place] != name},

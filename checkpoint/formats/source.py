@@ -6,44 +6,27 @@ files; in the zarr form, in the chunks of arrays, and ranks' files have the chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.state_tree import decode
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.moves.source import Source, StoredValue, constant
 from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.moves.verified_reads import CheckedRange
-from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
+from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
+from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 from vescale_fsdp.layout.region import Region
 
-if TYPE_CHECKING:
-    pass
-
 _MAX_OPEN_FILES = 64  # limits memory: pieces, header and checksums of each open file
-
-
-class _NumberedTensor(NamedTuple):
-    """A tensor leaf of the decoded state; ``place`` is its number in the structure."""
-
-    place: int
-
-
-class _PerRankLeaf(NamedTuple):
-    """A `PerRank` leaf of the decoded state."""
-
-    name: str
 
 
 def open_native(store: Storage) -> Source:
@@ -65,8 +48,9 @@ def open_native(store: Storage) -> Source:
     del files  # frees the pieces and headers of all files, which `chunks` no longer needs
     leaves = NativeLeaves(manifest.structure, store.where)
     layouts = manifest.structure.layouts
+    infos = infos_of(manifest.structure, leaves)
     tensors = {
-        name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
+        name: StoredTensor(infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
     # Without the state tree, whose memory is freed: its content is in `leaves`.
     manifest = replace(manifest, structure=replace(manifest.structure, tree=None))
@@ -84,7 +68,7 @@ def open_native(store: Storage) -> Source:
         "native",
         store,
         tensors,
-        leaves.values,
+        constants_of(leaves),
         leaves.paths,
         facts,
         omitted=tuple(leaves.per_rank),
@@ -93,50 +77,17 @@ def open_native(store: Storage) -> Source:
     )
 
 
-class NativeLeaves:
-    """The leaves of a native checkpoint's state, by flattened name.
-
-    Args:
-        structure: contains the state's tree.
-        where: the checkpoint's path, for messages.
-
-    Attributes:
-        tensors: name -> number of the tensor in the structure.
-        infos: name -> name, shape and dtype of the tensor.
-        values: name -> leaf that is not a tensor.
-        paths: name -> path of the leaf in the nested state.
-        per_rank: names of `PerRank` values, which only native checkpoints can store.
-    """
-
-    def __init__(self, structure: Structure, where: str) -> None:
-        self.tensors: dict[str, int] = {}
-        self.infos: dict[str, TensorInfo] = {}
-        self.values: dict[str, StoredValue] = {}
-        self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.per_rank: list[str] = []
-        state = decode(structure.tree, _leaf, where)
-        # A state that is a list or a single tensor gets a key, so that every leaf has a name.
-        nested = state if isinstance(state, Mapping) else {"state": state}
-        for path, leaf in flatten(
-            nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
-        ).items():
-            name = name_of(path)
-            self.paths[name] = path
-            if isinstance(leaf, _NumberedTensor):
-                entry = structure.entries[leaf.place]
-                self.tensors[name] = leaf.place
-                self.infos[name] = TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
-            elif isinstance(leaf, _PerRankLeaf):
-                self.per_rank.append(name)
-            else:
-                self.values[name] = constant(leaf)
+def infos_of(structure: Structure, leaves: NativeLeaves) -> dict[str, TensorInfo]:
+    """Return the name, shape and dtype of every tensor leaf, by its name."""
+    entries = {name: structure.entries[place] for name, place in leaves.tensors.items()}
+    return {
+        name: TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype)) for name, entry in entries.items()
+    }
 
 
-def _leaf(node: Mapping[str, Any]) -> Any:
-    """Return the leaf for a node of the state tree; None for a tensor that is absent."""
-    if node["$"] == "tensor":
-        return _NumberedTensor(int(node["i"]))
-    return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
+def constants_of(leaves: NativeLeaves) -> dict[str, StoredValue]:
+    """Return the leaves that are not tensors, by name, as a `Source` has them."""
+    return {name: constant(leaf) for name, leaf in leaves.values.items()}
 
 
 def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
@@ -170,7 +121,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
 def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
     """Return the chunks of every tensor's array."""
     # Imported here, because it imports numpy, which the native form does not need.
-    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
+    from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in files:

@@ -21,9 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint.formats.loadable import Loadable, model_path, split_leaves
-from vescale_fsdp.checkpoint.formats.native.read import Reads
-from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.formats.native.tree import native_tree
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dtype_name
@@ -38,6 +35,9 @@ from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.checkpoint.moves.verified_reads import SeenPieces
+from vescale_fsdp.checkpoint.native.loadable import Loadable, model_path, split_leaves
+from vescale_fsdp.checkpoint.native.read import Reads
+from vescale_fsdp.checkpoint.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects

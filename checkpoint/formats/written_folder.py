@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_fsdp.checkpoint.formats.form import lock_errors
 from vescale_fsdp.checkpoint.moves.plan import ClosingFile
+from vescale_fsdp.checkpoint.native.form import lock_errors
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LOCK_NAMES
 from vescale_fsdp.errors import CheckpointError, some

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.formats.native.write import FileImage, write_rank_file
-from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.memory.partners import plan_makers, plan_moves
+from vescale_fsdp.checkpoint.native.read_state import CheckpointReader, read_manifest
+from vescale_fsdp.checkpoint.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK, FileMove, move_files
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -34,9 +34,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.async_save import SaveHandle
-from vescale_fsdp.checkpoint.formats.check import rank_file_problem
-from vescale_fsdp.checkpoint.formats.form import lock_errors
-from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -47,10 +44,13 @@ from vescale_fsdp.checkpoint.memory.partners import (
     plan_copies,
 )
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
-from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas
+from vescale_fsdp.checkpoint.native.check import rank_file_problem
+from vescale_fsdp.checkpoint.native.form import lock_errors
+from vescale_fsdp.checkpoint.native.read_state import read_manifest
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.steps.retention import remove_chosen, surplus_steps
 from vescale_fsdp.checkpoint.steps.run_file import RunFile

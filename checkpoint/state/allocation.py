@@ -26,10 +26,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
+from vescale_fsdp.checkpoint.state.class_init import ClassInitializer
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects, home_device
 from vescale_fsdp.checkpoint.state.nesting import name_of
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
-from vescale_fsdp.formats import initializer_of
 from vescale_fsdp.torch_private import apply_to_tensors, local_of
 
 # A NaN of each float dtype, and the integers that carry its bits.
@@ -118,7 +118,7 @@ class Allocation:
         self._unsaved = [each for each in rest if each.name in unsaved]
         lacking = [*self._unsaved, *(each for each in rest if each.name in missing)]
         self._classes = {
-            model: initializer_of(model) for model in dict.fromkeys(each.model for each in lacking)
+            model: ClassInitializer(model) for model in dict.fromkeys(each.model for each in lacking)
         }
         # Without an initializer, they stay on the meta device: a use of them is an error.
         self._watched = [

@@ -9,14 +9,14 @@ REVIEWED: dict[str, dict[str, str]] = {
         "_MetadataReader._byte_range[2] _MetadataReader._checked_name",
         "checkpoint/formats/huggingface/read.py": "_joined_metadata _odd_shard weight_map _disagree",
         "checkpoint/formats/huggingface/repository.py": "refuse_pointers",
-        "checkpoint/formats/native/open_rank_file.py": "OpenRankFile.corrupt",
-        "checkpoint/formats/read_state.py": "CheckpointReader._unpack",
+        "checkpoint/native/open_rank_file.py": "OpenRankFile.corrupt",
+        "checkpoint/native/read_state.py": "CheckpointReader._unpack",
         "checkpoint/formats/torch_save/archive_reader.py": "TorchArchive._damaged",
         "checkpoint/formats/torch_save/pickle_reader.py": "_load[1] load_dcp_metadata",
         "checkpoint/formats/torch_save/read.py": "TorchFile.content TorchFile.flat TorchFile.flat[1] TorchFile.damaged "
         "_dtensor_box",
         "checkpoint/formats/zarr/arrays.py": "damaged _Array2._decoded",
-        "checkpoint/formats/zarr/chunks.py": "read_chunk.corrupt",
+        "checkpoint/native/zarr_chunks.py": "read_chunk.corrupt",
         "checkpoint/manifest/manifest.py": "_corrupt",
         "checkpoint/manifest/rank_file.py": "ShareFinder.shares",
         "checkpoint/memory/peer_memory.py": "PeerMemory.bring_manifest PeerMemory._check_disk",
@@ -40,9 +40,9 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/quantization/model.py": "mismatch",
     },
     "another job, another node, a network or a disk is at fault: the cure lies there": {
-        "checkpoint/formats/form.py": "RankShare.check_room lock_errors",
+        "checkpoint/native/form.py": "RankShare.check_room lock_errors",
         "checkpoint/formats/huggingface/read.py": "open_hf_folder",
-        "checkpoint/formats/native/write.py": "_check_files _publish",
+        "checkpoint/native/write.py": "_check_files _publish",
         "checkpoint/load.py": "Loader._open Loader._reading",
         "checkpoint/memory/partners.py": "partners_in_rings",
         "checkpoint/moves/source.py": "Source.require_unchanged",
@@ -81,7 +81,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/rules/operations.py": "StackCounted.forward",
     },
     "the user's own code, state or rules must change in a way that the remedy cannot know": {
-        "checkpoint/formats/dcp/state_dict.py": "_cut_tensor",
+        "checkpoint/state/state_dict.py": "_cut_tensor",
         "checkpoint/formats/huggingface/class_names.py": "_not_made",
         "checkpoint/manifest/structure.py": "check_complete",
         "checkpoint/moves/coded_tensors.py": "_ComputedView.over",
@@ -98,7 +98,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/rules/operations.py": "_Concat.backward StackCounted._require",
     },
     "an accelerator, several processes or gigabytes of names are needed to get there": {
-        "checkpoint/formats/dcp/storage.py": "_DcpRanks.check_rank _other_ranks",
+        "checkpoint/dcp_storage.py": "_DcpRanks.check_rank _other_ranks",
         "checkpoint/formats/huggingface/plan.py": "make_header[2] index_bytes",
         "checkpoint/state/host_copies.py": "memory_of DeferredCopy.finish",
     },
@@ -109,6 +109,6 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/convert.py": "_with_ties",
     },
     "a warning, not an error: its own test applies it": {
-        "checkpoint/formats/dcp/storage.py": "RaggedReader._load",
+        "checkpoint/dcp_storage.py": "RaggedReader._load",
     },
 }

@@ -22,7 +22,7 @@ from vescale_fsdp.errors import ConversionError
 # Sources
 
 
-@runs("checkpoint/moves/carried_state.py::ModelNames.require_one")
+@runs("checkpoint/state/model_names.py::ModelNames.require_one")
 @pytest.mark.parametrize("keys", [("student", "teacher"), ("a model", "it's")])
 def test_several_models(keys: tuple[str, str], tmp_path: Path) -> None:
     """One by its prefix, as a shell would read it; or both as one."""
@@ -36,7 +36,7 @@ def test_several_models(keys: tuple[str, str], tmp_path: Path) -> None:
     assert len(written(tmp_path / "both")) == 4
 
 
-@runs("checkpoint/moves/carried_state.py::split_entries")
+@runs("checkpoint/state/model_names.py::split_entries")
 def test_no_weights_by_this_prefix(tmp_path: Path) -> None:
     """The option that the remedy names, with a prefix that is there."""
     source = torch_file(tmp_path / "a.pt", {"net": MODEL})
@@ -46,7 +46,7 @@ def test_no_weights_by_this_prefix(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/moves/carried_state.py::unwrapped_names")
+@runs("checkpoint/state/model_names.py::unwrapped_names")
 def test_names_that_wrappers_made(tmp_path: Path) -> None:
     """One of the two, by its prefix."""
     state = {"a": {"_orig_mod.w": torch.ones(3)}, "b": {"w": torch.zeros(3)}}

@@ -61,7 +61,7 @@ def _model(*, ones: bool = False, names: tuple[str, ...] = ("a", "b")) -> nn.Mod
 # Targets of saves
 
 
-@runs("checkpoint/formats/native/write.py::NativeForm.claim")
+@runs("checkpoint/native/write.py::NativeForm.claim")
 def test_a_checkpoint_is_there(tmp_path: Path) -> None:
     """It is replaced when that is asked for; another path is free."""
     save(tmp_path / "c", _zeros("w"))
@@ -303,7 +303,7 @@ def test_an_optimizer_without_its_module(tmp_path: Path) -> None:
 # What is loaded
 
 
-@runs("checkpoint/formats/read_state.py::_no_checkpoint")
+@runs("checkpoint/native/read_state.py::_no_checkpoint")
 @pytest.mark.parametrize("what", ["steps", "dcp", "weights"])
 def test_no_native_checkpoint(what: str, tmp_path: Path) -> None:
     """`read_state` reads our own format; the remedy has a call for each other one."""
@@ -330,7 +330,7 @@ def test_no_native_checkpoint(what: str, tmp_path: Path) -> None:
     assert torch.equal(read_state(tmp_path / "out")["w"].read(), ONES)
 
 
-@runs("checkpoint/formats/read_state.py::CheckpointReader.__getitem__")
+@runs("checkpoint/native/read_state.py::CheckpointReader.__getitem__")
 def test_no_such_tensor(tmp_path: Path) -> None:
     """The names are those that the reader iterates over."""
     save(tmp_path / "c", {"model": _ones("w")})
@@ -611,7 +611,7 @@ def test_an_answer_that_is_no_bool(tmp_path: Path) -> None:
 # DCP's calls
 
 
-@runs("checkpoint/formats/dcp/state_dict.py::_check_model")
+@runs("checkpoint/state/state_dict.py::_check_model")
 def test_the_model_comes_first() -> None:
     """The call as the remedy writes it."""
     model, state = _model(), _model(ones=True).state_dict()
@@ -624,7 +624,7 @@ def test_the_model_comes_first() -> None:
 # Ranks
 
 
-@runs("checkpoint/manifest/structure.py::_differ", "checkpoint/moves/replicas.py::_raise_difference")
+@runs("checkpoint/manifest/structure.py::_differ", "checkpoint/ranks/replicas.py::_raise_difference")
 def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
     """`PerRank` keeps each; `check_replicas=False` stores a mixture of tensors."""
 
@@ -654,7 +654,7 @@ def _refused_by_dcp(call: Callable[..., object], *args: Any, **options: Any) -> 
     return refused(unwrapped)
 
 
-_STORAGE = "checkpoint/formats/dcp/storage.py::"
+_STORAGE = "checkpoint/dcp_storage.py::"
 
 
 @runs(f"{_STORAGE}_wrong_storage", f"{_STORAGE}_state_of")

@@ -33,11 +33,11 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp.checkpoint.formats.dcp.state_dict import get_model_state_dict
 from vescale_fsdp.checkpoint.load import load
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import save
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
+from vescale_fsdp.checkpoint.state.state_dict import get_model_state_dict
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnknownNameError, some
 from vescale_fsdp.integrations.installation import as_fsdp2
 from vescale_fsdp.integrations.plain_values import holds_checkpoint, read_values, split_storable

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.formats.read_state import CheckpointTensor, read_state
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
+from vescale_fsdp.checkpoint.native.read_state import CheckpointTensor, read_state
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.state.capture import TreeSink, encode
 from vescale_fsdp.checkpoint.state.per_rank import PerRank

@@ -13,7 +13,6 @@ from functools import partial
 
 from vescale_fsdp.checkpoint.formats.dcp.plan import file_of_rank, plan_dcp_by_rank
 from vescale_fsdp.checkpoint.formats.dcp.source import METADATA_FILE
-from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -22,6 +21,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.moves.carried_state import whole_state
 from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, no_progress
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
 from vescale_fsdp.errors import ConversionError, some

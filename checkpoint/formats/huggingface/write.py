@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.formats.form import Commit, RankShare
 from vescale_fsdp.checkpoint.formats.held_shards import HeldShards
 from vescale_fsdp.checkpoint.formats.huggingface.repository import (
     BEING_WRITTEN,
@@ -37,6 +36,7 @@ from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, OutputPlan
 from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, read_range
+from vescale_fsdp.checkpoint.native.form import Commit, RankShare
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.checkpoint_states import SHAPES, full, planned, ragged_group, stock_tensors
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import PerRank, load, read_state, verify
-from vescale_fsdp.checkpoint.formats.native.write import FileImage
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.native.write import FileImage
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.state.capture import take_state

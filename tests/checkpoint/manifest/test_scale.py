@@ -163,7 +163,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
 
 def _write_as(path: Path, structure: Structure, world: int) -> None:
     """Write the files of a world one by one, from one process."""
-    from vescale_fsdp.checkpoint.formats.native.write import (
+    from vescale_fsdp.checkpoint.native.write import (
         FileImage,
         NativeForm,
         write_rank_file,

@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import verify as verify_files
-from vescale_fsdp.checkpoint.formats.native import read as native_read
 from vescale_fsdp.checkpoint.load import Verify
+from vescale_fsdp.checkpoint.native import read as native_read
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
@@ -197,7 +197,7 @@ def test_a_file_that_shrinks_while_it_is_read(
     """Pages that are gone are an error with the file's name, not the end of the process."""
     save(tmp_path / "c", _tensors(0))
     (file,) = (tmp_path / "c").glob("data-*/*")
-    from vescale_fsdp.checkpoint.formats.native.read import ReadPlan
+    from vescale_fsdp.checkpoint.native.read import ReadPlan
 
     jobs = ReadPlan._jobs
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, load, save
 from vescale_fsdp.checkpoint.async_save import _group_savers, _saver_for
-from vescale_fsdp.checkpoint.formats.zarr import live as zarr_form
+from vescale_fsdp.checkpoint.native import zarr_live as zarr_form
 from vescale_fsdp.checkpoint.ranks import coordinator as agreement
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Saver

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load
-from vescale_fsdp.checkpoint.formats.native import read as native_read
-from vescale_fsdp.checkpoint.formats.native.read import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.load import Read, Verify
+from vescale_fsdp.checkpoint.native import read as native_read
+from vescale_fsdp.checkpoint.native.read import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import waves_of
 from vescale_fsdp.checkpoint.save import Saver

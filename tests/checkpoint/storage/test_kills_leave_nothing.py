@@ -14,8 +14,8 @@ import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier
 from vescale_fsdp.checkpoint.dcp import DCP
-from vescale_fsdp.checkpoint.formats.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.native.read_state import read_manifest
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 CALLS = ("open", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate", "pwritev")

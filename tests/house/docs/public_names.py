@@ -26,7 +26,7 @@ MODULES = (
 )
 # Classes that only methods take or return. They have no public name, but a page.
 OF_METHODS = (
-    "vescale_fsdp.checkpoint.formats.read_state.CheckpointTensor",  # CheckpointReader.Tensor
+    "vescale_fsdp.checkpoint.native.read_state.CheckpointTensor",  # CheckpointReader.Tensor
     "vescale_fsdp.checkpoint.steps.retention.StepRecord",  # CheckpointManager.Record
     "vescale_fsdp.checkpoint.steps.save_policy.SaveContext",  # SavePolicy.Context
     "vescale_fsdp.layout.group_layout.ModelLayout",

@@ -56,7 +56,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self.wait()": SAVE,
         "wait([self._last.future])": SAVE,
     },
-    "checkpoint/formats/native/write.py": {"stream.record().synchronize()": DEVICE},
+    "checkpoint/native/write.py": {"stream.record().synchronize()": DEVICE},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/first_answer.py": {
         "answer.exception()": SAVE,

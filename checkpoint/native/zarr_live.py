@@ -15,15 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.formats.form import Commit, RankShare, root_errors
-from vescale_fsdp.checkpoint.formats.native.read import Reads
-from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget, sinks_of
-from vescale_fsdp.checkpoint.formats.native.write import (
-    FileImage,
-    NativeForm,
-    write_rank_file,
-)
-from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
@@ -37,6 +28,15 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     group_files,
     held_chunks,
 )
+from vescale_fsdp.checkpoint.native.form import Commit, RankShare, root_errors
+from vescale_fsdp.checkpoint.native.read import Reads
+from vescale_fsdp.checkpoint.native.targets import LoadTarget, sinks_of
+from vescale_fsdp.checkpoint.native.write import (
+    FileImage,
+    NativeForm,
+    write_rank_file,
+)
+from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused

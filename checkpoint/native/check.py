@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -23,6 +22,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     chunk_file,
     group_files,
 )
+from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import VescaleError
@@ -132,7 +132,7 @@ def _text_of(error: VescaleError | OSError) -> str:
 
 def _array_checks(storage: Storage, manifest: Manifest, deep: bool) -> Iterator[Check]:
     """Verify every file of the zarr arrays: metadata of groups and arrays, then chunks, or their sizes."""
-    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk  # imports numpy
+    from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables, read_chunk  # imports numpy
 
     tables = ChunkTables(storage, manifest)
     for name, expected in group_files(manifest).items():

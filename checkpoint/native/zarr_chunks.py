@@ -14,10 +14,10 @@ from contextlib import closing
 import numpy as np
 import numpy.typing as npt
 
-from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, holders_of
+from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError

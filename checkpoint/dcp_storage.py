@@ -40,11 +40,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from vescale_fsdp.checkpoint.formats.form import Commit
-from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.load import Loader, Overwriting, Verify
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
-from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, check_choice
+from vescale_fsdp.checkpoint.native.form import Commit
+from vescale_fsdp.checkpoint.native.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.ranks.coordinator import (
     Coordinator,
     SoloCoordinator,
@@ -52,6 +51,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     num_neighbors,
     solo_coordinator,
 )
+from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage

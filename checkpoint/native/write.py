@@ -3,7 +3,7 @@
     write       every rank: several threads hash stripes and write them while they are in the cache
     commit      one rank: check that all files exist, sync the folder, publish ``manifest.json``, remove older data
 
-The zarr form (`formats.zarr.live`) uses the same claim, rank file and commit.
+The zarr form (`zarr_live`) uses the same claim, rank file and commit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare, lock_errors, root_errors
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
+from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare, lock_errors, root_errors
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.host_copies import CopyStream, PinnedSlots, copy_stream_of
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage

@@ -12,17 +12,17 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint.formats.native.read import Reads
-from vescale_fsdp.checkpoint.formats.read_state import CheckpointReader, read_manifest
-from vescale_fsdp.checkpoint.formats.source import NativeLeaves
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
-from vescale_fsdp.checkpoint.moves.carried_state import ModelNames, container_of, split_entries
+from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
+from vescale_fsdp.checkpoint.native.read import Reads
+from vescale_fsdp.checkpoint.native.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue, ManifestCatalogue
 from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
+from vescale_fsdp.checkpoint.state.model_names import ModelNames, container_of, split_entries
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.state.optimizer_state import items_of_node
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -139,8 +139,9 @@ class NativeCheckpoint(Loadable):
         """
         tree = self._manifest.structure.tree
         try:
-            leaves = NativeLeaves(self._manifest.structure, self.where)
-            shapes = {name: info.shape for name, info in leaves.infos.items()}
+            structure = self._manifest.structure
+            leaves = NativeLeaves(structure, self.where)
+            shapes = {name: structure.entries[place].shape for name, place in leaves.tensors.items()}
             model = split_entries(leaves.paths, shapes, None, self.where)
             own = model_path(live)
         except ConversionError:  # no tensors of a model, or keys that have no dotted names

@@ -47,9 +47,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.formats.native.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder
+from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.native.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import exchange, waves_of
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.formats.native.read import ReadPlan, Reads
-from vescale_fsdp.checkpoint.formats.native.targets import Bytes, Sink
-from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
-from vescale_fsdp.checkpoint.formats.zarr.live import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.native.read import ReadPlan, Reads
+from vescale_fsdp.checkpoint.native.targets import Bytes, Sink
+from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables
+from vescale_fsdp.checkpoint.native.zarr_live import ZarrReads
 from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage

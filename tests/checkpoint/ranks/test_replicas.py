@@ -26,9 +26,9 @@ from vescale_fsdp.checkpoint import (
     save,
 )
 from vescale_fsdp.checkpoint.dcp import DCP
-from vescale_fsdp.checkpoint.formats.dcp.storage import RaggedSavePlanner, RaggedWriter
-from vescale_fsdp.checkpoint.moves.replicas import CheckReplicas, begin_comparison
+from vescale_fsdp.checkpoint.dcp_storage import RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
+from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, begin_comparison
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.runtime.fully_shard import fully_shard
 from vescale_fsdp.torch_private import local_of
