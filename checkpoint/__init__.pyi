@@ -5,11 +5,8 @@ from vescale_fsdp.checkpoint.native.read_state import (
     CheckpointReader as CheckpointReader,
     read_state as read_state,
 )
-from vescale_fsdp.checkpoint.load import (
-    LoadReport as LoadReport,
-    SourceOptions as SourceOptions,
-    load as load,
-)
+from vescale_fsdp.checkpoint.foreign import SourceOptions as SourceOptions
+from vescale_fsdp.checkpoint.load import LoadReport as LoadReport, load as load
 from vescale_fsdp.checkpoint.manager import CheckpointManager as CheckpointManager, Restored as Restored
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier as RamTier
 from vescale_fsdp.checkpoint.save import save as save
@@ -25,4 +22,5 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 )
 from vescale_fsdp.checkpoint.steps.step_folders import latest as latest
 from vescale_fsdp.checkpoint.storage.progress import ProgressReport as ProgressReport
-from vescale_fsdp.checkpoint.verify import VerifyReport as VerifyReport, verify as verify
+from vescale_fsdp.checkpoint.verify import verify as verify
+from vescale_fsdp.checkpoint.verify_report import VerifyReport as VerifyReport

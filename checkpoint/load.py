@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale_fsdp.checkpoint.foreign import SourceOptions, foreign_formats
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.native.loadable import Loadable, NativeCheckpoint, Supply
@@ -55,7 +56,6 @@ from vescale_fsdp.errors import (
     VescaleError,
     some,
 )
-from vescale_fsdp.formats import is_known, open_for_load
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
@@ -99,37 +99,6 @@ class LoadReport:
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """How `load` reads a checkpoint whose tensors differ from the state's in name, layout or encoding.
-
-    Args:
-        rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
-        rules_to: key rules map names between two sides; this is the side whose names the state has, ``"ours"`` or
-            ``"hf"``.
-        config: folder or URL of the config.json that rules and ``dequantize`` use; default: the checkpoint's own.
-        dequantize: the float dtype that quantized weights are converted to, before rules: ``"bf16"``, as for
-            ``vescale-convert``.
-        model_prefix: prefix of the model's names in the checkpoint; detected by default.
-        adapter_name: the adapter of the state that a peft adapter's folder fills, if the state has several.
-
-    Examples:
-        >>> from vescale_fsdp.checkpoint import save
-        >>> save("of_two", {"teacher": {"w": torch.ones(2)}, "student": {"w": torch.zeros(2)}})
-        >>> state = {"w": torch.zeros(2)}
-        >>> _ = load("of_two", state, source=SourceOptions(model_prefix="teacher"))
-        >>> state["w"].tolist()
-        [1.0, 1.0]
-    """
-
-    rules: str | None = None
-    rules_to: str = "ours"
-    config: str | None = None
-    dequantize: str | None = None
-    model_prefix: str | None = None
-    adapter_name: str | None = None
 
 
 def load(
@@ -239,13 +208,7 @@ def load(
             _check_choices_of_views(verify, read, path)
 
     def open_views() -> Loadable:
-        # Imported here: views need modules that most native loads do not need.
-        from vescale_fsdp.checkpoint.formats.viewed_checkpoint import ViewedCheckpoint
-
-        opened = open_for_load(_url_of(path), source or SourceOptions())
-        metadata = None if manifest is None else manifest.metadata
-        by_name = manifest is not None and source is None
-        return ViewedCheckpoint(opened, coordinator, casts, by_name=by_name, metadata=metadata)
+        return foreign_formats().loadable(_url_of(path), source, coordinator, casts, manifest)
 
     opener = open_views if through_views else None
     loader = Loader(storage, coordinator, verify, None, read, meter, manifest, opener, init)
@@ -277,7 +240,7 @@ def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | N
         # An interrupted save in the zarr format leaves zarr.json without a manifest: do not load it as a foreign zarr
         # hierarchy.
         is_unfinished = any(name.startswith("data-") for name in files)
-        if files and (is_unfinished or not is_known(files)):
+        if files and (is_unfinished or not foreign_formats().is_known(files)):
             raise
         parent, name = open_parent(os.fspath(path).rstrip("/"))
         if not files and parent.size(name) is None:  # neither a folder with files nor a single file

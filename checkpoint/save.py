@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.foreign import foreign_formats
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,
@@ -52,7 +53,7 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_modes import plainly
 
-Format = Literal["native", "zarr"] | Form
+Format = Literal["native", "zarr", "dcp"] | Form
 _FORMS: dict[str, NativeForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
 _log = logging.getLogger(__name__)
@@ -80,8 +81,9 @@ def save(
         metadata: JSON of your own, the same on all ranks, returned by `read_state(path).metadata`.
         overwrite: replace an existing checkpoint; the old one stays valid until the new one is committed.
         format: "native" (one safetensors file per rank; the fastest), "zarr" (one zarr v3 array per tensor, for tools
-            outside PyTorch; also loads at any world size), or an object that writes the format of another library:
-            `vescale_fsdp.conversion.HuggingFace(..)` or `vescale_fsdp.checkpoint.dcp.DCP()`.
+            outside PyTorch; also loads at any world size), "dcp" (a folder of `torch.distributed.checkpoint`,
+            which cannot contain `PerRank` values), or an object that writes the format of another library:
+            `vescale_fsdp.conversion.HuggingFace(..)`.
         process_group: the ranks that save; default: all. Its timeout limits how long ranks wait for a missing rank.
         progress: callable that receives this rank's progress; True draws a bar on rank 0.
         check_replicas: how replicas (ranks with the same part of a tensor) are compared. Each replica writes a share of
@@ -284,11 +286,13 @@ def form_of(format: Format) -> Form:
         ValueError: for an unknown name.
     """
     # `str`, so that an object of any other class, hashable or not, is an unknown format.
+    if str(format) == "dcp":
+        return foreign_formats().dcp_form()
     form = format if isinstance(format, Form) else _FORMS.get(str(format))
     if form is None:
         raise ArgumentError(
             "There is no such format.",
-            expected="'native', 'zarr', or a form: checkpoint.dcp.DCP(), conversion.HuggingFace(assets=..)",
+            expected="'native', 'zarr', 'dcp', or a form: conversion.HuggingFace(assets=..)",
             got=repr(format),
         )
     return form

@@ -11,39 +11,39 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.class_check import (
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.conversion.convert_options import ConvertOptions
+from vescale_fsdp.conversion.engine.carried_state import (
+    CarriedState,
+    model_state,
+    whole_state,
+    with_optimizer_form,
+)
+from vescale_fsdp.conversion.engine.copying import CopyLimits, Progress, no_progress
+from vescale_fsdp.conversion.engine.plan import OutputPlan, Written
+from vescale_fsdp.conversion.engine.run_plan import Outcome, run_plan
+from vescale_fsdp.conversion.engine.source import Source, check_source
+from vescale_fsdp.conversion.engine.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
+from vescale_fsdp.conversion.engine.tensor_view import TensorView, repeated_dims, without_repeats
+from vescale_fsdp.conversion.formats.huggingface.class_check import (
     ClassCheck,
     check_planned,
     check_written,
     missing_tensors,
 )
-from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+from vescale_fsdp.conversion.formats.huggingface.repository import (
     NAMES_OF_FILES,
     Assets,
     config_class,
     own_config,
     own_settings,
 )
-from vescale_fsdp.checkpoint.moves.carried_state import (
-    CarriedState,
-    model_state,
-    whole_state,
-    with_optimizer_form,
-)
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits, Progress, no_progress
-from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
-from vescale_fsdp.checkpoint.moves.run_plan import Outcome, run_plan
-from vescale_fsdp.checkpoint.moves.source import Source, check_source
-from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView, repeated_dims, without_repeats
-from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.conversion.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.errors import ConversionError, as_pattern, format_bytes, option, some
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import Compare
+    from vescale_fsdp.conversion.formats.huggingface.tied_weights import Compare
 
 # A warning for native targets on several ranks.
 _ORDER_LOST = (
@@ -329,7 +329,7 @@ def _dequantized(
     """Dequantize weights if requested, and remove the quantization from config.json."""
     if options.dequantize is None:
         return state
-    from vescale_fsdp.checkpoint.moves.casting import float_type
+    from vescale_fsdp.conversion.engine.casting import float_type
     from vescale_fsdp.conversion.quantization.dequantize import dequantized
 
     dtype = float_type(options.dequantize)
@@ -384,7 +384,7 @@ def _with_names_of_class(
     class_name = config_class(config)
     if class_name is None or kind == "adapter" or state.model.candidates:
         return state
-    from vescale_fsdp.checkpoint.formats.huggingface.class_names import in_files, in_memory
+    from vescale_fsdp.conversion.formats.huggingface.class_names import in_files, in_memory
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     # The class converts weights, not the codes and scales of a quantized release.
@@ -420,7 +420,7 @@ def _with_ties(
     # An adapter has no tied weights. Without config.json, nothing says which weights are tied.
     if kind == "adapter" or (kind == "hf" and assets.config is None):
         return state, {}, ()
-    from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names, find_ties, left_out_by
+    from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names, find_ties, left_out_by
 
     if kind == "hf":
         tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
@@ -481,7 +481,7 @@ def _with_casts(
     """
     if not options.dtype:
         return state, {}
-    from vescale_fsdp.checkpoint.moves.casting import CastRules
+    from vescale_fsdp.conversion.engine.casting import CastRules
 
     casts = CastRules.parse(options.dtype)
     cast = state.with_model_views(lambda views: casts.apply(views, quantized))

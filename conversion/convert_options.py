@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.conversion.engine.copying import CopyLimits
 from vescale_fsdp.errors import ConversionError, option
 
 _MAX_PARTS = 65_536  # limited, because every part looks for the journals of all parts

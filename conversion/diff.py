@@ -10,25 +10,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.formats.huggingface.class_names import in_memory
-from vescale_fsdp.checkpoint.formats.huggingface.repository import NAMES_OF_FILES, config_class, own_config
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
-from vescale_fsdp.checkpoint.moves.carried_state import find_model, model_state
-from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
-from vescale_fsdp.checkpoint.moves.source import Source, check_source
-from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
-from vescale_fsdp.checkpoint.moves.tensor_view import (
+from vescale_fsdp.checkpoint.state.model_names import unwrapped_names
+from vescale_fsdp.conversion.engine.carried_state import find_model, model_state
+from vescale_fsdp.conversion.engine.copying import Progress, no_progress
+from vescale_fsdp.conversion.engine.source import Source, check_source
+from vescale_fsdp.conversion.engine.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
+from vescale_fsdp.conversion.engine.tensor_view import (
     SourceView,
     TensorView,
     pieces_of,
     repeated_dims,
     without_repeats,
 )
-from vescale_fsdp.checkpoint.state.model_names import unwrapped_names
+from vescale_fsdp.conversion.formats.huggingface.class_names import in_memory
+from vescale_fsdp.conversion.formats.huggingface.repository import NAMES_OF_FILES, config_class, own_config
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.quantization.float_codes import cast_array
 from vescale_fsdp.errors import ConversionError, format_bytes, option, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.model_shapes import natural_key
-from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
 _MOST = sys.float_info.max  # JSON has no infinity

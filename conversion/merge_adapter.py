@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.model_class import orientation_of_class
-from vescale_fsdp.checkpoint.formats.huggingface.repository import config_class
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, SourceView, TensorView
+from vescale_fsdp.conversion.engine.carried_state import CarriedState
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.engine.tensor_view import RenamedView, SourceView, TensorView
+from vescale_fsdp.conversion.formats.huggingface.model_class import orientation_of_class
+from vescale_fsdp.conversion.formats.huggingface.repository import config_class
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names
 from vescale_fsdp.conversion.formats.peft import ROOT, PeftConfig
 from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.geometry import Box, whole_box
@@ -324,7 +324,7 @@ class _Merge:
         old = self.base[name].info
         if view.info.shape != old.shape:
             raise _no_fit(f"{name} of shape {old.shape}", view.info.shape, self.where)
-        from vescale_fsdp.checkpoint.moves.casting import CastView  # imported late: few merges cast
+        from vescale_fsdp.conversion.engine.casting import CastView  # imported late: few merges cast
 
         cast = view if view.info.dtype == old.dtype else CastView(view, old.dtype)
         self.merged[name] = (RenamedView(cast, name), name)

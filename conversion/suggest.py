@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.huggingface.model_class import files_of_class, known_class
-from vescale_fsdp.checkpoint.formats.huggingface.repository import (
+from vescale_fsdp.checkpoint.storage.open import open_store
+from vescale_fsdp.conversion.engine.carried_state import model_state
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.formats.huggingface.model_class import files_of_class, known_class
+from vescale_fsdp.conversion.formats.huggingface.repository import (
     CONFIG_FILE,
     config_class,
     is_weight_file,
     own_config,
 )
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import absent_names, declared_ties
-from vescale_fsdp.checkpoint.moves.carried_state import model_state
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names, declared_ties
 from vescale_fsdp.conversion.rules.suggest import NamedShapes, Shape, suggest_rules
 from vescale_fsdp.errors import ConversionError
 

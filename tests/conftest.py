@@ -15,7 +15,7 @@ from tests.support.distributed import close_pool
 from tests.support.faults.nan_memory import NAN_MEMORY, nan_memory_if_asked
 from tests.support.faults.rounding_noise import ROUNDING_NOISE, noise_if_asked
 from tools.lab import missing
-from vescale_fsdp.checkpoint.formats.huggingface import class_check, class_child
+from vescale_fsdp.conversion.formats.huggingface import class_check, class_child
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
 # is not limited, because the machine may be busy.
@@ -40,10 +40,10 @@ LONG = (
     "checkpoint/save/test_fault_matrix.py",
     "vescale_fsdp/elastic/test_store_membership.py",
     "vescale_fsdp/device/test_programs.py",
-    "checkpoint/formats/test_conformance.py",
+    "conversion/formats/test_conformance.py",
     "checkpoint/storage/test_remote.py",
     "checkpoint/memory/test_ram_tier.py",
-    "checkpoint/formats/huggingface/test_class_check.py",
+    "conversion/formats/huggingface/test_class_check.py",
     "vescale_fsdp/runtime/fuzz/habits/test_habits.py",
     "vescale_fsdp/runtime/fuzz/test_fuzz.py",
     "vescale_fsdp/elastic/test_kills.py",

@@ -24,9 +24,9 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from vescale_fsdp.checkpoint.formats.huggingface import model_class
-from vescale_fsdp.checkpoint.formats.huggingface.class_child import ties_of
-from vescale_fsdp.checkpoint.formats.huggingface.model_class import ClassForm, expected_by
+from vescale_fsdp.conversion.formats.huggingface import model_class
+from vescale_fsdp.conversion.formats.huggingface.class_child import ties_of
+from vescale_fsdp.conversion.formats.huggingface.model_class import ClassForm, expected_by
 
 Settings = dict[str, Any]
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ tests/house/test_layering.py checks. Three other places depend on private names,
 
     dtensor/                                          private attributes of DTensor, such as ``_spec``
     integrations/stand_ins.py                         paths of FSDP2's private modules, as strings
-    checkpoint/formats/torch_save/pickle_reader.py    paths of private classes and functions in pickles, as strings
+    conversion/formats/torch_save/pickle_reader.py    paths of private classes and functions in pickles, as strings
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Loadable`, the interface of a checkpoint that `load` reads, and its implementation for native checkpoints.
 
-The other implementation, `viewed_checkpoint`, reads other formats through views, and native checkpoints that are loaded
-with casts or key rules.
+The other implementation, `conversion.live.viewed_checkpoint`, reads other formats through views, and native
+checkpoints that are loaded with casts or key rules.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from vescale_fsdp.errors import CorruptCheckpointError, flags_in_messages, forma
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint import VerifyReport
-    from vescale_fsdp.checkpoint.moves.source import Source
     from vescale_fsdp.conversion.convert import ConvertReport
+    from vescale_fsdp.conversion.engine.source import Source
     from vescale_fsdp.layout.planner import Scatter
 
 
@@ -129,7 +129,9 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
     try:
         source = _open(src, **source_options)
     except CorruptCheckpointError as damage:
-        from vescale_fsdp.checkpoint.verify import damage_report  # loads much, and --help needs none of it
+        from vescale_fsdp.checkpoint.verify_report import (
+            damage_report,  # loads much, and --help needs none of it
+        )
 
         unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
         report, url = unopened or damage_report(damage, src), src
@@ -283,7 +285,7 @@ def plan_command(
     as_json: bool,
 ) -> None:
     """Print how fully_shard would lay out the model in SRC: bytes per rank, padding and copies."""
-    from vescale_fsdp.checkpoint.moves.carried_state import find_model
+    from vescale_fsdp.conversion.engine.carried_state import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.model_shapes import natural_key
     from vescale_fsdp.layout.padding import PaddingPolicy

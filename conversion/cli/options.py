@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from vescale_fsdp.conversion.formats.table import OPTIMIZER_FORMS
+from vescale_fsdp.conversion.formats.table import FORMATS, OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
-from vescale_fsdp.formats import FORMATS
 
 _MAX_RANK_DIGITS = 7  # planning time grows with the number of digits, which would otherwise be unlimited
 

@@ -14,18 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.checkpoint.formats.torch_save.read import (
-    TensorPart,
-    TorchFile,
-    differing_files,
-    is_tensor_ref,
-)
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.entries import Entries
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.formats.deepspeed_zero import (
     RankShards,
     Shapes,
@@ -34,6 +27,13 @@ from vescale_fsdp.conversion.formats.deepspeed_zero import (
     ZeroShards,
     runs_of_parameters,
     tensor_of_runs,
+)
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.formats.torch_save.read import (
+    TensorPart,
+    TorchFile,
+    differing_files,
+    is_tensor_ref,
 )
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 

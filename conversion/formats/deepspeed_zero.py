@@ -39,12 +39,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.checkpoint.formats.torch_save.read import FlatTensor, TorchFile
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.entries import Entries
+from vescale_fsdp.conversion.engine.stored_tensor import StoredTensor, TensorInfo
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.formats.torch_save.read import FlatTensor, TorchFile
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 from vescale_fsdp.layout.geometry import boxes_of_range, whole_box
 

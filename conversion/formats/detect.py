@@ -18,16 +18,17 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from vescale_fsdp.checkpoint.formats.huggingface.repository import (
-    is_weight_file,
-    refuse_pointers,
-)
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
-from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import checked_path, how_to_download, open_parent, open_store
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.formats.huggingface.repository import (
+    is_weight_file,
+    refuse_pointers,
+)
+from vescale_fsdp.conversion.formats.table import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.errors import (
     ConversionError,
     CorruptCheckpointError,
@@ -36,7 +37,6 @@ from vescale_fsdp.errors import (
     option,
     some,
 )
-from vescale_fsdp.formats import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.lazy import lazy_function
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def open_source(
 
     Args:
         url: local path or fsspec URL of a folder, or of a file for single-file formats.
-        kind: the format, by its name in `vescale_fsdp.formats.FORMATS`; None to detect the format.
+        kind: the format, by its name in `conversion.formats.table.FORMATS`; None to detect the format.
         trust_pickle: whether pickles may import and run code.
         step: the step to open if ``url`` is a run folder. ``"newest"`` opens the newest step of a run folder, or the
             checkpoint at ``url``. None requires a checkpoint.
@@ -251,7 +251,7 @@ def _detect(folder: Storage, url: str) -> str:
         if form.is_file and re.fullmatch(form.file, name):
             return kind
     # Files of torch.save may have any name, so the content decides.
-    from vescale_fsdp.checkpoint.formats.torch_save.read import is_torch_file
+    from vescale_fsdp.conversion.formats.torch_save.read import is_torch_file
 
     if is_torch_file(parent, name):
         return "torch"

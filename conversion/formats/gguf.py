@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.quantization.gguf import block_sizes, description, name_of_type
 from vescale_fsdp.errors import CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch

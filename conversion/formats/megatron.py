@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
-from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.checkpoint.formats.torch_save.read import TorchFile
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.entries import Entries
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.formats.dcp.source import open_dcp
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.formats.torch_save.read import TorchFile
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box
 

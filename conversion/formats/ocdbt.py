@@ -21,13 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.zarr.arrays import ARRAY_FILE, DAMAGE, LastChunk
 from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
-from vescale_fsdp.checkpoint.moves.stored_tensor import UNCHECKED_BYTES, StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.entries import Entries
+from vescale_fsdp.conversion.engine.stored_tensor import (
+    UNCHECKED_BYTES,
+    StoredChunk,
+    StoredTensor,
+    TensorInfo,
+)
+from vescale_fsdp.conversion.formats.zarr.arrays import ARRAY_FILE, DAMAGE, LastChunk
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.zarr.arrays import DAMAGE, Arrays, damaged
-from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.entries import Entries
+from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.formats.ocdbt import ROOT_FILE, OcdbtArrays
+from vescale_fsdp.conversion.formats.zarr.arrays import DAMAGE, Arrays, damaged
 from vescale_fsdp.errors import CorruptCheckpointError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 

@@ -23,15 +23,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.formats.huggingface.plan import make_header
-from vescale_fsdp.checkpoint.formats.huggingface.read import read_tensors
-from vescale_fsdp.checkpoint.formats.huggingface.repository import refuse_pointers
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState, model_state
-from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
+from vescale_fsdp.conversion.engine.carried_state import CarriedState, model_state
+from vescale_fsdp.conversion.engine.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView
+from vescale_fsdp.conversion.formats.huggingface.plan import make_header
+from vescale_fsdp.conversion.formats.huggingface.read import read_tensors
+from vescale_fsdp.conversion.formats.huggingface.repository import refuse_pointers
 from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.foreign_json import parse_json
 

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from vescale_fsdp.checkpoint.formats.entries import Entries
-from vescale_fsdp.checkpoint.formats.torch_save.read import TorchFile
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, TensorInfo
 from vescale_fsdp.checkpoint.state.nesting import Path
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.entries import Entries
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, TensorInfo
+from vescale_fsdp.conversion.formats.torch_save.read import TorchFile
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.foreign_json import parse_json
 

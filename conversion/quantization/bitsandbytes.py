@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView, RawBytesView, ScaledView
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.engine.coded_tensors import DecodedView, RawBytesView, ScaledView
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.model import (
     Floats,
     QuantizedModel,
@@ -78,7 +78,7 @@ def four_bits(model: QuantizedModel, name: str) -> Floats | None:
         ) from error
     # As bytes: FSDP-QLoRA stores the codes with a float dtype.
     flat = RawBytesView(reshaped(view, (view.info.numel,)))
-    from vescale_fsdp.views.float_codes import nibble_table
+    from vescale_fsdp.conversion.quantization.float_codes import nibble_table
 
     table = nibble_table(numbers)
     # These 128 bytes are the first 16 rows of pairs, which contain all 16 numbers.

@@ -18,9 +18,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.casting import CastView
-from vescale_fsdp.checkpoint.moves.coded_tensors import ScaledView
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.engine.casting import CastView
+from vescale_fsdp.conversion.engine.coded_tensors import ScaledView
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.model import (
     Floats,
     QuantizedModel,

@@ -13,9 +13,11 @@ NVFP4 is ``code * (scale / global scale)`` in float32, rounded to bfloat16; MX f
 
 from __future__ import annotations
 
-from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView, IndexedView, ScaledView, UnpackedView
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.conversion.engine.coded_tensors import DecodedView, IndexedView, ScaledView, UnpackedView
+from vescale_fsdp.conversion.engine.tensor_view import TensorView
+from vescale_fsdp.conversion.quantization.bit_packing import BitPacking
 from vescale_fsdp.conversion.quantization.blocks import scaled_in_rows, times_whole, zeros_in_grid
+from vescale_fsdp.conversion.quantization.float_codes import code_table
 from vescale_fsdp.conversion.quantization.model import (
     BF16,
     Floats,
@@ -30,8 +32,6 @@ from vescale_fsdp.conversion.quantization.model import (
     small_array,
 )
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.views.bit_packing import BitPacking
-from vescale_fsdp.views.float_codes import code_table
 
 _PACKED = "_packed"
 _NOT_READ = ("sparse-bitmask", "sparse-24-bitmask", "marlin-24")

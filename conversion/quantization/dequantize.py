@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.conversion.engine.carried_state import CarriedState
+from vescale_fsdp.conversion.engine.tensor_view import TensorView
 from vescale_fsdp.conversion.quantization import (
     bitsandbytes,
     blocks,

@@ -12,7 +12,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.checkpoint.moves.coded_tensors import BlocksView
+from vescale_fsdp.conversion.engine.coded_tensors import BlocksView
 from vescale_fsdp.conversion.quantization.model import Floats, QuantizedModel, refusal
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 

@@ -11,8 +11,9 @@ order of its own within a word.
 
 from __future__ import annotations
 
-from vescale_fsdp.checkpoint.moves.coded_tensors import IndexedView, ScaledView, UnpackedView
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.engine.coded_tensors import IndexedView, ScaledView, UnpackedView
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.quantization.bit_packing import BitPacking
 from vescale_fsdp.conversion.quantization.model import (
     Floats,
     QuantizedModel,
@@ -23,7 +24,6 @@ from vescale_fsdp.conversion.quantization.model import (
     shifted_codes,
 )
 from vescale_fsdp.layout.index_maps import Permute
-from vescale_fsdp.views.bit_packing import BitPacking
 
 _AWQ = BitPacking(4, order=(0, 2, 4, 6, 1, 3, 5, 7))
 _GPTQ_BITS = (2, 3, 4, 8)

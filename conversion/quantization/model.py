@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.moves.casting import CastView
-from vescale_fsdp.checkpoint.moves.coded_tensors import DecodedView
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, RenamedView, TensorView, read_range
+from vescale_fsdp.conversion.engine.casting import CastView
+from vescale_fsdp.conversion.engine.coded_tensors import DecodedView
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.index_maps import Reshape
@@ -90,7 +90,9 @@ Scheme = Callable[[QuantizedModel, str], "Floats | None"]
 
 def decoded(codes: TensorView, kind: str) -> TensorView:
     """Return the values of codes of one byte, by the table `code_table` (kind)."""
-    from vescale_fsdp.views.float_codes import code_table  # imports numpy, which most conversions do not need
+    from vescale_fsdp.conversion.quantization.float_codes import (
+        code_table,  # imports numpy, which most conversions do not need
+    )
 
     return DecodedView(codes, code_table(kind), kind)
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 
 # Part of the name WEIGHT.quant_state.bitsandbytes__nf4, which marks WEIGHT as packed even if its dtype is a float.
 BITSANDBYTES_STATE = ".quant_state.bitsandbytes__"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.carried_state import CarriedState
-from vescale_fsdp.checkpoint.moves.casting import require_one_rule_each
-from vescale_fsdp.checkpoint.moves.coded_tensors import BlockCache, EncodedView
-from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.engine.carried_state import CarriedState
+from vescale_fsdp.conversion.engine.casting import require_one_rule_each
+from vescale_fsdp.conversion.engine.coded_tensors import BlockCache, EncodedView
+from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.model import as_float
 from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.errors import ConversionError, option, some
@@ -179,7 +179,7 @@ def _codes_and_scales(
     name: str, view: TensorView, scheme: str, cache: BlockCache
 ) -> tuple[TensorView, TensorView]:
     """Return the codes and the scales of a weight, under the names that loaders expect."""
-    from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
+    from vescale_fsdp.conversion.quantization.float_codes import Fp8Encoding, Mxfp4Encoding
 
     values = as_float(view)
     if scheme != "mxfp4":

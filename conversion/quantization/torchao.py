@@ -19,8 +19,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.moves.coded_tensors import ScaledView
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.engine.coded_tensors import ScaledView
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, TensorView
 from vescale_fsdp.conversion.quantization.blocks import scaled_in_rows, times_whole
 from vescale_fsdp.conversion.quantization.model import (
     Floats,

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.moves.copying import Progress, no_progress
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, is_inflated
-from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.diff import Views, matched_views
+from vescale_fsdp.conversion.engine.copying import Progress, no_progress
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import StoredTensor, is_inflated
+from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import natural_key

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.moves.carried_state import find_model
-from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.conversion.engine.carried_state import find_model
+from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.errors import ConversionError, format_bytes
 from vescale_fsdp.layout.model_shapes import natural_key
 

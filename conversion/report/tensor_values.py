@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from vescale_fsdp.conversion.quantization.float_codes import cast_array
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.views.float_codes import cast_array
 
 _F32, _F64 = dtype_from_torch("float32"), dtype_from_torch("float64")
 _NUM_BINS = 64

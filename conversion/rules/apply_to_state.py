@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.carried_state import (
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
+from vescale_fsdp.conversion.engine.carried_state import (
     CarriedState,
     optimizer_container,
     other_models,
     own_optimizer,
     parameter_key,
 )
-from vescale_fsdp.checkpoint.moves.source import StoredValue
-from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView, read_range
-from vescale_fsdp.checkpoint.state.nesting import Path, name_of
+from vescale_fsdp.conversion.engine.source import StoredValue
+from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView, read_range
 from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules
 from vescale_fsdp.conversion.rules.rule_file import RuleSet
 from vescale_fsdp.errors import ConversionError, option, some

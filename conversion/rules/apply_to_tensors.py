@@ -23,8 +23,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import RenamedView, TensorView, ZerosView
+from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView, ZerosView
 from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node, Trim
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.errors import ConversionError, option, some

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.casting import CastView
-from vescale_fsdp.checkpoint.moves.tensor_view import MappedView, TensorView
+from vescale_fsdp.conversion.engine.casting import CastView
+from vescale_fsdp.conversion.engine.tensor_view import MappedView, TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack

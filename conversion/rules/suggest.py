@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
+from vescale_fsdp.conversion.engine.tensor_view import TensorView
 from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules
 from vescale_fsdp.conversion.rules.name_words import ROLES, plain_words, similarity, words_of
 from vescale_fsdp.conversion.rules.rule_file import Pattern, RuleSet, load_rules, shipped_rules

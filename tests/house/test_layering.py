@@ -24,65 +24,40 @@ FOLDERS = {
 # Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
 # `checkpoint` and `conversion` stand for the files directly in them that have no entry of their own.
 LEVELS = (
-    ("errors", "lazy", "devices", "formats", "torch_modes", "torch_private"),
+    ("errors", "lazy", "devices", "torch_modes", "torch_private"),
     ("collectives",),
     ("layout", "checkpoint.storage", "conversion.rules.shipped"),
-    ("dtensor", "views", "runtime.comm", "checkpoint.manifest"),
+    ("dtensor", "runtime.comm", "checkpoint.manifest", "conversion.quantization.float_codes"),
     ("dtensor.operators", "quantize", "checkpoint.state"),
-    ("checkpoint.ranks", "checkpoint.state.matching", "checkpoint.moves"),
-    (
-        "runtime",
-        "checkpoint.formats.entries",
-        "checkpoint.native",
-        "checkpoint.steps",
-        "conversion.quantization",
-        "conversion.convert_options",
-    ),
-    ("checkpoint.formats.native", "checkpoint.formats.torch_save"),
-    ("checkpoint.formats.zarr",),
-    ("checkpoint.formats",),
+    ("checkpoint.ranks", "checkpoint.state.matching"),
+    ("runtime", "checkpoint.native", "checkpoint.steps", "checkpoint.verify_report"),
+    ("checkpoint.foreign",),
     ("checkpoint.save", "checkpoint.load", "checkpoint.verify"),
     ("checkpoint.async_save",),
     ("checkpoint.memory",),
-    (
-        "optim",
-        "checkpoint.formats.dcp",
-        "checkpoint.formats.huggingface",
-        "transfer",
-        "checkpoint",
-        "conversion.rules",
-    ),
-    ("conversion.diff",),
-    ("conversion.formats", "conversion.report", "elastic"),
+    ("checkpoint", "optim"),
+    ("transfer", "conversion.quantization.bit_packing"),
+    ("elastic", "conversion.engine"),
+    ("conversion.quantization", "conversion.formats.torch_save", "conversion.formats.vescale"),
+    ("conversion.formats.zarr", "conversion.live"),
+    ("conversion.formats.dcp", "conversion.formats.huggingface", "conversion.rules"),
+    ("conversion.convert_options", "conversion.diff"),
+    ("conversion.formats", "conversion.report"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),
+    ("conversion.live.huggingface", "conversion.live.source_state"),
+    ("conversion.live.foreign",),
     ("conversion.cli",),
     ("integrations",),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 # Files of the first row that stand on others of it.
 FIRST_ROW = {
-    ("formats", "lazy"),
     ("torch_modes", "errors"),
     ("torch_private", "errors"),
 }
-# Look-ups in strings against the table: who looks up -> the files.
-AGAINST = {
-    "formats": {
-        "checkpoint.formats.dcp.source",
-        "checkpoint.formats.huggingface.read",
-        "checkpoint.formats.source",
-        "checkpoint.formats.torch_save.read",
-        "conversion.formats.deepspeed",
-        "conversion.formats.detect",
-        "conversion.formats.gguf",
-        "conversion.formats.megatron",
-        "conversion.formats.orbax",
-        "conversion.formats.peft",
-        "conversion.formats.table",
-        "conversion.source_state",
-    },
-}
+# Look-ups in strings against the table: who looks up -> the files. checkpoint has this one, for foreign formats.
+AGAINST = {"checkpoint.foreign": {"conversion.live.foreign"}}
 # Strangers whatever their level: who begins so knows nothing of what begins so.
 STRANGERS = {
     "checkpoint": {"runtime", "quantize", "optim", "elastic", "integrations", "conversion"},
@@ -108,7 +83,8 @@ PURE = {
     "errors": set(),
     "lazy": set(),
     "layout": {"torch.distributed.tensor.placement_types"},
-    "views": set(),
+    "conversion.quantization.float_codes": set(),
+    "conversion.quantization.bit_packing": set(),
     "checkpoint.storage": set(),
 }
 # Attributes of torch's objects that may change without notice, and who may name them.

@@ -32,6 +32,6 @@ def test_no_class_name_stands_twice() -> None:
 
 
 def test_shared_names_are_seen() -> None:
-    layout, views = ROOT / "vescale_fsdp/layout/a.py", ROOT / "vescale_fsdp/views/a.py"
-    found = _shared([("Piece", layout), ("Piece", views), ("Box", layout)])
-    assert found == {"Piece": ["vescale_fsdp/layout/a.py", "vescale_fsdp/views/a.py"]}
+    layout, optim = ROOT / "vescale_fsdp/layout/a.py", ROOT / "vescale_fsdp/optim/a.py"
+    found = _shared([("Piece", layout), ("Piece", optim), ("Box", layout)])
+    assert found == {"Piece": ["vescale_fsdp/layout/a.py", "vescale_fsdp/optim/a.py"]}

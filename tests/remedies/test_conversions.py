@@ -60,14 +60,14 @@ def test_names_that_wrappers_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("site", "options"),
     [
-        ("checkpoint/moves/carried_state.py::_no_match", ("--include", "x.*")),
-        ("checkpoint/moves/casting.py::_bad", ("--dtype", "x.*=bf16")),
+        ("conversion/engine/carried_state.py::_no_match", ("--include", "x.*")),
+        ("conversion/engine/casting.py::_bad", ("--dtype", "x.*=bf16")),
         ("conversion/quantization/quantize.py::newly_quantized[1]", ("--quantize", "x=fp8-128x128")),
     ],
 )
 @runs(
-    "checkpoint/moves/carried_state.py::_no_match",
-    "checkpoint/moves/casting.py::_bad",
+    "conversion/engine/carried_state.py::_no_match",
+    "conversion/engine/casting.py::_bad",
     "conversion/quantization/quantize.py::newly_quantized[1]",
 )
 def test_patterns_that_match_nothing(site: str, options: tuple[str, str], tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_patterns_that_match_nothing(site: str, options: tuple[str, str], tmp_pa
     assert "up.weight" in written(tmp_path / "out")
 
 
-@runs("checkpoint/moves/source.py::Source.info")
+@runs("conversion/engine/source.py::Source.info")
 def test_no_such_tensor(tmp_path: Path) -> None:
     """The command lists the names."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -90,7 +90,7 @@ def test_no_such_tensor(tmp_path: Path) -> None:
     assert "up.weight" in command(*commands(remedy, SRC=source))
 
 
-@runs("checkpoint/moves/source.py::check_source")
+@runs("conversion/engine/source.py::check_source")
 def test_a_path_is_no_source(tmp_path: Path) -> None:
     """The call of the remedy opens it."""
     source = str(torch_file(tmp_path / "a.pt", MODEL))
@@ -157,7 +157,7 @@ class _Args:
     lr = 0.1
 
 
-@runs("checkpoint/formats/torch_save/pickle_reader.py::_AllowListUnpickler.find_class")
+@runs("conversion/formats/torch_save/pickle_reader.py::_AllowListUnpickler.find_class")
 @pytest.mark.parametrize("what", ["settings", "module"])
 def test_code_in_a_pickle(what: str, tmp_path: Path) -> None:
     """The option for settings; for a module, the calls that the remedy writes."""
@@ -185,7 +185,7 @@ class _Phase(IntEnum):
     WARM_UP = 1
 
 
-@runs("checkpoint/formats/torch_save/archive_reader.py::load_torch_bytes")
+@runs("conversion/formats/torch_save/archive_reader.py::load_torch_bytes")
 @pytest.mark.parametrize("way", ["--exclude", "--trust-pickle"])
 def test_a_value_of_another_class(way: str, tmp_path: Path) -> None:
     """It is left out, or trusted."""
@@ -201,12 +201,12 @@ def test_a_value_of_another_class(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("site", "target"),
     [
-        ("checkpoint/formats/torch_save/write.py::_Writer.put", "to-torch"),
-        ("checkpoint/formats/native/tree.py::_node", "to-vescale"),
-        ("checkpoint/formats/native/tree.py::_node", "to-zarr"),
+        ("conversion/formats/torch_save/write.py::_Writer.put", "to-torch"),
+        ("conversion/formats/vescale/tree.py::_node", "to-vescale"),
+        ("conversion/formats/vescale/tree.py::_node", "to-zarr"),
     ],
 )
-@runs("checkpoint/formats/torch_save/write.py::_Writer.put", "checkpoint/formats/native/tree.py::_node")
+@runs("conversion/formats/torch_save/write.py::_Writer.put", "conversion/formats/vescale/tree.py::_node")
 def test_a_value_that_no_format_has(site: str, target: str, tmp_path: Path) -> None:
     """A trusted object is left out, by the name in the error."""
     dcp.save({"model": MODEL, "args": _Args()}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -218,7 +218,7 @@ def test_a_value_that_no_format_has(site: str, target: str, tmp_path: Path) -> N
     assert open_source(str(tmp_path / "out")).values == {}
 
 
-@runs("checkpoint/formats/torch_save/read.py::TorchFile.open")
+@runs("conversion/formats/torch_save/read.py::TorchFile.open")
 def test_an_old_file_of_torch_save(tmp_path: Path) -> None:
     """The call of the remedy saves it again."""
     source = tmp_path / "a.pt"
@@ -231,7 +231,7 @@ def test_an_old_file_of_torch_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@runs("checkpoint/formats/torch_save/archive_reader.py::TorchArchive.pickle")
+@runs("conversion/formats/torch_save/archive_reader.py::TorchArchive.pickle")
 def test_a_program(tmp_path: Path) -> None:
     """The call of the remedy saves its weights."""
     module = torch.nn.Linear(2, 2)
@@ -243,7 +243,7 @@ def test_a_program(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), {name: p.detach() for name, p in module.named_parameters()})
 
 
-@runs("checkpoint/formats/torch_save/read.py::TorchFile.leaves")
+@runs("conversion/formats/torch_save/read.py::TorchFile.leaves")
 def test_no_state_dict(tmp_path: Path) -> None:
     """A dict that contains it."""
     refused(command, "to-hf", torch_file(tmp_path / "a.pt", [MODEL["up.weight"]]), tmp_path / "out")
@@ -251,7 +251,7 @@ def test_no_state_dict(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/formats/torch_save/pickle_reader.py::_load")
+@runs("conversion/formats/torch_save/pickle_reader.py::_load")
 def test_a_sparse_tensor(tmp_path: Path) -> None:
     """The method that the remedy names."""
     sparse = MODEL["up.weight"].to_sparse()
@@ -261,7 +261,7 @@ def test_a_sparse_tensor(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), {"w": MODEL["up.weight"]})
 
 
-@runs("checkpoint/formats/dcp/source.py::open_dcp")
+@runs("conversion/formats/dcp/source.py::open_dcp")
 def test_a_folder_of_several_dcp_checkpoints(tmp_path: Path) -> None:
     """One of them."""
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):
@@ -271,7 +271,7 @@ def test_a_folder_of_several_dcp_checkpoints(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/formats/huggingface/read.py::open_hf_folder[1]")
+@runs("conversion/formats/huggingface/read.py::open_hf_folder[1]")
 def test_files_without_an_index(tmp_path: Path) -> None:
     """One of the files."""
     (tmp_path / "c").mkdir()
@@ -282,7 +282,7 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/formats/huggingface/read.py::_two_models")
+@runs("conversion/formats/huggingface/read.py::_two_models")
 def test_two_models_in_a_folder(tmp_path: Path) -> None:
     """The outdated one is removed."""
     source = hf_folder(tmp_path / "c", MODEL)
@@ -317,7 +317,7 @@ def test_a_tensor_of_repeats(name: str, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "b.pt")[name].shape == (1 << 40,)
 
 
-@runs("checkpoint/formats/huggingface/plan.py::make_header[1]")
+@runs("conversion/formats/huggingface/plan.py::make_header[1]")
 @pytest.mark.parametrize("name", ["odd", "it's", "a[0]"])
 def test_a_dtype_that_safetensors_lacks(name: str, tmp_path: Path) -> None:
     """It is excluded, as a shell or Python, and a pattern read the name; another format has it."""
@@ -333,7 +333,7 @@ def test_a_dtype_that_safetensors_lacks(name: str, tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "b.pt")["model"][name], state[name])
 
 
-@runs("checkpoint/formats/huggingface/plan.py::make_header")
+@runs("conversion/formats/huggingface/plan.py::make_header")
 def test_a_reserved_name(tmp_path: Path) -> None:
     """It is excluded."""
     source = torch_file(tmp_path / "a.pt", {"w": torch.ones(2), "__metadata__": torch.ones(2)})
@@ -342,7 +342,7 @@ def test_a_reserved_name(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), {"w": torch.ones(2)})
 
 
-@runs("checkpoint/formats/huggingface/plan.py::plan_shards")
+@runs("conversion/formats/huggingface/plan.py::plan_shards")
 def test_a_shard_size_of_nothing(tmp_path: Path) -> None:
     """The size of the remedy."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -355,7 +355,7 @@ def test_a_shard_size_of_nothing(tmp_path: Path) -> None:
 # Targets and how a conversion runs
 
 
-@runs("checkpoint/storage/output.py::Output._list_old")
+@runs("conversion/engine/output.py::Output._list_old")
 def test_a_target_with_files(tmp_path: Path) -> None:
     """They are replaced; another target is free."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -368,7 +368,7 @@ def test_a_target_with_files(tmp_path: Path) -> None:
 
 def _stopped(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     """A conversion that a full disk ends after its first file."""
-    from vescale_fsdp.checkpoint.storage.output import Output
+    from vescale_fsdp.conversion.engine.output import Output
 
     with monkeypatch.context() as patch:
 
@@ -380,7 +380,7 @@ def _stopped(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options:
             command("to-hf", source, out, "--max-shard-size", "30", *options)
 
 
-@runs("checkpoint/storage/output.py::Output._list_old", "checkpoint/storage/journal.py::Journal._other_plan")
+@runs("conversion/engine/output.py::Output._list_old", "conversion/engine/journal.py::Journal._other_plan")
 @pytest.mark.parametrize("way", ["--resume", "--overwrite"])
 def test_an_interrupted_conversion(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on with the same options, or starts over."""
@@ -393,7 +393,7 @@ def test_an_interrupted_conversion(way: str, tmp_path: Path, monkeypatch: pytest
     assert same(written(out), MODEL)
 
 
-@runs("checkpoint/storage/output.py::Output._list_old[1]")
+@runs("conversion/engine/output.py::Output._list_old[1]")
 @pytest.mark.parametrize("way", ["parts", "--overwrite"])
 def test_other_parts(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there were, or a new start."""
@@ -408,7 +408,7 @@ def test_other_parts(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert same(written(out), MODEL)
 
 
-@runs("checkpoint/storage/output.py::Output.other_result")
+@runs("conversion/engine/output.py::Output.other_result")
 def test_another_result(tmp_path: Path) -> None:
     """The target has the names of this conversion, with other values."""
     other = {name: value + 1 for name, value in MODEL.items()}
@@ -419,7 +419,7 @@ def test_another_result(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-_OPEN_TARGET = "checkpoint/storage/output.py::_open_target"
+_OPEN_TARGET = "conversion/engine/output.py::_open_target"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_the_last_part(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/moves/copying.py::CopyLimits.__post_init__")
+@runs("conversion/engine/copying.py::CopyLimits.__post_init__")
 def test_a_small_budget(tmp_path: Path) -> None:
     """The least that the remedy names."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -478,7 +478,7 @@ def test_a_small_budget(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/moves/copying.py::CopyLimits.decoding")
+@runs("conversion/engine/copying.py::CopyLimits.decoding")
 def test_a_chunk_that_is_larger_than_the_budget(tmp_path: Path) -> None:
     """The budget that the remedy computes."""
     import zarr
@@ -533,7 +533,7 @@ def test_a_source_that_a_conversion_did_not_finish(tmp_path: Path, monkeypatch: 
     assert same(written(out), MODEL)
 
 
-@runs("checkpoint/formats/native/plan.py::plan_native")
+@runs("conversion/formats/vescale/plan.py::plan_native")
 def test_too_many_ranks(tmp_path: Path) -> None:
     """Fewer."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -552,7 +552,7 @@ def test_a_difference_of_repeats(tmp_path: Path) -> None:
     assert (tmp_path / "a.html").stat().st_size
 
 
-@runs("checkpoint/formats/huggingface/repository.py::Assets.__init__[1]")
+@runs("conversion/formats/huggingface/repository.py::Assets.__init__[1]")
 def test_a_pattern_of_no_file(tmp_path: Path) -> None:
     """A pattern of one."""
     source, assets = torch_file(tmp_path / "a.pt", MODEL), hf_folder(tmp_path / "hf", MODEL)
@@ -563,7 +563,7 @@ def test_a_pattern_of_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "out/notes.txt").exists() and same(written(tmp_path / "out"), MODEL)
 
 
-@runs("checkpoint/formats/huggingface/repository.py::_config_in")
+@runs("conversion/formats/huggingface/repository.py::_config_in")
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize("way", ["corrected", "moved"])
 def test_a_config_that_is_no_json(way: str, is_own: bool, tmp_path: Path) -> None:
@@ -605,7 +605,7 @@ def test_an_entry_inside_another(target: str, tmp_path: Path) -> None:
     assert [*found.tensors] == [f"x.{name}" for name in MODEL] and not found.values
 
 
-@runs("checkpoint/formats/torch_save/read.py::_joined_state")
+@runs("conversion/formats/torch_save/read.py::_joined_state")
 def test_files_of_ranks_that_differ(tmp_path: Path) -> None:
     """The file that the remedy names, alone."""
     (tmp_path / "ranks").mkdir()

@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint import (
     save,
 )
 from vescale_fsdp.checkpoint.data import ReshardableSampler, Resharded
-from vescale_fsdp.checkpoint.dcp import DCP, RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
+from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.state_dict import set_model_state_dict
 from vescale_fsdp.conversion import HuggingFace
 from vescale_fsdp.errors import VescaleError
@@ -74,11 +74,11 @@ def test_a_checkpoint_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
-@runs("checkpoint/formats/written_folder.py::WrittenFolder._prove_free[2]")
+@runs("conversion/live/written_folder.py::WrittenFolder._prove_free[2]")
 def test_a_folder_of_another_library_is_there(kind: str, tmp_path: Path) -> None:
     """The same for the formats of others."""
     (tmp_path / "config.json").write_text("{}")
-    format_: Any = DCP() if kind == "dcp" else HuggingFace(assets=tmp_path)
+    format_: Any = "dcp" if kind == "dcp" else HuggingFace(assets=tmp_path)
     save(tmp_path / "c", _zeros("w"), format=format_)
     remedy = refused(save, tmp_path / "c", _ones("w"), format=format_)
     save(tmp_path / "c", _ones("w"), format=format_, **argument(remedy, "overwrite"))
@@ -87,18 +87,18 @@ def test_a_folder_of_another_library_is_there(kind: str, tmp_path: Path) -> None
 
 
 @runs(
-    "checkpoint/formats/written_folder.py::WrittenFolder._prove_free",
-    "checkpoint/formats/written_folder.py::WrittenFolder._prove_free[1]",
+    "conversion/live/written_folder.py::WrittenFolder._prove_free",
+    "conversion/live/written_folder.py::WrittenFolder._prove_free[1]",
 )
 def test_other_files_are_there(tmp_path: Path) -> None:
     """A file in the folder's place, and files of somebody else in it."""
     (tmp_path / "file").write_text("x")
-    refused(save, tmp_path / "file", _ones("w"), format=DCP())
+    refused(save, tmp_path / "file", _ones("w"), format="dcp")
     (tmp_path / "c").mkdir()
     (tmp_path / "c/notes").write_text("x")
-    refused(save, tmp_path / "c", _ones("w"), format=DCP())
+    refused(save, tmp_path / "c", _ones("w"), format="dcp")
     (tmp_path / "c/notes").rename(tmp_path / "notes")  # moved away
-    save(tmp_path / "c", _ones("w"), format=DCP())
+    save(tmp_path / "c", _ones("w"), format="dcp")
     load(tmp_path / "c", state := _zeros("w"))
     assert _is_filled(state)
 
@@ -127,9 +127,9 @@ def test_a_link_at_a_temporary_name(tmp_path: Path) -> None:
     """It is removed."""
     (tmp_path / "c.partial").symlink_to(tmp_path)
     (tmp_path / ".c.saving").symlink_to(tmp_path)
-    refused(save, tmp_path / "c", _ones("w"), format=DCP())
+    refused(save, tmp_path / "c", _ones("w"), format="dcp")
     (tmp_path / ".c.saving").unlink()
-    save(tmp_path / "c", _ones("w"), format=DCP())
+    save(tmp_path / "c", _ones("w"), format="dcp")
     load(tmp_path / "c", state := _zeros("w"))
     assert _is_filled(state)
 
@@ -263,12 +263,12 @@ def test_metadata_that_is_not_json(tmp_path: Path) -> None:
     assert _is_filled(state)
 
 
-@runs("checkpoint/formats/dcp/form.py::DCP.write")
+@runs("conversion/formats/dcp/form.py::DcpForm.write")
 def test_values_by_rank_in_a_dcp_folder(tmp_path: Path) -> None:
     """The native form keeps them."""
     state = {**_ones("w"), "seed": PerRank(3)}
-    refused(save, tmp_path / "c", state, format=DCP())
-    save(tmp_path / "dcp", _ones("w"), format=DCP())
+    refused(save, tmp_path / "c", state, format="dcp")
+    save(tmp_path / "dcp", _ones("w"), format="dcp")
     save(tmp_path / "c", state)
     again = {**_zeros("w"), "seed": PerRank(0)}
     load(tmp_path / "c", again)

@@ -32,7 +32,7 @@ from vescale_fsdp.conversion import ConvertOptions, HuggingFace, convert, open_s
 
 
 @pytest.mark.parametrize("option", ["--dtype bf16", "--dtype '*.bias=float32'"])
-@runs("checkpoint/moves/casting.py::CastRules.parse")
+@runs("conversion/engine/casting.py::CastRules.parse")
 def test_an_empty_pattern(option: str, tmp_path: Path) -> None:
     """Both options as the remedy writes them."""
     source = torch_file(tmp_path / "a.pt", {"a.bias": torch.ones(2, dtype=torch.float16)})
@@ -43,7 +43,7 @@ def test_an_empty_pattern(option: str, tmp_path: Path) -> None:
     assert written(tmp_path / "out")["a.bias"].dtype == wanted
 
 
-@runs("checkpoint/moves/casting.py::require_one_rule_each")
+@runs("conversion/engine/casting.py::require_one_rule_each")
 def test_two_options_for_one_tensor(tmp_path: Path) -> None:
     """One of them."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -52,7 +52,7 @@ def test_two_options_for_one_tensor(tmp_path: Path) -> None:
     assert written(tmp_path / "out")["norm.weight"].dtype == torch.bfloat16
 
 
-@runs("checkpoint/moves/casting.py::float_type")
+@runs("conversion/engine/casting.py::float_type")
 def test_a_type_with_fewer_bits(tmp_path: Path) -> None:
     """The option that computes scales."""
     source = torch_file(tmp_path / "a.pt", {"a.weight": torch.ones(128, 128)})
@@ -109,7 +109,7 @@ def test_schemes(tmp_path: Path) -> None:
     assert written(tmp_path / "out")["a.weight"].dtype == torch.float8_e4m3fn
 
 
-@runs("checkpoint/moves/coded_tensors.py::EncodedView._refusal")
+@runs("conversion/engine/coded_tensors.py::EncodedView._refusal")
 @pytest.mark.parametrize("name", ["a.weight", "a[0].weight"])
 def test_infinities(name: str, tmp_path: Path) -> None:
     """The option that the remedy writes, before the one that was passed."""
@@ -288,7 +288,7 @@ def test_parameters_that_are_joined(way: str, tmp_path: Path) -> None:
     assert ("optimizer.state.qk.exp_avg" in found) == (way == "--on-disagreement")
 
 
-@runs("checkpoint/moves/carried_state.py::_with_form")
+@runs("conversion/engine/carried_state.py::_with_form")
 @pytest.mark.parametrize("way", ["keep", "drop"])
 def test_an_optimizer_entry_of_no_parameter(way: str, tmp_path: Path) -> None:
     """Both values of the option."""
@@ -318,7 +318,7 @@ def test_rules_in_the_other_direction(tmp_path: Path) -> None:
     assert same(native_tensors(tmp_path / "python"), {"hf.w": torch.ones(2)})
 
 
-@runs("checkpoint/moves/carried_state.py::whole_state")
+@runs("conversion/engine/carried_state.py::whole_state")
 def test_a_prefix_that_is_taken(tmp_path: Path) -> None:
     """Another one."""
     source = torch_file(tmp_path / "a.pt", {"model": MODEL, "step.norm.weight": 3})
@@ -328,7 +328,7 @@ def test_a_prefix_that_is_taken(tmp_path: Path) -> None:
     assert same(native_tensors(tmp_path / "out"), {f"net.{name}": value for name, value in MODEL.items()})
 
 
-@runs("checkpoint/formats/huggingface/repository.py::Assets.__init__")
+@runs("conversion/formats/huggingface/repository.py::Assets.__init__")
 def test_no_settings_in_the_assets(tmp_path: Path) -> None:
     """The option that the remedy names, with a folder that has them."""
     source, good = torch_file(tmp_path / "a.pt", MODEL), hf_folder(tmp_path / "hf", MODEL)
@@ -341,7 +341,7 @@ def test_no_settings_in_the_assets(tmp_path: Path) -> None:
 # The Python call that writes a repository
 
 
-@runs("conversion/huggingface.py::HuggingFace._planned")
+@runs("conversion/live/huggingface.py::HuggingFace._planned")
 def test_a_repository_of_a_training_state(tmp_path: Path) -> None:
     """The argument of the remedy."""
     assets = hf_folder(tmp_path / "hf", MODEL)
@@ -352,7 +352,7 @@ def test_a_repository_of_a_training_state(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("conversion/huggingface.py::HuggingFace.arguments")
+@runs("conversion/live/huggingface.py::HuggingFace.arguments")
 def test_assets_without_a_config(tmp_path: Path) -> None:
     """A path that has one."""
     assets = hf_folder(tmp_path / "hf", MODEL)
@@ -408,7 +408,7 @@ RULES_OF_SITE: dict[str, tuple[str, str]] = {
         "keep_others = true\n" + _rule('"c"', '"x"') + _rule('"q"', '"z"') + _rule('"k"', '"z"'),
         "keep_others = true\n" + _rule('"q"', '"z"') + _rule('"k"', '"y"'),
     ),
-    "checkpoint/moves/tensor_view.py::MappedView._refused": (
+    "conversion/engine/tensor_view.py::MappedView._refused": (
         "keep_others = true\n" + _rule('"q"', '"x"', "{ transpose = [1, 2, 0] }"),
         "keep_others = true\n" + _rule('"q"', '"x"', "{ transpose = [1, 0] }"),
     ),
@@ -486,7 +486,7 @@ def test_a_group_of_unknown_parameters(tmp_path: Path) -> None:
     assert len(native_tensors(tmp_path / "out")) == 2
 
 
-@runs("checkpoint/moves/carried_state.py::own_optimizer")
+@runs("conversion/engine/carried_state.py::own_optimizer")
 def test_an_optimizer_of_two_models(tmp_path: Path) -> None:
     """The option that leaves it out."""
     state = {"student": MODEL, "teacher": MODEL, "optimizer": _optimizer(exp_avg=torch.ones(8, 6))}
@@ -563,7 +563,7 @@ def test_a_folder_without_all_of_its_class(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "a.pt"), weights)
 
 
-@runs("checkpoint/formats/huggingface/class_check.py::ClassCheck.require")
+@runs("conversion/formats/huggingface/class_check.py::ClassCheck.require")
 @pytest.mark.parametrize("way", ["--no-assets", "--assets"])
 def test_a_result_that_its_class_does_not_load(way: str, tmp_path: Path) -> None:
     """Without a config.json, or with that of the model."""
@@ -577,7 +577,7 @@ def test_a_result_that_its_class_does_not_load(way: str, tmp_path: Path) -> None
     assert same(written(tmp_path / "out"), weights)
 
 
-@runs("checkpoint/formats/huggingface/class_check.py::ClassCheck.require")
+@runs("conversion/formats/huggingface/class_check.py::ClassCheck.require")
 def test_a_base_with_its_adapter(tmp_path: Path) -> None:
     """Both commands of the remedy: the adapter is written, and added to the base."""
     state = {name.replace("up.weight", "up.base_layer.weight"): value for name, value in MODEL.items()}
@@ -595,7 +595,7 @@ def test_a_base_with_its_adapter(tmp_path: Path) -> None:
     assert torch.equal(written(tmp_path / "out")["up.weight"], MODEL["up.weight"] + added)
 
 
-@runs("checkpoint/formats/huggingface/class_check.py::ClassCheck.require[1]")
+@runs("conversion/formats/huggingface/class_check.py::ClassCheck.require[1]")
 def test_a_check_that_cannot_be_made(tmp_path: Path) -> None:
     """Without the option that the remedy names."""
     source = torch_file(tmp_path / "a.pt", MODEL)
@@ -605,7 +605,7 @@ def test_a_check_that_cannot_be_made(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@runs("conversion/huggingface.py::HuggingFace._class_warnings")
+@runs("conversion/live/huggingface.py::HuggingFace._class_warnings")
 def test_a_required_check_in_a_job(tmp_path: Path) -> None:
     """Without the argument; the command of the remedy runs the class."""
     assets = hf_folder(tmp_path / "hf", MODEL)

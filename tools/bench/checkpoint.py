@@ -44,7 +44,6 @@ from tools.bench.parts.cold_reads import measure_cold, measure_replicas
 from tools.bench.parts.shards import Settings, Shards, fact_rows, median, spawn, start_rank, timed
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
-from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
@@ -138,7 +137,7 @@ def _save_worker(rank: int, settings: Settings) -> None:
         turn("dcp.save", lambda: dcp.save(shards.state, checkpoint_id=stock))
         with counted_collectives(gathers), peak_growth(memory, "hf"):
             turn("hf", lambda: save(repository, shards.state, format=form))
-        turn("dcp form", lambda: save(by_rank, shards.state, format=DCP()))
+        turn("dcp form", lambda: save(by_rank, shards.state, format="dcp"))
         turn("readinto", lambda: shards.read_raw(raw))
         turn("load while", lambda: load(native, shards.state, verify="while"))
         turn("load before", lambda: load(native, shards.state, verify="before"))

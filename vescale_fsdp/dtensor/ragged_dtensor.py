@@ -559,7 +559,7 @@ def _rebuild_piece(
 
     Args:
         shape, boxes: the global shape and the rank's boxes (offsets, sizes), in the order of the items of ``local``.
-            For readers of the files of all ranks, which know no placements (`checkpoint.formats.torch_save`).
+            For readers of the files of all ranks, which know no placements (`conversion.formats.torch_save`).
     """
     return _rebuild(local, spec, None, requires_grad, is_parameter)
 

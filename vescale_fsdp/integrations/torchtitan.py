@@ -28,12 +28,13 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from vescale_fsdp.checkpoint.async_save import SaveHandle, async_save
-from vescale_fsdp.checkpoint.load import Loader, SourceOptions, load
+from vescale_fsdp.checkpoint.foreign import SourceOptions
+from vescale_fsdp.checkpoint.load import Loader, load
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion.huggingface import HuggingFace
+from vescale_fsdp.conversion.live.huggingface import HuggingFace
 from vescale_fsdp.errors import ArgumentError, CheckpointError, UnsupportedOpError, some
 from vescale_fsdp.integrations.installation import ours_within
 from vescale_fsdp.integrations.plain_values import holds_checkpoint

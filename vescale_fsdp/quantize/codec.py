@@ -230,7 +230,8 @@ class BlockCodec(ABC):
         Args:
             amax: the largest magnitude of each block, fp32, of any shape.
         """
-        # Reciprocal, then product, as torch divides a number by a tensor. `views.float_codes` has this rule in numpy.
+        # Reciprocal, then product, as torch divides a number by a tensor. In numpy this rule is in
+        # `conversion.quantization.float_codes`.
         factors = amax.reciprocal() * self.largest
         is_finite = amax.isfinite()
         factors = torch.where(

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard as fully_shard_2
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load
-from vescale_fsdp.checkpoint.moves.box_reading import read_box
-from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.engine.box_reading import read_box
+from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, whole_box
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vescale_fsdp import formats
 from vescale_fsdp.checkpoint import ProgressReport, SourceOptions, load, save
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats import table
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 
@@ -77,8 +77,8 @@ def test_a_save_that_did_not_end_is_no_other_format(tmp_path: Path) -> None:
 
 def open_numbers(store: Storage, file: str, trust_pickle: bool) -> Any:
     """A format of another package: a text with a number, which fills a weight."""
-    from vescale_fsdp.checkpoint.moves.source import Source
-    from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+    from vescale_fsdp.conversion.engine.source import Source
+    from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
     from vescale_fsdp.layout.dtypes import dtype_from_torch
     from vescale_fsdp.layout.geometry import whole_box
 
@@ -95,12 +95,12 @@ def open_numbers(store: Storage, file: str, trust_pickle: bool) -> Any:
 
 def test_formats_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that an entry point adds is opened when no format of this package fits."""
-    added = {"numbers": formats.Format(r".*\.number", f"{__name__}:open_numbers")}
+    added = {"numbers": table.Format(r".*\.number", f"{__name__}:open_numbers")}
     (tmp_path / "weight.number").write_text("7")
-    monkeypatch.setattr(formats, "added_formats", dict)
+    monkeypatch.setattr(table, "added_formats", dict)
     with pytest.raises(NoCheckpointError):
         load(tmp_path, _linear())
-    monkeypatch.setattr(formats, "added_formats", lambda: added)
+    monkeypatch.setattr(table, "added_formats", lambda: added)
     model = _linear()
     load(tmp_path, model)
     assert (model.weight == 7).all()

@@ -25,7 +25,6 @@ from vescale_fsdp.checkpoint import (
     read_state,
     save,
 )
-from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.dcp_storage import RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, begin_comparison
@@ -51,7 +50,7 @@ def _by_dcp(path: Path, state: Any) -> None:
 _WAYS: dict[str, Way] = {
     "native": save,
     "zarr": lambda path, state: save(path, state, format="zarr"),
-    "DCP": lambda path, state: save(path, state, format=DCP()),
+    "DCP": lambda path, state: save(path, state, format="dcp"),
     "behind": lambda path, state: async_save(path, state).wait(),
     "writer": _by_dcp,
     "manager": _by_manager,

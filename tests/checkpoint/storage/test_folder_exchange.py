@@ -14,13 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
-from vescale_fsdp.checkpoint.dcp import DCP
-from vescale_fsdp.checkpoint.formats.written_folder import WrittenFolder
-from vescale_fsdp.checkpoint.moves.plan import ClosingFile
 from vescale_fsdp.checkpoint.storage import file_system
 from vescale_fsdp.checkpoint.storage.file_system import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.conversion.engine.plan import ClosingFile
+from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 
 
 def _folder(path: Path, text: str) -> Path:
@@ -92,7 +91,7 @@ def test_a_mounted_bucket_renames_no_folders(
     caplog.set_level(logging.INFO)
     _without_folder_renames(monkeypatch)
     for value in (1.0, 2.0):
-        save(tmp_path / "c", {"w": torch.full((300,), value)}, format=DCP(), overwrite=True)
+        save(tmp_path / "c", {"w": torch.full((300,), value)}, format="dcp", overwrite=True)
         state = {"w": torch.zeros(300)}
         dcp.load(state, checkpoint_id=tmp_path / "c")
         assert torch.equal(state["w"], torch.full((300,), value))

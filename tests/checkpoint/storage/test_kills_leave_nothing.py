@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier
-from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.native.read_state import read_manifest
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -24,7 +23,7 @@ OPEN = os.open
 
 def _manager(folder: Path) -> CheckpointManager:
     ram = RamTier("run", folder=folder / "shm", keep_last=9)
-    return CheckpointManager(folder / "root", ram=ram, export=DCP(), export_every=2, retention=9)
+    return CheckpointManager(folder / "root", ram=ram, export="dcp", export_every=2, retention=9)
 
 
 def _save(folder: Path) -> None:

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
-from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.save import Format
-from vescale_fsdp.checkpoint.storage.journal import Journal
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
+from vescale_fsdp.conversion.engine.journal import Journal
 from vescale_fsdp.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -180,14 +179,14 @@ def test_a_planted_working_folder_is_not_used(shared: Path, tmp_path: Path) -> N
     (shared / ".out.saving").symlink_to(victim)
     os.lchown(shared / ".out.saving", OTHER, OTHER)
     with pytest.raises(CheckpointError):
-        save(shared / "out", _state(), format=DCP())
+        save(shared / "out", _state(), format="dcp")
     assert [path.name for path in victim.iterdir()] == ["precious"]
     (shared / ".out.saving").unlink()
     assert as_other((shared / ".out.saving").mkdir)
     with pytest.raises(CheckpointError):
-        save(shared / "out", _state(), format=DCP())
+        save(shared / "out", _state(), format="dcp")
     (shared / ".out.saving").rmdir()
-    save(shared / "out", _state(), format=DCP())
+    save(shared / "out", _state(), format="dcp")
     assert (shared / "out" / ".metadata").is_file()
 
 
@@ -206,7 +205,7 @@ def test_bad_paths_are_named(shared: Path, tmp_path: Path) -> None:
             return
         raise OSError("it was taken")
 
-    for format in ("native", "zarr", DCP()):
+    for format in ("native", "zarr", "dcp"):
         for path in (tmp_path / "file", tmp_path / "file" / "c"):
             refused(path, format)
         assert as_other(partial(refused, closed / "c", format)), format

@@ -27,10 +27,10 @@ from safetensors.torch import load_file
 
 from tests.support.processes import run_command, wait_until
 from vescale_fsdp.checkpoint import save
-from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
-from vescale_fsdp.formats import FORMATS
+from vescale_fsdp.conversion.engine.threads import Shared, in_threads
+from vescale_fsdp.conversion.formats.table import FORMATS
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
 # Sends itself Ctrl-C when the first file is finished, and TIMES - 1 more when the process has seen it.
 INTERRUPTED = """
 import os, signal, time
-from vescale_fsdp.checkpoint.storage import journal
+from vescale_fsdp.conversion.engine import journal
 from vescale_fsdp.conversion.cli.main import main
 add, left = journal.Journal.add, TIMES
 def interrupt(self, **line):

@@ -101,7 +101,6 @@ OF_HELP = {
     "vescale_fsdp.conversion.cli.options",
     "vescale_fsdp.conversion.formats.table",
     "vescale_fsdp.errors",
-    "vescale_fsdp.formats",
     "vescale_fsdp.lazy",
 }
 # Parts of Python that take a millisecond or more each, and that click does without.

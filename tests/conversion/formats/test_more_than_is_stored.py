@@ -13,8 +13,8 @@ import torch
 import zarr
 
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.moves import stored_tensor
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
+from vescale_fsdp.conversion.engine import stored_tensor
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
 from vescale_fsdp.conversion.report.describe import describe

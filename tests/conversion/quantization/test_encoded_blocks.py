@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vescale_fsdp.checkpoint.moves import copying
-from vescale_fsdp.checkpoint.moves.coded_tensors import BlockCache, EncodedView
-from vescale_fsdp.checkpoint.moves.copying import CopyLimits
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.engine import copying
+from vescale_fsdp.conversion.engine.coded_tensors import BlockCache, EncodedView
+from vescale_fsdp.conversion.engine.copying import CopyLimits
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.quantization import quantize
+from vescale_fsdp.conversion.quantization.float_codes import Fp8Encoding
 from vescale_fsdp.layout.geometry import Box
-from vescale_fsdp.views.float_codes import Fp8Encoding
 
 BLOCK_BYTES = 128 * 128
 SHAPES = [(128, 128)] * 5 + [(256, 384), (384, 128)]

@@ -19,7 +19,7 @@ from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import SourceOptions
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.source_state import open_for_load
+from vescale_fsdp.conversion.live.source_state import open_for_load
 from vescale_fsdp.layout.geometry import Box
 
 ROWS = rows()

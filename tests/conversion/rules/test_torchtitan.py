@@ -12,9 +12,9 @@ import torch
 
 from tests.conversion.rules.torchtitan_names import NAMES, expand
 from tests.support.rule_cases import GROUPED_EXPERTS
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
-from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView
+from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView
 from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules, shipped_rules
 from vescale_fsdp.errors import ConversionError

@@ -23,7 +23,7 @@ OURS = "texts of tests/support and of tables in tests"
 
 # Files that may compare sentences, and whose sentences these are.
 ALLOWED = {
-    "checkpoint/formats/test_conformance.py": OURS,
+    "conversion/formats/test_conformance.py": OURS,
     "checkpoint/state/test_host_copies.py": OURS,
     "conversion/cli/test_cli.py": COMMAND,
     "conversion/cli/test_messages.py": COMMAND,

@@ -71,8 +71,8 @@ BOUNDS: dict[str, dict[str, str]] = {
         "part.result()": SAVE,
         "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
     },
-    "checkpoint/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
-    "checkpoint/moves/threads.py": {"ended.wait()": THREAD},
+    "conversion/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
+    "conversion/engine/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives/slice_exchange.py": {
         "self.calls.get()": IDLE,
         "self.done.result()": GROUP,

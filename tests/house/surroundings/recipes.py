@@ -287,7 +287,7 @@ def from_files(folder: Path) -> Call:
 
     def call() -> Any:
         reports = [ck.load(str(folder / "plain.pt"), into) for into in (model, lazy)]
-        ck.save(folder / "dcp", {"model": model}, format=ck_dcp.DCP())
+        ck.save(folder / "dcp", {"model": model}, format="dcp")
         return lambda: [
             [report.missing for report in reports],
             model,

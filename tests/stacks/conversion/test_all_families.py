@@ -1,6 +1,6 @@
 """Ties of every family of transformers that can be built small: nothing of a model is missing in what a folder becomes.
 
-A sample of each mechanism is in `tests/checkpoint/formats/huggingface/test_tied_weights.py`.
+A sample of each mechanism is in `tests/conversion/formats/huggingface/test_tied_weights.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.support.rule_cases import convert_in_parts
 from tests.support.tiny_families import family_classes, tiny_model
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.checkpoint.formats.huggingface.class_child import answer
-from vescale_fsdp.checkpoint.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion import diff, open_source
+from vescale_fsdp.conversion.formats.huggingface.class_child import answer
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 
 FAMILIES = family_classes()
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, latest, load, save, verify
-from vescale_fsdp.checkpoint.dcp import DCP
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -193,7 +192,7 @@ def test_other_forms_and_the_converter(store: str, tmp_path: Path) -> None:
     save(f"{store}/hf", first, format=HuggingFace(assets=assets))
     save(f"{store}/hf", second, format=HuggingFace(assets=assets), overwrite=True)
     assert set(open_source(f"{store}/hf").tensors) == {"v"}
-    save(f"{store}/dcp", first, format=DCP())
+    save(f"{store}/dcp", first, format="dcp")
     for source, target, kind in [
         (f"{store}/dcp", f"{store}/native", "native"),
         (f"{store}/native", f"{store}/zarr", "zarr"),

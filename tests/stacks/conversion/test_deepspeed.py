@@ -13,9 +13,9 @@ from tests.conversion.formats.zero_folders import ZeroState, write_universal, wr
 from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.formats.torch_save.read import TorchFile
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import convert, open_source
+from vescale_fsdp.conversion.formats.torch_save.read import TorchFile
 
 CASES = ["zero1_bf16", "zero1_fp32", "zero2_bf16", "zero2_fp32", "zero3_bf16", "zero3_fp32"]
 ROUND_ROBIN = ["zero1_round_robin", "zero2_round_robin"]

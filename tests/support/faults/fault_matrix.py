@@ -47,15 +47,14 @@ from vescale_fsdp.checkpoint import (
     load,
     save,
 )
-from vescale_fsdp.checkpoint.dcp import DCP
-from vescale_fsdp.checkpoint.formats.dcp.source import open_dcp
-from vescale_fsdp.checkpoint.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.checkpoint.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.conversion import HuggingFace
 from vescale_fsdp.conversion.formats import detect
+from vescale_fsdp.conversion.formats.dcp.source import open_dcp
+from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, VescaleError
 from vescale_fsdp.layout.geometry import whole_box
@@ -214,7 +213,7 @@ class _Stage:
         if form == "hf":
             form = HuggingFace(assets=self._assets)
         elif form == "dcp":
-            form = DCP()
+            form = "dcp"
         if setting.through == "memory":
             with self._in_memory(setting) as manager:
                 manager.save(step, state)

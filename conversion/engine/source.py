@@ -1,0 +1,289 @@
+"""`Source`: an open checkpoint of any format, with its tensors and other values; reads any box of a tensor.
+
+A `Source` is mostly data (see `stored_tensor.py`): each format's reader only determines where the bytes of every tensor
+are stored. One routine reads boxes of any format (`box_reading.py`), and all reads are verified with the format's
+checksums (`verified_reads.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vescale_fsdp.checkpoint.foreign import OpenSource
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
+from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.engine.verified_reads import StripedFile, VerifiedReads
+from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box, run_start
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vescale_fsdp.layout.group_layout import GroupLayout
+
+BoxReader = Callable[[Box], "np.ndarray"]
+StoredValue = Callable[[], Any]
+"""Returns a value that is not a tensor (number, string, list, dict). The value is read only when this is called."""
+
+
+class ByteRange(NamedTuple):
+    """A range of a file that stores consecutive items of a tensor without changes."""
+
+    source: Source
+    file: str
+    offset: int
+    nbytes: int
+
+
+def constant(value: Any) -> StoredValue:
+    """Return a `StoredValue` for a value that is already in memory."""
+    return lambda: value
+
+
+class _Interval(NamedTuple):
+    """Items [start, stop) of a flattened tensor, and the file and byte offset of the first one."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+def check_source(given: object, call: str) -> None:
+    """Raise ArgumentError if a value is not a `Source`, such as a path; ``call`` is the right call."""
+    if not isinstance(given, Source):
+        raise ArgumentError(
+            "This is not an opened checkpoint.",
+            expected="a Source, as open_source returns it",
+            got=repr(given) if isinstance(given, str) else f"a value of type {type(given).__name__}",
+            todo=call,
+        )
+
+
+@dataclass
+class Source(OpenSource):
+    """One opened checkpoint.
+
+    Args:
+        kind: the format, such as ``"dcp"``.
+        store: the folder that contains the files.
+        tensors: flattened name -> tensor, in the order of the format.
+        values: flattened name -> value, for all other entries.
+        paths: flattened name -> path in the nested state; names without a path are at the root.
+        facts: label -> text, for ``inspect`` to print.
+        readers: name -> function that reads a box (raw items), for tensors with encoded bytes, such as compressed
+            chunks.
+        decoded: name -> bytes of memory that decoding one chunk takes, for tensors whose chunks are decoded whole.
+        aliases: name -> earlier name of the same tensor, if equal file locations do not show that.
+        file: name of the file, if the checkpoint is a single file; empty for a folder.
+        omitted: names of entries that this package cannot convert (values that differ per rank).
+        layouts: the sharding of groups of tensors, if the format stores it.
+        checked: returns the stripes and checksums of a file; None if the format has no checksums, or has checksums of
+            byte ranges instead (see `verified_reads`).
+        file_metadata: ``__metadata__`` of all safetensors files, merged; torchao describes quantized tensors there.
+        warnings: messages for the user of a conversion, about properties that the format does not store.
+        folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
+        locate: reads the location of a chunk's items from its file, for formats whose metadata lacks it (the records
+            of torch archives); None if the metadata contains all locations.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(2, 3), "step": 7}, "source.pt")
+        >>> source = open_source("source.pt")
+        >>> source.info("w").shape, source.values["step"]()
+        ((2, 3), 7)
+    """
+
+    kind: str
+    store: Storage
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, StoredValue] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    readers: Mapping[str, BoxReader] = field(default_factory=dict)
+    decoded: Mapping[str, int] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    file: str = ""
+    omitted: tuple[str, ...] = ()
+    layouts: tuple[GroupLayout, ...] = ()
+    checked: Callable[[str], StripedFile | None] = lambda _: None
+    file_metadata: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    folder_problems: Callable[[], Iterable[str]] = tuple  # `tuple()` returns no problems
+    locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
+    _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
+    _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
+    reads: VerifiedReads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads = VerifiedReads(self.store, self.checked)
+
+    @property
+    def url(self) -> str:
+        """The URL of the checkpoint's folder, or of its file if it is a single file."""
+        return f"{self.store.where}/{self.file}" if self.file else self.store.where
+
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        """Name -> earlier name, for tensors that are stored as the same bytes as an earlier tensor."""
+        starts: dict[tuple[str, int], str] = {}
+        first: dict[object, str] = {}
+        ties = dict(self.aliases)
+        for name, tensor in self.tensors.items():
+            # Empty tensors would all be equal. Tensors with a reader have no file location to compare.
+            if tensor.info.numel and name not in self.readers:
+                other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)
+                if other == name:
+                    continue  # a shortcut for almost all tensors: `places` is slower to compare
+                first.setdefault(self.tensors[other].places, other)
+                if (kept := first.setdefault(tensor.places, name)) != name:
+                    ties[name] = kept
+        return ties
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.info.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def stored_nbytes(self) -> int:
+        """Number of stored bytes of all tensors; see `StoredTensor.stored_nbytes`."""
+        return sum(tensor.stored_nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
+        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        # Sorted, because sets differ in order between processes.
+        stamps = [
+            f"{file} {self.store.required_info(file).stamp}"
+            for file in sorted({c.file for c in chunks if c.file})
+        ]
+        # A path may have bytes that are not UTF-8, which Python keeps as lone surrogates.
+        return hex_checksum_of("\n".join([self.url, *stamps]).encode(errors="surrogatepass"))
+
+    def require_unchanged(self) -> None:
+        """Check that no file was replaced since `fingerprint` was computed.
+
+        Raises:
+            ConversionError: if a file was replaced or removed. The data that was read may be a mixture of two
+                checkpoints then.
+        """
+        # Clears the cached property, so that it is computed again; None if it was never computed.
+        before = self.__dict__.pop("fingerprint", None)
+        try:
+            is_same = before is None or self.fingerprint == before
+        except CorruptCheckpointError:  # a file is gone
+            is_same = False
+        if not is_same:
+            raise ConversionError(
+                "The source was changed while it was read.",
+                expected="the same file sizes and modification times as at the start",
+                got="different ones",
+                where=self.url,
+                todo="convert again when no job writes to the source",
+            )
+
+    def info(self, name: str) -> TensorInfo:
+        """Return name, shape and dtype of a tensor.
+
+        Raises:
+            ConversionError: if the source has no tensor of this name.
+        """
+        if name not in self.tensors:
+            raise ConversionError(
+                "The source has no such tensor.",
+                expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
+                got=name,
+                where=self.url,
+                todo="list the names with: vescale-convert inspect SRC",
+            )
+        return self.tensors[name].info
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Return the path of an entry in the nested state."""
+        return self.paths.get(name, (name,))
+
+    def read_into(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Read a box of a tensor into ``out`` (shape ``box.sizes``, raw dtype of the tensor, any strides).
+
+        Raises:
+            CorruptCheckpointError: if files are missing, truncated or do not match the metadata.
+        """
+        if name in self.readers:
+            out[...] = self.readers[name](box).view(out.dtype)
+            return
+        from vescale_fsdp.conversion.engine.box_reading import read_box  # imported late: it imports numpy
+
+        tensor = self.tensors[name]
+        read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.reads.read)
+
+    def verify(self, name: str) -> None:
+        """Verify every byte range that has a checksum and overlaps a tensor's chunks. Bytes not read yet are read.
+
+        Raises:
+            CorruptCheckpointError: if a checksum does not match.
+        """
+        info = self.tensors[name].info
+        for chunk in self.tensors[name].chunks:
+            if chunk.file and (checked := self.located(info, chunk).checked) is not None:
+                self.reads.verify_range(checked)
+
+    def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
+        """Return the byte ranges of items [start, stop) of the flattened tensor, in order.
+
+        None: some chunk is not a contiguous run of the flattened tensor, or its bytes must be decoded.
+
+        Raises:
+            CorruptCheckpointError: if a file does not match the metadata.
+        """
+        if name not in self._intervals:
+            self._intervals[name] = None if name in self.readers else self._find_intervals(self.tensors[name])
+        intervals = self._intervals[name]
+        if intervals is None:
+            return None
+        itemsize = self.tensors[name].info.dtype.itemsize
+        ranges = []
+        # From the last interval that begins at or before `start`.
+        for interval in intervals[max(0, bisect_right(intervals, start, key=lambda i: i.start) - 1) :]:
+            if interval.start >= stop:
+                break
+            low, high = max(start, interval.start), min(stop, interval.stop)
+            if low < high:
+                offset = interval.offset + (low - interval.start) * itemsize
+                ranges.append(ByteRange(self, interval.file, offset, (high - low) * itemsize))
+        return ranges
+
+    def _find_intervals(self, tensor: StoredTensor) -> list[_Interval] | None:
+        """Return a tensor's chunks as sorted runs of the flattened tensor; None if a chunk is not such a run."""
+        intervals = []
+        for chunk in tensor.chunks:
+            start = run_start(tensor.info.shape, chunk.box)
+            if start is None or not chunk.file:  # zeros without a file have no bytes to copy
+                return None
+            located = self.located(tensor.info, chunk)
+            if located.signs or not located.is_row_major:
+                return None
+            intervals.append(_Interval(start, start + chunk.box.numel, chunk.file, located.offset))
+        return sorted(intervals)
+
+    def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+        """Return the chunk with the offset, strides, checksum and inverted bits of its items; see `locate`.
+
+        Raises:
+            CorruptCheckpointError: if the file does not match the metadata.
+        """
+        if self.locate is not None and chunk.file:
+            key = (chunk.file, chunk.offset)
+            if key not in self._located:  # a location costs a read of the file, so it is kept
+                self._located[key] = self.locate(info, chunk)
+            chunk = self._located[key]
+        if chunk.checked is not None:
+            self.reads.add(chunk.checked)
+        return chunk

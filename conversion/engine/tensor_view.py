@@ -1,0 +1,337 @@
+"""`TensorView`: a tensor in the form that a target needs; reads from a source box by box, and changes what it reads.
+
+A `TensorView` has its own name, shape and dtype, and reads any of its boxes on demand. Views wrap other views. A
+renamed, cast or stacked tensor can therefore be streamed in small parts like a stored tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, groupby
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.conversion.engine.source import ByteRange, Source
+from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
+from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.geometry import Box, boxes_of_range
+from vescale_fsdp.layout.index_maps import IndexMap, InputPiece, Reshape, Slice
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TensorView(ABC):
+    """A tensor that can be read box by box."""
+
+    __slots__ = ()  # without this, subclasses with slots would have a dict too: there may be 100,000 views
+
+    @property
+    @abstractmethod
+    def info(self) -> TensorInfo:
+        """The view's name, shape and dtype."""
+
+    @abstractmethod
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        """Read a box into ``out``: shape ``box.sizes``, the view's raw dtype, any strides. Thread-safe."""
+
+    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
+        """Return the byte ranges that contain items [start, stop) of the flattened tensor; None if items must be
+        computed or are not contiguous in files.
+        """
+        return None
+
+    @abstractmethod
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        """Return (source, name) of each stored tensor that the view reads."""
+
+    @abstractmethod
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        """Return the boxes of stored tensors that a box of the view is read from; a box may occur twice."""
+
+    @abstractmethod
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        """Return this view without casts, with each stored tensor replaced by the result of ``leaf``."""
+
+    @property
+    def stored(self) -> SourceView | None:
+        """The stored tensor whose items this view only renames or casts; None if there is no such tensor."""
+        return None
+
+    @property
+    def overflows(self) -> int:
+        """Number of finite values, among those read so far, that a cast has turned into infinities."""
+        return 0
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Return text that identifies the values: views with equal texts have equal values, also in different runs."""
+
+    @property
+    def sameness(self) -> Hashable:
+        """A key that is equal for views of the same tensor under any names; valid only within one process."""
+        return self.info.shape, self.info.dtype, self.identity()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceView(TensorView):
+    """A stored tensor of a source, under a name that may be new."""
+
+    source: Source
+    source_name: str
+    name: str
+
+    info: TensorInfo = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = self.source.info(self.source_name)
+        if found.name != self.name:
+            found = TensorInfo(self.name, found.shape, found.dtype)
+        object.__setattr__(self, "info", found)  # the class is frozen
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        self.source.read_into(self.source_name, box, out)
+
+    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
+        return self.source.byte_ranges(self.source_name, start, stop)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        yield self.source, self.source_name
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        yield self, box
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return leaf(self)
+
+    @property
+    def stored(self) -> SourceView | None:
+        return self
+
+    @property
+    def sameness(self) -> Hashable:
+        # By id: `fingerprint`, which `identity` uses, reads the metadata of every file.
+        return id(self.source), self.source.ties.get(self.source_name, self.source_name)
+
+    def identity(self) -> str:
+        name = self.source.ties.get(self.source_name, self.source_name)  # equal for tied tensors
+        return f"{self.source.fingerprint} {name}"
+
+
+@dataclass(frozen=True)
+class MappedView(TensorView):
+    """A tensor with the items of its inputs at other positions (concatenated, sliced, reshaped, ..).
+
+    Its name is the name of the first input.
+
+    Raises:
+        ConversionError: if the shapes or dtypes of the inputs do not match the map.
+    """
+
+    map: IndexMap
+    inputs: tuple[TensorView, ...]
+
+    def __post_init__(self) -> None:
+        first = self.inputs[0].info
+        odd = next((view.info for view in self.inputs if view.info.dtype != first.dtype), None)
+        if odd is not None:
+            raise self._refused(odd, f"{first.dtype.name}, the dtype of {first.name}", odd.dtype.name)
+        if (misfit := self.map.misfit(self._shapes)) is not None:
+            number, expected = misfit
+            raise self._refused(self.inputs[number].info, expected, self._shapes[number])
+        if first.dtype.is_packed and isinstance(self.map, Reshape):  # the last dim counts bytes, not elements
+            raise self._refused(first, "a dtype with whole bytes per element", first.dtype.name)
+
+    def _refused(self, info: TensorInfo, expected: object, got: object) -> ConversionError:
+        """Return the error for an input that does not match the map."""
+        return ConversionError(
+            self.map.problem,
+            expected=expected,
+            got=got,
+            where=f"tensor {info.name} of shape {info.shape}",
+            todo="correct the sizes in the key rules, or pass the config.json of this model",
+        )
+
+    @cached_property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(view.info.shape for view in self.inputs)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        first = self.inputs[0].info
+        return TensorInfo(first.name, self.map.shape(self._shapes), first.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        if not box.numel:
+            return
+        # Offsets and strides of pieces refer to a row-major array, so any other `out` is filled through a copy.
+        flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
+        if self.map.has_gaps:  # items that no input provides are zeros
+            flat[...] = np.zeros((), dtype=out.dtype)
+        # Pieces from the same box of an input share one read.
+        for (number, part), group in groupby(
+            self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)
+        ):
+            pieces = tuple(group)
+            # A single piece without a reshape is read to its final position, without a copy.
+            if len(pieces) == 1 and pieces[0].shape is None:
+                self.inputs[number].read_into(part, _strided(flat, pieces[0], part.sizes))
+                continue
+            scratch = np.empty(part.sizes, dtype=out.dtype)
+            self.inputs[number].read_into(part, scratch)
+            for piece in pieces:
+                items = scratch.reshape(piece.shape or part.sizes)
+                taken = items[piece.take.slices()] if piece.take is not None else items
+                _strided(flat, piece, taken.shape)[...] = taken
+        if not out.flags.c_contiguous:
+            out[...] = flat.reshape(box.sizes)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return chain.from_iterable(view.sources() for view in self.inputs)
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        pieces = self.map.pieces(self._shapes, box) if box.numel else ()
+        for number, part in dict.fromkeys((piece.input, piece.box) for piece in pieces):  # each box once
+            yield from self.inputs[number].parts(part)
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return MappedView(self.map, tuple(view.over(leaf) for view in self.inputs))
+
+    @property
+    def overflows(self) -> int:
+        return sum(view.overflows for view in self.inputs)
+
+    def identity(self) -> str:
+        return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
+
+
+def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the view of a flattened box that a piece is written to."""
+    from numpy.lib.stride_tricks import as_strided
+
+    return as_strided(flat[piece.offset :], sizes, [n * flat.itemsize for n in piece.strides])
+
+
+@dataclass(frozen=True)
+class WrapperView(TensorView):
+    """Base of views with the items of one other view at the same positions."""
+
+    inner: TensorView
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return self.inner.sources()
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return self.inner.parts(box)
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self.inner.over(leaf)
+
+    @property
+    def stored(self) -> SourceView | None:
+        return self.inner.stored
+
+
+@dataclass(frozen=True)
+class RenamedView(WrapperView):
+    """A view under a new name."""
+
+    name: str
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.name, self.inner.info.shape, self.inner.info.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        self.inner.read_into(box, out)
+
+    @property
+    def sameness(self) -> Hashable:
+        return self.inner.sameness
+
+    @property
+    def overflows(self) -> int:
+        return self.inner.overflows
+
+    def identity(self) -> str:
+        return self.inner.identity()
+
+
+@dataclass(frozen=True)
+class ZerosView(TensorView):
+    """A tensor of zeros, which reads no stored tensor."""
+
+    made: TensorInfo
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.made
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        out[...] = np.zeros((), dtype=out.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return iter(())
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return iter(())
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self
+
+    def identity(self) -> str:
+        return f"zeros({self.made.shape})"
+
+
+def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
+    """Read items [start, stop) of the flattened tensor into ``buffer``, an array of bytes; returns the filled part."""
+    info = view.info
+    filled = buffer[: (stop - start) * info.dtype.itemsize]
+    items = filled.view(info.dtype.raw)
+    position = 0
+    for box in boxes_of_range(info.shape, start, stop):
+        view.read_into(box, items[position : position + box.numel].reshape(box.sizes))
+        position += box.numel
+    return filled
+
+
+def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterator[np.ndarray]:
+    """Read all items of a tensor in order; yields pieces of one reused buffer, each valid until the next piece.
+
+    Args:
+        nbytes: size of the buffer.
+        step: number of items per piece; None for as many as the buffer can contain.
+    """
+    import numpy as np
+
+    info = view.info
+    buffer, step = np.empty(min(nbytes, info.nbytes), dtype=np.uint8), step or nbytes // info.dtype.itemsize
+    for start in range(0, info.numel, step):
+        yield read_range(view, start, min(start + step, info.numel), buffer)
+
+
+def repeated_dims(view: TensorView) -> tuple[int, ...]:
+    """Return the dims along which a stride of zero repeats stored items, as after ``tensor.expand``."""
+    stored = view.stored
+    # Computed or decoded items have no strides.
+    if stored is None or stored.source_name in stored.source.readers:
+        return ()
+    chunks = stored.source.tensors[stored.source_name].chunks
+    # Several chunks may have different strides; zeros without a file have none.
+    if len(chunks) != 1 or not chunks[0].file or chunks[0].box.sizes != view.info.shape:
+        return ()
+    steps = zip(view.info.shape, chunks[0].steps, strict=True)
+    return tuple(dim for dim, (size, stride) in enumerate(steps) if size > 1 and not stride)
+
+
+def without_repeats(view: TensorView, dims: Iterable[int]) -> TensorView:
+    """Return the tensor reduced to index 0 in each of these dims, which get a size of 1."""
+    for dim in dims:
+        view = MappedView(Slice(dim, 0, 1), (view,))
+    return view
