@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.distributed import cpu_mesh, run_threads
 from tests.support.tiny_families import build, small_config
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
+from vescale_fsdp.checkpoint.load import Loader, Verify
 from vescale_fsdp.checkpoint.state import allocation
 from vescale_fsdp.errors import CheckpointError
 
@@ -54,6 +56,27 @@ def _fill(module: Any) -> None:
 
 def _compute(module: Any) -> None:
     module.table.mul_(2)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_native_files_need_no_other_format(
+    keyed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read as into allocated modules, in every way to verify; only casts and options ask conversion."""
+    weights = torch.arange(6.0).view(2, 3)
+    save(tmp_path / "c", {"model": {"weight": weights}})
+
+    def refused() -> None:
+        raise AssertionError("conversion was asked")
+
+    monkeypatch.setattr(sys.modules[Loader.__module__], "foreign_formats", refused)
+    ways: tuple[Verify, ...] = ("before", "while", "never")
+    for verify in ways:
+        model = _on_meta(lambda: nn.Linear(3, 2, bias=False))
+        load(tmp_path / "c", {"model": model} if keyed else model, verify=verify, read="once")
+        assert torch.equal(model.weight, weights)
+    with pytest.raises(AssertionError, match="asked"):
+        load(tmp_path / "c", {"model": model}, dtype="state")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
