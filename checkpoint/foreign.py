@@ -90,12 +90,15 @@ class ForeignFormats(Protocol):
             ConversionError: if the files have no known format, or the options do not apply to them.
         """
 
-    def verify(self, path: str | OpenSource, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
-        """Verify every tensor and every value of a checkpoint; see `checkpoint.verify`.
+    def open(self, url: str) -> OpenSource:
+        """Open a checkpoint of any format; reads metadata only.
 
         Raises:
             ConversionError: if the files have no known format.
         """
+
+    def verify(self, source: OpenSource, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
+        """Verify every tensor and every value of an open checkpoint; see `checkpoint.verify`."""
 
     def dcp_form(self) -> Form:
         """Return the form of ``save(format="dcp")``."""

@@ -68,11 +68,12 @@ def verify(
         if isinstance(path, Storage):  # other formats are opened by path or URL only
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         try:
-            return foreign_formats().verify(os.fspath(path), deep, progress)
+            source = foreign_formats().open(os.fspath(path))
         except CorruptCheckpointError as damage:
             return damage_report(damage, storage.where)
         except VescaleError:  # no known format, so the missing manifest is the problem to report
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
+        return foreign_formats().verify(source, deep, progress)
     except (CheckpointError, OSError) as error:
         return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
     return _verify_own(storage, manifest, deep, progress)

@@ -43,12 +43,15 @@ class ConversionFormats:
         by_name = manifest is not None and options is None
         return ViewedCheckpoint(opened, coordinator, casts, by_name=by_name, metadata=metadata)
 
-    def verify(self, path: str | OpenSource, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
+    def open(self, url: str) -> OpenSource:
         from vescale_fsdp.conversion.formats.detect import open_source
+
+        return open_source(url)
+
+    def verify(self, source: OpenSource, deep: bool, progress: Callable[[int], object]) -> VerifyReport:
         from vescale_fsdp.conversion.live.verify_source import verify_source
 
-        source = open_source(path) if isinstance(path, str) else cast("Source", path)
-        return verify_source(source, deep, progress)
+        return verify_source(cast("Source", source), deep, progress)  # the only subclass of OpenSource
 
     def dcp_form(self) -> Form:
         from vescale_fsdp.conversion.formats.dcp.form import DcpForm
