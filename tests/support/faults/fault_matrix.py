@@ -212,8 +212,6 @@ class _Stage:
         form: Any = setting.form
         if form == "hf":
             form = HuggingFace(assets=self._assets)
-        elif form == "dcp":
-            form = "dcp"
         if setting.through == "memory":
             with self._in_memory(setting) as manager:
                 manager.save(step, state)
