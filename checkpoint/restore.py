@@ -7,7 +7,8 @@
 
 A damaged step is skipped for the rest of the search. If a step is removed while it is read, another job is saving and
 removing steps: the ranks list the steps again, and find that job's newer step. A step in memory is tried if any node
-has a part of it; two attempts to save one step number are different steps. If a part is lost, the step is skipped with
+has a part of it; two attempts to save one step number are different steps. Steps of a run that was abandoned do not
+count (`steps.step_folders.committed_steps`). If a part is lost, the step is skipped with
 a warning and without waiting, because lost memory cannot reappear.
 """
 

@@ -7,7 +7,7 @@ state of frozen parameters. The getters take no step of an optimizer.
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from vescale_fsdp.checkpoint.state.state_dict import (
+from vescale_fsdp.checkpoint.state.torch_state_dicts import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,

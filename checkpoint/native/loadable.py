@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.state.matching.match import match
 from vescale_fsdp.checkpoint.state.matching.result import Match, TensorRead
 from vescale_fsdp.checkpoint.state.model_names import ModelNames, container_of, split_entries
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
-from vescale_fsdp.checkpoint.state.optimizer_state import items_of_node
+from vescale_fsdp.checkpoint.state.optimizer_forms import items_of_node
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, callers_level
 from vescale_fsdp.layout.region import Region

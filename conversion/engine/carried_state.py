@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.state.model_names import (
     unwrapped_names,
 )
 from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest
-from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
+from vescale_fsdp.checkpoint.state.optimizer_forms import optimizer_state
 from vescale_fsdp.conversion.engine.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, option, some

@@ -34,7 +34,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     Assets,
 )
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import Compare
-from vescale_fsdp.conversion.formats.huggingface.write import (
+from vescale_fsdp.conversion.formats.huggingface.write_from_ranks import (
     MIN_BUDGET_BYTES,
     repository_folder,
     write_repository,

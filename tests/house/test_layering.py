@@ -454,7 +454,7 @@ QUESTIONS = (
     ("runtime.param_group", "optim.in_backward", False),
     ("optim.in_backward", "checkpoint.manager", False),
     ("integrations.stand_ins", "runtime.fully_shard", True),
-    ("integrations.stand_ins", "checkpoint.state.state_dict", True),
+    ("integrations.stand_ins", "checkpoint.state.torch_state_dicts", True),
     ("runtime.fully_shard", "integrations.stand_ins", False),
     ("conversion.cli.main", "integrations.installation", False),
 )

@@ -81,7 +81,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/rules/operations.py": "StackCounted.forward",
     },
     "the user's own code, state or rules must change in a way that the remedy cannot know": {
-        "checkpoint/state/state_dict.py": "_cut_tensor",
+        "checkpoint/state/torch_state_dicts.py": "_cut_tensor",
         "conversion/formats/huggingface/class_names.py": "_not_made",
         "checkpoint/manifest/structure.py": "check_complete",
         "conversion/engine/coded_tensors.py": "_ComputedView.over",
@@ -103,7 +103,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/state/host_copies.py": "memory_of DeferredCopy.finish",
     },
     "no public call was found that gets there": {
-        "conversion/formats/huggingface/write.py": "JointFiles._insert",
+        "conversion/formats/huggingface/write_from_ranks.py": "JointFiles._insert",
         "checkpoint/load.py": "Loader._fills",
         "checkpoint/state/nesting.py": "claim_name",
         "conversion/convert.py": "_with_ties",

@@ -531,7 +531,7 @@ def test_an_optimizer_of_meta_parameters(first: str, tmp_path: Path) -> None:
     assert _is_filled(model.state_dict()) and state["optimizer"].param_groups[0]["lr"] == 0.5
 
 
-@runs("checkpoint/state/optimizer_state.py::OptimizerState.options_for")
+@runs("checkpoint/state/optimizer_forms.py::OptimizerState.options_for")
 def test_groups_with_other_options(tmp_path: Path) -> None:
     """The state alone, by the pattern that the remedy writes; or the groups of the save."""
     model = _model(ones=True)
@@ -611,7 +611,7 @@ def test_an_answer_that_is_no_bool(tmp_path: Path) -> None:
 # DCP's calls
 
 
-@runs("checkpoint/state/state_dict.py::_check_model")
+@runs("checkpoint/state/torch_state_dicts.py::_check_model")
 def test_the_model_comes_first() -> None:
     """The call as the remedy writes it."""
     model, state = _model(), _model(ones=True).state_dict()
@@ -726,7 +726,7 @@ def test_an_object_of_another_kind(tmp_path: Path) -> None:
     assert known.value == 3
 
 
-@runs("checkpoint/state/optimizer_state.py::OptimizerState.named")
+@runs("checkpoint/state/optimizer_forms.py::OptimizerState.named")
 def test_numbered_parameters_in_other_groups(tmp_path: Path) -> None:
     """The groups of the save."""
     model = _model(ones=True)

@@ -25,7 +25,7 @@ from tools.bench.parts.simulated_accelerator import (
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import TensorSlot
-from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 
 # Three layers are enough for a peak in the middle of a backward: one in hand, one ahead, one being reduced.
 CASES = {

@@ -10,7 +10,7 @@ import torch
 
 from tools.mirror import Case, check, mirrored, train
 from vescale_fsdp.collectives import operations, slice_exchange
-from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 
 IN_A_PART = pytest.mark.part("numerics")
 

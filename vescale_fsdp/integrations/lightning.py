@@ -37,7 +37,7 @@ from vescale_fsdp.checkpoint.load import load
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import save
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
-from vescale_fsdp.checkpoint.state.state_dict import get_model_state_dict
+from vescale_fsdp.checkpoint.state.torch_state_dicts import get_model_state_dict
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnknownNameError, some
 from vescale_fsdp.integrations.installation import as_fsdp2
 from vescale_fsdp.integrations.plain_values import holds_checkpoint, read_values, split_storable

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.checkpoint.state import state_dict as our_state_dict
+from vescale_fsdp.checkpoint.state import torch_state_dicts as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.dtensor.spec import is_ragged_spec

@@ -8,8 +8,8 @@ step inside the backward is the optimizer's ``step`` on param groups that have o
 without a gradient is not stepped, as behind a backward.
 
 A gradient that other ranks, but not this rank, computed is stepped when the backward ends (see
-`vescale_fsdp.runtime.comm.gradients`). Which parameters are stepped is therefore the same on all ranks. A step has no
-collectives.
+`vescale_fsdp.runtime.comm.unsharded_grads`). Which parameters are stepped is therefore the same on all ranks. A step
+has no collectives.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from vescale_fsdp.collectives.operations import all_gather_each
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.gradients import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
+from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import adopt_replaced_params
 from vescale_fsdp.torch_modes import NULL_CONTEXT, outside_modes

@@ -51,9 +51,9 @@ from vescale_fsdp.errors import LifecycleError, some
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
 from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings
 from vescale_fsdp.runtime.comm.streams import Event
+from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard, UnshardedGrads
 from vescale_fsdp.runtime.data_mesh import GatheredDTensor, PriorSharding, local_part
 from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of, note_exposed
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, note_gathered, policy_of_group

@@ -37,7 +37,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.comm.gradients import UsedFlags
+from vescale_fsdp.runtime.comm.unsharded_grads import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.torch_modes import profiled

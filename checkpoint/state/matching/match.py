@@ -37,7 +37,7 @@ from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.checkpoint.state.matching.leaves import Items, LeafMatcher, holds_tensors, kind_of_node
 from vescale_fsdp.checkpoint.state.matching.optimizers import OptimizerMatcher
 from vescale_fsdp.checkpoint.state.matching.result import Finish, Match
-from vescale_fsdp.checkpoint.state.optimizer_state import items_of_node
+from vescale_fsdp.checkpoint.state.optimizer_forms import items_of_node
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 
 

@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.state.live_objects import (
 from vescale_fsdp.checkpoint.state.matching.leaves import LeafMatcher
 from vescale_fsdp.checkpoint.state.matching.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.matching.result import Finish, TensorRead
-from vescale_fsdp.checkpoint.state.optimizer_state import (
+from vescale_fsdp.checkpoint.state.optimizer_forms import (
     OptimizerGroup,
     OptimizerState,
     flattened_keys,

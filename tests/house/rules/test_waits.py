@@ -71,7 +71,10 @@ BOUNDS: dict[str, dict[str, str]] = {
         "part.result()": SAVE,
         "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
     },
-    "conversion/formats/huggingface/write.py": {"job.result()": THREAD, "self._buffers.get()": THREAD},
+    "conversion/formats/huggingface/write_from_ranks.py": {
+        "job.result()": THREAD,
+        "self._buffers.get()": THREAD,
+    },
     "conversion/engine/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives/slice_exchange.py": {
         "self.calls.get()": IDLE,
@@ -91,7 +94,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
     "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
-    "vescale_fsdp/runtime/comm/gradients.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/unsharded_grads.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
     "vescale_fsdp/runtime/comm/order_watch.py": {"looking.join()": THREAD},
     "vescale_fsdp/runtime/comm_context.py": {
         "event.synchronize()": DEVICE,

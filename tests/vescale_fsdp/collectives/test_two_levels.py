@@ -32,7 +32,7 @@ from vescale_fsdp.collectives import slice_exchange
 from vescale_fsdp.collectives.operations import reduce_scatter_into
 from vescale_fsdp.collectives.process_groups import Nodes, set_nodes, two_levels
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
-from vescale_fsdp.runtime.comm.gradients import ReducedShard
+from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard
 from vescale_fsdp.runtime.comm_context import CommContext, _Reduction
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup

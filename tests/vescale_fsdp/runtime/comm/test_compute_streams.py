@@ -17,7 +17,7 @@ from tests.support.async_device.stream_recorder import RecordedStream, StreamRec
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.runtime.comm.test_streams import shard, step
 from vescale_fsdp import fully_shard
-from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.param_group import GradHook, ParamGroup
 

@@ -20,7 +20,7 @@ from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
-from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.torch_private import REDUCES_AS_STORED
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -21,7 +21,7 @@ from tests.support.models import assert_is_piece
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm import order_watch
-from vescale_fsdp.runtime.comm.gradients import UsedFlags
+from vescale_fsdp.runtime.comm.unsharded_grads import UsedFlags
 
 # torch 2.11's FSDP2 does not reduce zeros for unused parameters: there the plain model alone is compared with.
 STOCK_HAS_ZEROS = "set_reduce_scatter_unused_params" in vars(FSDPModule)

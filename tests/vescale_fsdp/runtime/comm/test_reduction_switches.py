@@ -16,7 +16,7 @@ from tests.support.grads import all_wait
 from tests.support.models import check_steps, shard
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.gradients import UnshardedGrads
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import foreach_zero_
 

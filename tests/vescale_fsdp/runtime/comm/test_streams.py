@@ -25,8 +25,8 @@ from tests.vescale_fsdp.runtime.comm import test_scattered_slots as test_fsdp_sc
 from tests.vescale_fsdp.runtime.setup import test_all_gather_hooks as test_fsdp_tensor_hooks
 from vescale_fsdp import Rows, fully_shard, share_comm_ctx
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
-from vescale_fsdp.runtime.comm.gradients import UsedFlags
 from vescale_fsdp.runtime.comm.streams import Streams, streams_of
+from vescale_fsdp.runtime.comm.unsharded_grads import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.param_group import ParamGroup
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from tests.vescale_fsdp.runtime.fuzz import sharded
 from tests.vescale_fsdp.runtime.fuzz.program import Block, Micro, Program, Step
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.runtime.comm.gradients import UnshardedGrads, UsedFlags
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads, UsedFlags
 from vescale_fsdp.runtime.param_group import ParamGroup
 
 

@@ -1,5 +1,7 @@
 """Write a Hugging Face repository from all ranks: each rank writes its own bytes in place, and few bytes are sent.
 
+A conversion in one process writes by `conversion.engine.copying`, what `plan` says.
+
     file         | header |  a  |   b   |    c    |     rank 0 has the first half of each tensor, rank 1 the rest
     in place     |        |0 |1 |0  |1  |0   |1   |     nothing is sent: each part is one range of bytes of its tensor
     transposed   |        |. .  |. . .  |. . . .  |     segments with items of both ranks: one rank receives and writes

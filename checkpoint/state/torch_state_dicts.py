@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import home_device, undo_casts
-from vescale_fsdp.checkpoint.state.optimizer_state import optimizer_state
+from vescale_fsdp.checkpoint.state.optimizer_forms import optimizer_state
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.collectives.process_groups import device_for_messages
 from vescale_fsdp.dtensor.meeting import meet, one_meeting
