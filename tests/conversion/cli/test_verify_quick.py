@@ -106,7 +106,7 @@ def _megatron(path: Path) -> Path:
 def _orbax(version: int) -> Callable[[Path], Path]:
     def write(path: Path) -> Path:
         path.mkdir()
-        orbax._save(path, version)
+        orbax.write_orbax(path, version)
         return path
 
     return write
