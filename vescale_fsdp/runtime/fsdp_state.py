@@ -433,6 +433,8 @@ class FSDPState:
             self.reduce()
         elif self._reshards_in_backward:
             self.comm.reshard(self.groups)
+        for group in self.groups:  # of a unit that stays gathered: users may read and write its shards next
+            group.keep_writes()
         self._was_reduced = False
 
     @property

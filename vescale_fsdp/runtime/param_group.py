@@ -631,6 +631,10 @@ class ParamGroup:
         """Bring what users have done to unsharded parameters to the sharded ones, before an optimizer's step."""
         for param in self.params:
             param.follow_grad()
+        self.keep_writes()
+
+    def keep_writes(self) -> None:
+        """Copy writes to unsharded parameters to the shard, if the group is gathered and stays so."""
         if self.state is GroupState.UNSHARDED:
             self.writes.keep(self, [param.unsharded for param in self.params if param.unsharded is not None])
 

@@ -239,6 +239,13 @@ CURED: dict[str, Program] = {
     "a copy of a gathered parameter, with tensor parallelism": Program(
         unit="tp", events=(Event("forward", "copy.param"),)
     ),
+    "a write to a sharded parameter while weights stay that a forward has renormalized": Program(
+        unit="root",
+        events=(Event("micros", "write.norm", handle="kept"),),
+        max_norm=True,
+        micros=2,
+        stays=True,
+    ),
 }
 
 WRONG: dict[str, Program] = {
