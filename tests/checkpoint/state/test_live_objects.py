@@ -160,7 +160,7 @@ def _sharded(
         *("AdamW tensor lr", "AdamW8bit", "Shampoo"),
         *(
             pytest.param(kind, marks=pytest.mark.part("numerics"))
-            for kind in ("SGD dampening", "ASGD", "Flat", "Muon", "LBFGS")
+            for kind in ("SGD dampening", "ASGD", "Muon", "LBFGS")
         ),
     ],
 )
