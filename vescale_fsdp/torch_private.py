@@ -316,7 +316,7 @@ def named_group(
     name: str,
     timeout: timedelta | None,
     store: dist.Store | None = None,
-    backend: str = "gloo",
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Create a group with a given name, by itself: no communicator of another group is split (torch 2.11-2.15).
 
@@ -327,7 +327,7 @@ def named_group(
         name: the same on all ranks, and not used before in this process.
         timeout: timeout of the group's collectives; None: the backend's default.
         store: rendezvous of the ranks; default: the default group's store, if that group contains all of them.
-        backend: name of the backend, or several as in `torch.distributed.init_process_group`.
+        backend: as in `torch.distributed.init_process_group`; None: as the default group was created.
     """
     world: Any = dist.group.WORLD
     assert world is not None
@@ -337,7 +337,8 @@ def named_group(
     groups = distributed_c10d._world  # read here: torch's tests, whose ranks are threads, replace it
     where = groups.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
-    kind = dist.Backend(backend)
+    # Not `get_backend_config`: "gloo" would become a text of several backends, and `get_backend` would return that.
+    kind = groups.pg_map[world][0] if backend is None else dist.Backend(backend)
     # With a bound device, torch would split the communicator of the default group, and wait for all of its ranks.
     bound, world.bound_device_id = world.bound_device_id, None
     try:

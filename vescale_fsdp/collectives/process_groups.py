@@ -45,8 +45,7 @@ def new_group(
     digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
     name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
     numbers = {rank: number for number, rank in enumerate(members)}
-    where = backend or dist.get_backend_config()
-    return named_group(numbers[dist.get_rank()], numbers, name, timeout_of(base), backend=where)
+    return named_group(numbers[dist.get_rank()], numbers, name, timeout_of(base), backend=backend)
 
 
 # How many groups of each tuple of members this process has created, per default process group: weak, because a new

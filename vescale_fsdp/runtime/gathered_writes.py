@@ -116,9 +116,8 @@ class GatheredWrites:
         self._opened: list[int] = []
         self._fingerprint: str | None = None
         self._accepts_versions = False
-        self._unnoted: dict[
-            str, None
-        ] = {}  # notes for the watch, which begins with the first forward; in order
+        # Notes for the watch, which begins with the first forward; in their order.
+        self._unnoted: dict[str, None] = {}
         self._valid: list[int] = []  # versions at the last reshard: those of tensors that autograd has saved
 
     def take_raw(self) -> bool:
@@ -168,7 +167,7 @@ class GatheredWrites:
         self._fingerprint = group.fingerprint()
 
     def keep(self, group: ParamGroup, unsharded: Sequence[torch.Tensor]) -> None:
-        """Copy writes to the shard, before an optimizer writes the shard while the group is gathered.
+        """Copy writes to the shard while the group stays gathered, before the shard is read or written.
 
         Raises:
             LifecycleError: if writes cannot be kept.

@@ -425,7 +425,7 @@ def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | Non
 
 
 class HasSharded(Protocol):
-    """A managed parameter."""
+    """Has the sharded Parameter of a gathered one, as `ManagedParam` does."""
 
     sharded: nn.Parameter
 
@@ -449,7 +449,7 @@ class _NotTrained:
 
         Args:
             fqn: its name in its unit.
-            managed: returns what has the sharded parameter that a step would train; None if there is none.
+            managed: returns the owner of the sharded parameter that a step would train; None if there is none.
         """
         key = id(param)
         self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn, managed)

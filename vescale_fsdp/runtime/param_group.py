@@ -113,7 +113,7 @@ class ManagedParam:
     # While gradients wait for a reduction: what is shown as ``.grad`` of the two Parameters.
     waiting: tuple[RaggedDTensor, torch.Tensor | None] | None = None
     # The hooks that the user had when the last gradient arrived; None once they were called.
-    called_after: list[Callable[[Any], Any]] | None = None
+    pending_hooks: list[Callable[[Any], Any]] | None = None
     written: Callable[[torch.Tensor], None] | None = None  # called after writes to ``sharded`` or its views
     generation: int = 0  # how often ``sharded`` or ``piece`` was replaced
 
@@ -843,17 +843,15 @@ class ParamGroup:
                 self.schedule.begin_backward()
             self.schedule.has_grads = True
         self._keeps_graph |= grad.requires_grad
-        param.called_after = param.post_hooks()
+        param.pending_hooks = param.post_hooks()
         with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
     def begin_backward(self) -> None:
         """Prepare for gradients of the unit's backward."""
         if self.is_exposed:
-            for param in self.params:
-                if (
-                    param.gathered_grad is not None
-                ):  # autograd stores a first gradient faster than it adds one
+            for param in self.params:  # autograd stores a first gradient faster than it adds one
+                if param.gathered_grad is not None:
                     param.hide_grad()
         if self._holds and any(param.prior.spec is not None for param in self.params):
             # Autograd would add gradients of a DTensor that are partial sums to what is shown, after it has summed
@@ -904,9 +902,8 @@ class ParamGroup:
             if full is not None and param.unsharded is not None:
                 there = waiting_in(full)
                 assert there is not None
-                if (
-                    param.unsharded.grad is full
-                ):  # `take_grad` or `collect_grads` has still to take what was added
+                if param.unsharded.grad is full:
+                    # `take_grad` or `collect_grads` has still to take what was added.
                     param.unsharded.grad = param.as_unsharded(there.added)
                 elif not there.is_added_to:  # cleared through the unsharded parameter
                     is_kept, param.sharded.grad = False, None
@@ -1079,7 +1076,7 @@ class ParamGroup:
                 sharded.grad = RaggedDTensor.wrap(piece, param.spec, layout_ref=sharded.layout_ref)
         self._keeps_graph = False
         for param in params:  # a second loop: a hook may read the gradients of other parameters
-            hooks, param.called_after = param.called_after, None
+            hooks, param.pending_hooks = param.pending_hooks, None
             for hook in param.post_hooks() if hooks is None else hooks:
                 hook(param.sharded)
         if self.comm.settings.on_delivery is not None and params:
@@ -1136,7 +1133,7 @@ class ParamGroup:
         self._deferred_grads = {}
         self.stepped = False
         for param in self.params:
-            param.is_due = False
+            param.is_due, param.pending_hooks = False, None
             if param.gathered_grad is not None:
                 param.hide_grad()
             if param.unsharded is not None:

@@ -137,7 +137,7 @@ def joint_ranks(
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *foreign]))
     try:
         with _listening_on(interface):
-            group = named_group(rank, numbers, name, timeout, store)
+            group = named_group(rank, numbers, name, timeout, store, "gloo")
     except RuntimeError as lost:  # raised by gloo if a connection fails
         raise CheckpointError(
             "A rank was lost while all ranks were connecting.",
