@@ -338,7 +338,7 @@ def named_group(
     where = groups.pg_map[world][1] if store is None else store
     make: Any = _new_process_group_helper  # its types differ between versions of torch
     # Not `get_backend_config`: "gloo" would become a text of several backends, and `get_backend` would return that.
-    kind = groups.pg_map[world][0] if backend is None else dist.Backend(backend)
+    kind = dist.Backend(groups.pg_map[world][0] if backend is None else backend)
     # With a bound device, torch would split the communicator of the default group, and wait for all of its ranks.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
