@@ -110,6 +110,7 @@ class ManagedParam:
     # was summed before the user has frozen the parameter is delivered, too; the same on all ranks.
     is_due: bool = False
     gathered_grad: torch.Tensor | None = None  # ``.grad`` of ``unsharded`` after `FSDPModule.unshard`
+    notice: torch.Tensor | None = None  # what `show_grad` shows
     # While gradients wait for a reduction: what is shown as ``.grad`` of the two Parameters.
     waiting: tuple[RaggedDTensor, torch.Tensor | None] | None = None
     # The hooks that the user had when the last gradient arrived; None once they were called.
@@ -140,7 +141,7 @@ class ManagedParam:
     def take_unsharded(self, unsharded: nn.Parameter) -> None:
         """Make ``unsharded`` the unsharded parameter."""
         self.unsharded, self.watched, self.trained = unsharded, False, None
-        self.gathered_grad = None
+        self.gathered_grad = self.notice = None
         if self.waiting is not None:
             self.waiting = self.waiting[0], None
         note_gathered(unsharded, self.slot.fqn, weakref.ref(self))
@@ -167,18 +168,25 @@ class ManagedParam:
         if self.gathered_grad is not None and self.sharded.grad is None:
             self.hide_grad()  # the gradient that was shown has been dropped
         if self.gathered_grad is None and self.sharded.grad is not None:
-            zero = functools.partial(_zero_grad_of, weakref.ref(self))
-            self.gathered_grad = self.shown_at_unsharded(zero, is_gathered=True)
+            if self.notice is None:  # made once: this runs for each parameter after each backward
+                zero = functools.partial(_zero_grad_of, weakref.ref(self))
+                self.notice = self.like_unsharded(zero, is_gathered=True)
+            self.gathered_grad = self.show(self.notice)
 
-    def shown_at_unsharded(self, zero: Callable[[], None], *, is_gathered: bool) -> torch.Tensor | None:
-        """Set ``.grad`` of the unsharded parameter to a tensor without values; None if it has one or cannot."""
+    def like_unsharded(self, zero: Callable[[], None], *, is_gathered: bool) -> torch.Tensor | None:
+        """Return a tensor without values for ``.grad`` of the unsharded parameter; None if it cannot have one."""
         full = self.unsharded
-        if full is None or type(full) not in _SHARE_ATTRIBUTES or full.grad is not None:
+        if full is None or type(full) not in _SHARE_ATTRIBUTES:
             return None
-        shown: torch.Tensor = WaitingValues(local_of(full), self.slot.fqn, zero, is_gathered=is_gathered)
-        if isinstance(full, DTensor):
-            shown = DTensor(shown, spec_of(full), requires_grad=False)  # type: ignore[call-arg]
-        full.grad = shown
+        return self.as_unsharded(WaitingValues(local_of(full), self.slot.fqn, zero, is_gathered=is_gathered))
+
+    def show(self, shown: torch.Tensor | None) -> torch.Tensor | None:
+        """Set ``.grad`` of the unsharded parameter to a tensor of `like_unsharded`; None if it has a gradient."""
+        values = waiting_in(shown)
+        if values is None or self.unsharded is None or self.unsharded.grad is not None:
+            return None
+        values.added, values.is_added_to = None, False
+        self.unsharded.grad = shown
         return shown
 
     def follow_grad(self) -> None:
@@ -887,7 +895,7 @@ class ParamGroup:
                 zero = functools.partial(_zero_waiting, weakref.ref(self), param.slot.fqn)
                 values = WaitingValues(param.piece, param.slot.fqn, zero, param.sharded.grad)
                 param.sharded.grad = shown = RaggedDTensor.wrap(values, param.spec)
-                param.waiting = shown, param.shown_at_unsharded(zero, is_gathered=False)
+                param.waiting = shown, param.show(param.like_unsharded(zero, is_gathered=False))
             elif self.is_exposed:
                 param.show_grad()
 
