@@ -36,11 +36,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm.unsharded_grads import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
-from vescale_fsdp.torch_modes import profiled
+from vescale_fsdp.torch_modes import is_fake, profiled
 from vescale_fsdp.torch_private import autograd_engine_callback
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Schedule:
             # An optimizer or a load has written the shard since the gather, or a user has set ``p.data = tensor``: its
             # values must be in the buffer before autograd saves the parameter.
             if group.is_stale() or (not self.in_backward and group.has_other_data()):
+                self._meet_to_gather_again(group)
                 self.comm.reshard([group])
             elif group.state is GroupState.UNSHARDED and not self.in_backward:
                 group.follow_requires_grad()
@@ -146,8 +148,18 @@ class Schedule:
             raise
         return True
 
+    def _meet_to_gather_again(self, group: ParamGroup) -> None:
+        """Let ranks compare that all of them have written: a gather by one rank alone would end its process."""
+        if not is_fake(group.shard):
+            meet([group.comm.shard_group], f"gather of {group.label[1:-1]} after a write to its parameters")
+
     def gather_again(self, group: ParamGroup) -> None:
-        """Gather a group whose shard was written while its unit's forward or backward runs."""
+        """Gather a group whose shard was written while its unit's forward or backward runs.
+
+        Raises:
+            LifecycleError: if not all ranks have written.
+        """
+        self._meet_to_gather_again(group)
         self.comm.reshard([group])
         self.comm.gather([group])
         self.comm.wait([group])

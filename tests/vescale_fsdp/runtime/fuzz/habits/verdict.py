@@ -274,7 +274,8 @@ def _told(found: Outcome, plain: Outcome) -> Told:
 def _word(program: Program, plain: Outcome, ours: Told, theirs: Told, limit: Limit | None) -> str:
     if plain.hangs or plain.is_alone:
         return "undefined"
-    if ours.end == "hangs" or ours.storage or ours.alone:
+    # A RankError is a process that has died, in place of an error on all ranks.
+    if ours.end == "hangs" or ours.storage or ours.alone or ours.what == RankError.__name__:
         return "wrong"
     if plain.errors:
         return "right" if ours.end == "raises" else "wrong"
