@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.models import refused
@@ -246,6 +248,25 @@ def with_state_while_gathered() -> None:
 
 def test_an_optimizer_that_has_state_of_gathered_parameters_raises_at_its_step() -> None:
     run_ranks(2, with_state_while_gathered)
+
+
+def stored_while_gathered() -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
+    model: Any = parallelize_module(model_of_plain(), mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    model.unshard()
+    weight, file = model[0].weight, io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    stored = torch.load(file, weights_only=True)
+    assert type(stored) is DTensor and stored.placements == weight.placements
+    assert stored.to_local().numel() == (24, 18)[dist.get_rank()]
+    torch.testing.assert_close(stored.to_local(), weight.to_local(), rtol=0, atol=0)
+
+
+def test_a_gathered_parameter_of_tensor_parallelism_is_stored_as_a_dtensor() -> None:
+    """Who reads it needs nothing of this library."""
+    run_ranks(2, stored_while_gathered)
 
 
 # -- hooks and attributes -----------------------------------------------------------------------------------
