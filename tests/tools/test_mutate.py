@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutate.mutants import Mutant, draw, mutants_of, product_files, shared
+from tools.mutate.mutants import Mutant, draw, mutants_of, place, product_files, shared
 from tools.mutate.running import compare, cover, run
 
 PRODUCT = '''"""é: columns of syntax trees are bytes, offsets are characters."""
@@ -81,6 +81,29 @@ def test_mutants_of_functions_that_two_checkouts_share(
     for one, same in pairs:
         assert text[same.offset :].startswith(one.before) and same.after == one.after
         assert text[same.offset :].count("\n") == PRODUCT[one.offset :].count("\n")
+
+
+def test_mutants_are_found_again_in_a_changed_product(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In a file of another name and a statement that has changed; what is gone is None."""
+    sample = mutants_of("vescale_fsdp/sizes.py", PRODUCT)
+    assert place(checkout, sample) == sample
+    other = tmp_path_factory.mktemp("other").resolve()
+    (other / "checkpoint").mkdir()
+    text = "def first(unused=5):\n    return False\n\n" + PRODUCT[PRODUCT.index("def") :]
+    text = text.replace("unused = 5", "unused = 7").replace("== -1:", "== -1 and limit:")
+    (other / "checkpoint/moved.py").write_text(text)
+
+    found = place(other, sample)
+
+    for one, again in zip(sample, found, strict=True):
+        is_gone = one.statement == "unused = 5" or one.kind == "condition"
+        assert (again is None) == is_gone, one
+        if again is not None:
+            assert (again.file, again.function) == ("checkpoint/moved.py", "is_small")
+            assert text[again.offset :].startswith(one.before) and again.after == one.after
+            assert text[again.offset :].count("\n") == PRODUCT[one.offset :].count("\n")
 
 
 @pytest.mark.part("jobs")

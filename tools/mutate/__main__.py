@@ -10,6 +10,12 @@ negated, a call left out. It is killed if a test fails or does not end. ``run`` 
 mutant's block of statements: those of the mirrored file first, then the quickest, together at most ``--seconds``. At
 the end it runs every test that failed once more, without the mutant: one that fails there too has killed nothing.
 
+``sample.json`` here has 100 mutants of a fixed version. To see whether the tests of a later one are as strong:
+
+    python -m tools.mutate place tools/mutate/sample.json mutants.json     where they are now; lists those that are gone
+    python -m tools.mutate cover coverage.json
+    python -m tools.mutate run mutants.json coverage.json out.json
+
 To compare two suites on one product, draw the mutants once, and run them in two checkouts that differ in ``tests/``
 only (``--root``). Where the product has changed too, ``share`` draws mutants of the functions that both have.
 
@@ -50,6 +56,20 @@ def draw(out: Path, count: int, seed: int, root: Path) -> None:
     _write(out, [mutant._asdict() for mutant in mutants.draw(root, count, seed)])
 
 
+@main.command("place")
+@click.argument("sample", type=_FILE)
+@click.argument("out", type=_FILE)
+@_ROOT
+def place_(sample: Path, out: Path, root: Path) -> None:
+    """Find the mutants of another version in this one; null for those that are gone."""
+    wanted = [mutants.Mutant(**row) for row in json.loads(sample.read_text())]
+    found = mutants.place(root, wanted)
+    _write(out, [mutant and mutant._asdict() for mutant in found])
+    for mutant, now in zip(wanted, found, strict=True):
+        if now is None:
+            click.echo(f"gone: {mutant.file}:{mutant.line} {mutant.function}: {mutant.statement[:80]}")
+
+
 @main.command()
 @click.argument("other", metavar="CHECKOUT", type=_FILE)
 @click.argument("out", type=_FILE)
@@ -88,14 +108,11 @@ def cover(out: Path, part: str, root: Path, jobs: int) -> None:
 def run(chosen: Path, coverage: Path, out: Path, seconds: float, root: Path, jobs: int) -> None:
     """Run the tests that execute each mutant."""
     covered = {test: running.Covered(**row) for test, row in json.loads(coverage.read_text()).items()}
-    rows = running.run(
-        root.resolve(),
-        [mutants.Mutant(**row) for row in json.loads(chosen.read_text())],
-        covered,
-        seconds,
-        jobs,
-    )
-    _write(out, rows)
+    wanted = [row and mutants.Mutant(**row) for row in json.loads(chosen.read_text())]
+    found = [mutant for mutant in wanted if mutant]
+    rows = running.run(root.resolve(), found, covered, seconds, jobs)
+    following = iter(rows)
+    _write(out, [next(following) if mutant else {"mutant": None, "result": "gone"} for mutant in wanted])
     click.echo(f"{sum(row['result'] == 'killed' for row in rows)} of {len(rows)} killed")
 
 

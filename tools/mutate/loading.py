@@ -6,18 +6,21 @@ and subprocesses load the product through it too. It imports nothing of this pro
 MUTATE_ROOT: the checkout, an absolute path without links.
 MUTATE_MUTANT: a JSON object with ``file`` (relative to the checkout), ``offset`` (characters), ``before``, ``after``.
 MUTATE_HITS: a folder. Every block of statements that runs is noted there once per test (see `Marks`).
+MUTATE_STATEMENTS: set if every statement is noted, instead of every block.
 """
 
 import ast
+import builtins
 import json
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 ROOT = os.environ.get("MUTATE_ROOT", "")
 HITS = os.environ.get("MUTATE_HITS")
+STATEMENTS = "MUTATE_STATEMENTS" in os.environ
 MUTANT: dict[str, Any] | None = json.loads(os.environ.get("MUTATE_MUTANT", "null"))
 PRODUCT = tuple(os.path.join(ROOT, name) + os.sep for name in ("checkpoint", "conversion", "vescale_fsdp"))
 
@@ -66,18 +69,33 @@ def blocks_of(tree: ast.AST) -> list[list[ast.stmt]]:
     return blocks
 
 
-def with_marks(file: str, text: str) -> ast.Module:
-    """The file's tree, where every block begins with a call of ``__mark__``."""
+def with_marks(file: str, text: str, statements: bool = False) -> ast.Module:
+    """The file's tree, where every block begins with a call of ``__mark__``.
+
+    Args:
+        file: name in the marks.
+        text: source.
+        statements: mark every statement within functions, with its first line.
+    """
     tree = ast.parse(text)
     for block in blocks_of(tree):
-        line = block[0].lineno
-        mark = ast.parse(f"__mark__({file!r}, {line})").body[0]
-        for part in ast.walk(mark):
-            if isinstance(part, ast.expr | ast.stmt):
-                part.lineno = part.end_lineno = line
+        marks = [_mark(file, statement.lineno) for statement in block]
         is_docstring = isinstance(block[0], ast.Expr) and isinstance(block[0].value, ast.Constant)
-        block.insert(1 if is_docstring else 0, mark)
+        if statements:
+            pairs = [node for pair in zip(marks, block, strict=True) for node in pair]
+            block[:] = [pairs[1], pairs[0], *pairs[2:]] if is_docstring else pairs
+        else:
+            block.insert(1 if is_docstring else 0, marks[0])
     return tree
+
+
+def _mark(file: str, line: int) -> ast.stmt:
+    """The call of ``__mark__`` for a line."""
+    mark = ast.parse(f"__mark__({file!r}, {line})").body[0]
+    for part in ast.walk(mark):
+        if isinstance(part, ast.expr | ast.stmt):
+            part.lineno = part.end_lineno = line
+    return mark
 
 
 class Loader(SourceFileLoader):
@@ -92,13 +110,8 @@ class Loader(SourceFileLoader):
             if text[MUTANT["offset"] : end] != MUTANT["before"]:
                 raise SystemExit(f"{file} is not the text that the mutant was drawn from.")
             text = text[: MUTANT["offset"]] + MUTANT["after"] + text[end:]
-        return compile(text if HITS is None else with_marks(file, text), self.path, "exec", dont_inherit=True)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module; its marks are notes of this process."""
-        if MARKS is not None:
-            module.__dict__["__mark__"] = MARKS
-        super().exec_module(module)
+        marked = text if HITS is None else with_marks(file, text, STATEMENTS)
+        return compile(marked, self.path, "exec", dont_inherit=True)
 
 
 class Finder:
@@ -118,5 +131,7 @@ class Finder:
 
 
 MARKS = Marks(HITS) if HITS is not None else None
+if MARKS is not None:
+    builtins.__mark__ = MARKS  # type: ignore[attr-defined]
 if ROOT:  # not where the tool itself imports this file
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ class Mutant(NamedTuple):
     before: str
     after: str
     kind: str
+    function: str = ""  # names of the classes and functions around it, joined by dots
+    statement: str = ""  # the innermost statement, of a compound one its header, as `ast.unparse` writes it
 
 
 class _Finder(ast.NodeVisitor):
@@ -50,6 +52,18 @@ class _Finder(ast.NodeVisitor):
         self.mutants: list[Mutant] = []
         self._file, self._text = file, text
         self._lines = text.splitlines(keepends=True)
+        self._names: tuple[str, ...] = ()
+        self._statement = ""
+
+    def visit(self, node: ast.AST) -> None:
+        """Visit a node; note which statement and which functions the mutants in it are in."""
+        outer = self._names, self._statement
+        if isinstance(node, ast.stmt):
+            self._statement = ast.unparse(node).partition("\n")[0]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            self._names = (*self._names, node.name)
+        super().visit(node)
+        self._names, self._statement = outer
 
     def _offset(self, line: int, column: int) -> int:
         """An offset in characters of a line and a column of the syntax tree, which counts UTF-8 bytes."""
@@ -66,13 +80,17 @@ class _Finder(ast.NodeVisitor):
 
     def _add(self, node: ast.expr | ast.stmt, kind: str, after: str) -> None:
         begin, end = self._begin(node), self._end(node)
-        self.mutants.append(Mutant(self._file, node.lineno, begin, self._text[begin:end], after, kind))
+        self._note(node.lineno, begin, self._text[begin:end], after, kind)
+
+    def _note(self, line: int, offset: int, before: str, after: str, kind: str) -> None:
+        mutant = Mutant(self._file, line, offset, before, after, kind, ".".join(self._names), self._statement)
+        self.mutants.append(mutant)
 
     def _add_between(self, left: ast.expr, right: ast.expr, kind: str, old: str, new: str) -> None:
         """Change the operator between two operands; parentheses may stand around them, comments do not."""
         at = self._text.find(old, self._end(left), self._begin(right))
         if at >= 0:
-            self.mutants.append(Mutant(self._file, left.end_lineno or 0, at, old, new, kind))
+            self._note(left.end_lineno or 0, at, old, new, kind)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Turn the first comparison of a chain."""
@@ -177,6 +195,36 @@ def draw(root: Path, count: int, seed: int) -> list[Mutant]:
     """
     every = [mutant for file in product_files(root) for mutant in mutants_of(file, (root / file).read_text())]
     return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def place(root: Path, sample: list[Mutant]) -> list[Mutant | None]:
+    """Where mutants of another version of the product are in this checkout; None for one whose code is gone.
+
+    A mutant is the same one if change and statement are equal, or change and function if the function has one such
+    change alone. Of several, the one in a function of the same name is taken, then the one in the same file, then the
+    nearest.
+    """
+    every = [mutant for file in product_files(root) for mutant in mutants_of(file, (root / file).read_text())]
+    return [_place(mutant, every) for mutant in sample]
+
+
+def _place(wanted: Mutant, every: list[Mutant]) -> Mutant | None:
+    def rank(mutant: Mutant) -> tuple[bool, bool, bool, int]:
+        names, last = mutant.function, mutant.function.rpartition(".")[2]
+        return (
+            last != wanted.function.rpartition(".")[2],
+            names != wanted.function,
+            mutant.file != wanted.file,
+            abs(mutant.offset - wanted.offset),
+        )
+
+    alike = [m for m in every if (m.before, m.after, m.kind) == (wanted.before, wanted.after, wanted.kind)]
+    equal = sorted((m for m in alike if m.statement == wanted.statement), key=rank)
+    elsewhere = {(m.file, m.function) for m in equal}
+    if equal and (not rank(equal[0])[0] or len(elsewhere) == 1):
+        return equal[0]
+    inside = [m for m in alike if wanted.function and m.function == wanted.function]
+    return inside[0] if len(inside) == 1 else None
 
 
 def shared(root: Path, other: Path) -> list[tuple[Mutant, Mutant]]:

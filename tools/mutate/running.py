@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 @contextmanager
-def _hooked(root: Path) -> Iterator[dict[str, str]]:
+def hooked(root: Path) -> Iterator[dict[str, str]]:
     """An environment whose Python processes load the product of ``root`` through `loading`, and pytest the plugin."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(loading.__file__, Path(folder, "sitecustomize.py"))
@@ -68,7 +68,7 @@ def run_tests(
     Args:
         root: the checkout.
         tests: ids, in their order.
-        environment: of `_hooked`.
+        environment: of `hooked`.
         limit_s: seconds.
         options: further ones for pytest.
     """
@@ -110,7 +110,7 @@ def run_tests(
 
 def cover(root: Path, part: str, jobs: int) -> dict[str, Covered]:
     """Run the tests once, and return what each executes. Tests that fail, with marks and without, are left out."""
-    with _hooked(root) as environment, tempfile.TemporaryDirectory() as folder:
+    with hooked(root) as environment, tempfile.TemporaryDirectory() as folder:
         log = Path(folder)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutate_plugin"]
         command += [
@@ -193,7 +193,7 @@ def run(
         ``seconds``, and ``killer`` (a test's id, or how the run ended) if it was killed.
     """
     printing = threading.Lock()
-    with _hooked(root) as environment, ThreadPoolExecutor(jobs) as pool:
+    with hooked(root) as environment, ThreadPoolExecutor(jobs) as pool:
 
         def judge(mutant: Mutant) -> dict[str, Any]:
             tests = choose(root, mutant, covered, budget_s)
@@ -228,11 +228,12 @@ def run(
 
 
 def compare(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> str:
-    """How many mutants each suite kills, and those that only one of them kills."""
+    """How many mutants each suite kills, and those that only one of them kills. Mutants that are gone do not count."""
+    both = [pair for pair in zip(first, second, strict=True) if all(row["mutant"] for row in pair)]
     lines = []
-    for name, rows in (("first", first), ("second", second)):
+    for name, rows in zip(("first", "second"), zip(*both, strict=True), strict=True):
         lines.append(f"{name}: {sum(row['result'] == 'killed' for row in rows)} of {len(rows)} killed")
-    for one, other in zip(first, second, strict=True):
+    for one, other in both:
         if one["result"] != other["result"]:
             change = one["mutant"]
             lines.append(
