@@ -23,9 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -50,114 +48,20 @@ from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.save import Format, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.host_copies import (
-    CopyEvent,
-    CopyStream,
     DeferredCopy,
-    copy_stream_of,
-    host_memory,
+    Stager,
     memory_of,
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.errors import ArgumentError
-from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.torch_modes import plainly
-from vescale_fsdp.torch_private import storage_id
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _HEAD_START_S = 0.005  # delay of the worker, which would compete with the trainer for the interpreter lock
-_ALIGN_BYTES = 64  # a cache line, and a multiple of every item size
-_Kind = tuple[torch.Size, torch.dtype]
 _worker = BackgroundThread("checkpoint-save")
-
-
-class Stager:
-    """Copies this rank's tensors into one reused buffer, which is pinned if there is a GPU.
-
-    Args:
-        allocate: returns a 1D uint8 CPU tensor; called again only for a larger state.
-        stream_of: returns the stream for a device's copies, or None if the device has no streams.
-    """
-
-    def __init__(
-        self,
-        allocate: Callable[[int], torch.Tensor] = host_memory,
-        stream_of: Callable[[torch.device], CopyStream | None] = copy_stream_of,
-    ) -> None:
-        self._allocate, self._stream_of = allocate, stream_of
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._kinds: list[_Kind] = []  # shape and dtype of each tensor of the last call
-        self._views: list[torch.Tensor] = []  # views of the buffer, one for each item of `_kinds`
-
-    def stage(
-        self, tensors: Sequence[torch.Tensor], *, can_wait: frozenset[int] = frozenset()
-    ) -> tuple[list[torch.Tensor], DeferredCopy]:
-        """Copy tensors into the buffer; the copies are valid until the next call.
-
-        Args:
-            can_wait: storages (by `storage_id`) that only torch optimizers write; their copies may still run on return.
-
-        Returns:
-            The contiguous CPU copies, and a `DeferredCopy` for the copies that may still run.
-        """
-        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if kinds != self._kinds:
-            # Views are kept for later saves: making a thousand takes longer than copying a thousand small tensors.
-            self._views = self._cut(kinds)
-            self._kinds = kinds
-        streams = {device: self._stream_of(device) for device in {tensor.device for tensor in tensors}}
-        at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
-        waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for view, tensor in zip(self._views, tensors, strict=True):
-            # Only a device has a stream; a copy between CPU memories blocks the caller in any case.
-            late = streams[tensor.device] is not None and storage_id(tensor) in can_wait
-            (waiting if late else at_once).append((view, tensor))
-        for stream in streams.values():
-            if stream is not None:
-                stream.wait_for_compute()  # queued kernels may still write the tensors
-        needed = DeferredCopy((), _copy(at_once, streams))
-        pending = DeferredCopy([tensor for _, tensor in waiting], _copy(waiting, streams))
-        needed.finish()  # the caller may change these tensors as soon as it goes on
-        return self._views, pending
-
-    def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
-        """Return views of the buffer for tensors of these kinds; allocate a larger buffer first if needed."""
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
-        starts = [0, *accumulate(round_up(nbytes, _ALIGN_BYTES) for nbytes in sizes)]
-        if self._buffer.numel() < starts[-1]:
-            # The old buffer is freed before the larger one is allocated; its views would keep it alive.
-            self._kinds, self._views = [], []
-            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-            self._buffer = self._allocate(starts[-1])
-        return [
-            self._buffer[start : start + nbytes].view(dtype).view(shape)
-            # Not strict: the last item of `starts` is the total size.
-            for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
-        ]
-
-
-def _copy(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: dict[torch.device, CopyStream | None]
-) -> list[tuple[CopyStream, CopyEvent]]:
-    """Start to copy the second tensor of each pair into the first.
-
-    Returns:
-        (stream, event recorded after its copies) for each stream that was used.
-    """
-    used: dict[CopyStream, None] = {}  # a set with a fixed order
-    for view, tensor in pairs:
-        if not tensor.numel():  # no copy, and so no event on the stream
-            continue
-        stream = streams[tensor.device]
-        if tensor.dtype.itemsize == 1:  # some one-byte dtypes have no copy kernel
-            view, tensor = view.view(torch.uint8), tensor.view(torch.uint8)
-        with nullcontext() if stream is None else stream.on():
-            view.copy_(tensor, non_blocking=stream is not None)
-        if stream is not None:
-            used[stream] = None
-    return [(stream, stream.record()) for stream in used]
 
 
 class SaveHandle:

@@ -22,8 +22,8 @@ from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
-import xxhash
 
+from vescale_fsdp.collectives.process_groups import digest_of_ranks
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.torch_private import default_store
 
@@ -96,8 +96,7 @@ class GroupLog:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group)))
         self._rank, self._store = dist.get_rank(), default_store()
-        digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self.ranks)).encode())
-        self.key = f"vescale_fsdp group {digest} {group.group_name}"
+        self.key = f"vescale_fsdp group {digest_of_ranks(self.ranks)} {group.group_name}"
         self.count, self.last_s, self.is_in_row = 0, time.monotonic(), False
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._entries: list[str] = []  # the last ones

@@ -6,16 +6,17 @@ first sum within nodes.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from vescale_fsdp.devices import current_device
 from vescale_fsdp.torch_private import named_group, timeout_of
@@ -41,11 +42,15 @@ def new_group(
     assert world is not None
     counts = _num_groups.setdefault(world, Counter())
     counts[tuple(members)] += 1
-    # A digest, because a list of thousands of ranks would be a long name.
-    digest = xxhash.xxh3_128_hexdigest(",".join(map(str, members)).encode())
-    name = f"vescale_fsdp {digest} {counts[tuple(members)]}"
+    name = f"vescale_fsdp {digest_of_ranks(members)} {counts[tuple(members)]}"
     numbers = {rank: number for number, rank in enumerate(members)}
     return named_group(numbers[dist.get_rank()], numbers, name, timeout_of(base), backend=backend)
+
+
+def digest_of_ranks(ranks: Iterable[int]) -> str:
+    """Return a digest of ranks for names and keys, where a list of thousands of ranks would be long."""
+    # Of the standard library, so that training needs no package beside torch.
+    return hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
 
 
 # How many groups of each tuple of members this process has created, per default process group: weak, because a new

@@ -29,6 +29,7 @@ This costs each rank three requests to the store, and none in a group of one ran
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -41,7 +42,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vescale_fsdp.collectives.group_log import GroupLog, log_of
@@ -103,7 +103,7 @@ class Meeting:
         text = f"{call}, after {self.log.count} collectives"
         self.log.add(call)
         name = self._next()
-        came = f"{name} {xxhash.xxh3_64_hexdigest(text.encode())}"
+        came = f"{name} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         try:
             if self._store.add(came, 1) == len(self._ranks):
                 # compare_set sets only a key that does not exist, and returns the value of the first rank that set it.

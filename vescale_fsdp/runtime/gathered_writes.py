@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale_fsdp.errors import LifecycleError, callers_level, some
@@ -270,6 +269,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's bits; the host waits for an accelerator."""
+    import xxhash  # imported late, so that training needs no package beside torch unless it writes in place
+
     # A copy, because numpy would forbid to free the storage.
     values = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     array: Any = values.view(-1).view(torch.uint8).numpy()

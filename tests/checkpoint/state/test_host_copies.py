@@ -14,12 +14,12 @@ import torch
 
 from tests.support.async_device.stream_recorder import HOST, RecordedEvent, RecordedStream, StreamRecorder
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.async_save import AsyncSaver, Stager
+from vescale_fsdp.checkpoint.async_save import AsyncSaver
 from vescale_fsdp.checkpoint.native import targets
 from vescale_fsdp.checkpoint.native import write as native_write
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.state import host_copies
-from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of, memory_of
+from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, Stager, copy_stream_of, memory_of
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import storage_id
 

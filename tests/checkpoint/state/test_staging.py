@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, load
-from vescale_fsdp.checkpoint.async_save import Stager
+from vescale_fsdp.checkpoint.state.host_copies import Stager
 
 
 def _tensors(size: int) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ deadlock: the thread aborts their process groups (`break_group`), so pending col
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import queue
@@ -34,11 +35,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives.group_log import GroupLog, LogDifference, first_difference, log_of
-from vescale_fsdp.collectives.process_groups import break_group, closed_peers, ended_peers
+from vescale_fsdp.collectives.process_groups import (
+    break_group,
+    closed_peers,
+    digest_of_ranks,
+    ended_peers,
+)
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
 
@@ -85,8 +90,7 @@ class OrderWatch:
         # in the same order. Counts are kept per default group, because a new default group has a new store.
         counts = _num_watches.setdefault(world, Counter())
         counts[self._ranks] += 1
-        ranks_digest = xxhash.xxh3_64_hexdigest(",".join(map(str, self._ranks)).encode())
-        self._key = f"vescale_fsdp order {ranks_digest} {counts[self._ranks]}"
+        self._key = f"vescale_fsdp order {digest_of_ranks(self._ranks)} {counts[self._ranks]}"
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         # Operators on parameters communicate over these groups too.
         self._group_logs: list[GroupLog] = [log for log in map(log_of, groups) if log is not None]
@@ -243,7 +247,7 @@ class OrderWatch:
         Returns:
             Whether the comparison is complete, as `look`.
         """
-        digest = xxhash.xxh3_64_hexdigest("\n".join(entries).encode())
+        digest = hashlib.blake2b("\n".join(entries).encode(), digest_size=8).hexdigest()
         # compare_set sets only a key that does not exist, and returns the value of the first rank that set it.
         first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
         if first.split()[0] != digest:
