@@ -18,7 +18,7 @@
 # make test-families   every model type of transformers, small: from its files into shards and formats, and back to the
 #                      same bytes; writes docs/families.md (half an hour)
 # make test-stacks   the examples on training stacks, which it installs into a separate environment
-# make gpu    checks and benchmarks on a machine with GPUs, half an hour: gpu_report/gpu.md and gpu.json
+# make gpu    checks and figures on a machine with a GPU, nine minutes, no installation: gpu_report/gpu.md and gpu.json
 # make demo   a demonstration on real text: train, kill, restart on more ranks, export
 # make docs   build the site into site/; a broken link or a missing name fails
 # make release-check   build and check wheel and sdist, install in a clean environment, run README's example there
@@ -149,8 +149,9 @@ $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 test-stacks: $(STACKS_STAMP)
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
-gpu: venv
-	$(IN_VENV) tools/gpu_run.py --minutes 25 --out gpu_report
+# The machine's own Python, because a bare machine has torch for its GPU and nothing to install from.
+gpu:
+	$(PYTHON) tools/gpu_run.py --minutes 9 --out gpu_report
 
 demo: venv
 	$(IN_VENV) -m tools.demo

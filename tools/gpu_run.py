@@ -1,15 +1,23 @@
-"""Run all checks and benchmarks that need GPUs, in half an hour; continues after a failure.
+"""Check the branch for accelerators on a machine with a GPU, in nine minutes, with nothing installed but torch.
 
-    python tools/gpu_run.py --minutes 25 --out gpu_report        make gpu
-    python tools/gpu_run.py --dry --out gpu_report               on the CPU, in small, without the steps' figures
+    python tools/gpu_run.py --minutes 9 --out gpu_report                    make gpu
+    python tools/gpu_run.py --minutes 9 --out gpu_report --device sim       rehearsal on the asynchronous device
 
-    correctness   sharded training against a plain model under every switch: one rank, two over gloo on one GPU, all
-                  GPUs over NCCL; a changed weight, which must be detected; the tests marked gpu; CUDA's sanitizer
-    figures       steps against FSDP2's as one rank of 64 (other ranks' data is garbage, times are right); flat
-                  optimizers; memory, alignment; checkpoints, clipping, optimizers; a trace of a step
+In this order, the most informative first; with two or more GPUs, the network is first of all:
 
-Each step is a process with a time limit. Steps that do not fit into the budget are reported as left out. ``gpu.json``
-and ``gpu.md`` are rewritten after each step. Exit code 1 if a correctness step failed.
+    network        several GPUs: the narrow reduction beside one reduce-scatter, and training beside a plain model
+    calls          the backend's collectives on a group of one rank: results, and the streams that they run on
+    allocator      what the runtime relies on: memory that is freed and comes back, alignment
+    schedule       one process as 8 and as 64 equal ranks, with delays, beside a plain model; without waits, which must
+                   be noticed; with an allocator that frees at once
+    steps          time and memory of a dense step at 8,192 and at 128 tokens, wide and narrow, beside FSDP2
+    trace          kernels per stream
+    parity         eight switches of training beside a plain model
+    sanitizer      CUDA's checks of stream order
+    staging        the stall of an asynchronous save; optimizers of 8 bits; checkpoints, if their packages are there
+
+Each step is a process with a time limit; the limits fit into nine minutes. Steps that the budget has no time for are
+reported as left out. ``gpu.json`` and ``gpu.md`` are rewritten after each step. Exit code 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -62,48 +70,55 @@ def _module(name: str, *options: str) -> tuple[str, ...]:
     return sys.executable, "-m", name, *options
 
 
-def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
-    """Correctness first, then figures, the most important first."""
-    yield from (_parity_in_small(out) if dry else _correctness(out, num_gpus))
-    yield from _figures(out, "cpu" if dry else "cuda", dry=dry)
+PARITY = "bf16,offload,accumulate,replicas,8-bit gathers,recompute,foreach,compiled"
 
 
-def _parity_in_small(out: Path) -> Iterator[Step]:
-    """Two cases in one process: the tests run every case and the mirror on the CPU, and importing torch is slow."""
-    few = ("--device", "cpu", "--backend", "gloo", "--ranks", "2", "--only", "bf16, accumulation")
-    command = _module("tools.gpu.parity", *few, "--control", *_json(out, "parity"))
-    yield Step("parity, two ranks over gloo, and with a weight changed", command, 120)
-
-
-def _correctness(out: Path, num_gpus: int) -> Iterator[Step]:
-    parity = ("tools.gpu.parity", "--device", "cuda", "--backend")
-    one = _module(*parity, "nccl", "--inductor", "--control", *_json(out, "parity"))
-    yield Step("parity, one rank, and with a weight changed", one, 300)
-    yield Step("parity, two ranks over gloo", _module(*parity, "gloo", "--ranks", "2"), 120)
+def steps(out: Path, kind: str, num_gpus: int) -> Iterator[Step]:
+    """The steps for a kind of device, in order; their limits add up to nine minutes on one GPU."""
+    on = ("--device", kind)
+    is_gpu = kind == "cuda"
     if num_gpus > 1:
-        every = _module(*parity, "nccl", "--ranks", str(num_gpus))
-        yield Step("parity, all GPUs over NCCL", every, 240)
-    for count in (8, 64):
-        mirror = _module("tools.mirror", "--device", "cuda", "--world", str(count))
-        yield Step(f"mirror of {count} ranks", mirror, 120)
-    tests = _module("pytest", "-m", "gpu", "-q", "-o", "filterwarnings=default", "tests")
-    yield Step("tests marked gpu", tests, 240)
-    strict = _module(*parity, "nccl", "--only", "bf16")
-    yield Step("parity under the sanitizer", strict, 120, env={"TORCH_CUDA_SANITIZER": "1"})
+        yield from _network(out, num_gpus)
 
+    def mirror(name: str, limit_s: int, *options: str, **env: str) -> Step:
+        command = _module("tools.mirror", *on, *options, *_json(out, name.replace(" ", "_")))
+        return Step(f"schedule, {name}" if name[0].isdigit() else name, command, limit_s, env=env)
 
-def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
-    micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"), "--folder", str(out))
-    yield Step("memory, alignment, checkpoints, optimizers, a trace", micro, 240, checks=False)
-    if dry:
-        return  # the benchmarks of steps take minutes on a CPU
-    step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
-    for stem, size in {
-        "dense_128_tokens": ("--models", "dense"),
-        "dense_8k_tokens": ("--models", "dense", "--rows", "4", "--seq", "2048"),
-        "moe": ("--models", "moe", "--rows", "1", "--seq", "256"),
+    yield Step("versions and calls", _module("tools.gpu.calls", *on, *_json(out, "calls")), 60)
+    yield _micro(out, kind, "allocator", 40, "allocator", "alignment")
+    yield mirror("8 ranks", 60, "--cases", "bf16,bf16 narrow,two groups", "--control")
+    yield mirror("64 ranks", 35, "--world", "64", "--cases", "bf16", "--modes", "synchronized,both late")
+    if is_gpu:
+        freeing = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+        yield mirror("8 ranks, memory freed at once", 35, "--cases", "bf16", **freeing)
+    for tokens, size in {
+        8192: ("--rows", "4", "--seq", "2048"),
+        128: ("--rows", "1", "--seq", "128"),
     }.items():
-        yield Step(f"step, {stem}", (*step, *size, *_json(out, stem)), 180, checks=False)
+        size = size if is_gpu else ("--rows", "1", "--seq", str(tokens // 64), "--steps", "1")
+        command = _module("tools.gpu.step", *on, *size, *_json(out, f"dense_{tokens}_tokens"))
+        yield Step(f"dense step, {tokens} tokens", command, 75 if tokens > 1000 else 45, checks=False)
+    yield _micro(out, kind, "trace", 30, "trace")
+    yield mirror("parity", 75, "--cases", PARITY, "--modes", "synchronized,both late")
+    sanitizer = {"TORCH_CUDA_SANITIZER": "1"} if is_gpu else {}
+    yield mirror("sanitizer", 40, "--cases", "bf16,accumulate", "--modes", "as it comes", **sanitizer)
+    yield _micro(out, kind, "staging and optimizers", 40, "staging", "optimizers", "checkpoints")
+
+
+def _network(out: Path, num_gpus: int) -> Iterator[Step]:
+    """Several GPUs: what one GPU cannot tell. These steps come on top of the nine minutes of one GPU."""
+    ranks = ("--ranks", str(num_gpus))
+    size = ("--rows", "4", "--seq", "2048")
+    network = _module("tools.gpu.step", "--device", "cuda", *ranks, *size, *_json(out, "network"))
+    yield Step("narrow and wide reductions over NCCL", network, 120, checks=False)
+    few = ("--device", "cuda", "--backend", "nccl", *ranks, "--only", "bf16", "--control")
+    yield Step("training over NCCL", _module("tools.gpu.parity", *few, *_json(out, "parity_nccl")), 120)
+
+
+def _micro(out: Path, kind: str, name: str, limit_s: int, *groups: str) -> Step:
+    """A step of figures."""
+    options = ("--device", kind, "--folder", str(out), *_json(out, name.replace(" ", "_")))
+    return Step(name, _module("tools.gpu.micro", *groups, *options), limit_s, checks=False)
 
 
 def _json(out: Path, stem: str) -> tuple[str, ...]:
@@ -116,11 +131,17 @@ def run(step: Step, left_s: float) -> Outcome:
     if left_s < LEAST_S:
         return Outcome(step, "left out", 0.0, "the budget was spent", [])
     start_s = time.monotonic()
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:
         process = subprocess.Popen(
             step.command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **step.env},
+            env={
+                **os.environ,
+                "PYTHONPATH": folders,
+                "PYTHONUNBUFFERED": "1",
+                **step.env,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -149,24 +170,51 @@ def _rows_of(step: Step) -> list[Any]:
     return rows
 
 
-def write_reports(out: Path, outcomes: Sequence[Outcome]) -> None:
+def write_reports(out: Path, outcomes: Sequence[Outcome], num_left: int = 0) -> None:
     """Write ``gpu.json`` with all results, and ``gpu.md`` for people."""
     report = {"machine": machine(), "steps": [asdict(outcome) for outcome in outcomes]}
     (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = ["# A run on a GPU", "", f"{machine()}", "", "| step | outcome | seconds |", "|---|---|---|"]
-    lines += [f"| {each.step.name} | {each.state} | {each.seconds:.0f} |" for each in outcomes]
+    title = "# Checks on a GPU" if torch.cuda.is_available() else "# Rehearsal of the checks on a GPU"
+    versions = ", ".join(f"{key} {value}" for key, value in machine().items() if key != "command" and value)
+    lines = [
+        title,
+        "",
+        versions,
+        "",
+        "| step | outcome | seconds | limit |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {each.step.name} | {each.state} | {each.seconds:.0f} | {each.step.limit_s} |" for each in outcomes
+    ]
+    if num_left:
+        lines += ["", f"{num_left} steps have not run yet."]
     for each in outcomes:
-        tail = each.output.strip().splitlines()[-40:]
-        lines += [
-            "",
-            f"## {each.step.name}: {each.state}",
-            "",
-            "```",
-            " ".join(each.step.command),
-            *tail,
-            "```",
-        ]
+        lines += ["", f"## {each.step.name}: {each.state}", "", f"`{_shown(each.step)}`", ""]
+        rows = [row for row in each.rows if "metric" in row]
+        if rows:
+            lines += ["| case | figure | ours | other | ratio | target met |", "|---|---|---|---|---|---|"]
+            lines += [_row_text(row) for row in rows]
+        # A step that failed explains itself; the rows of one that passed are enough, but for what has no rows.
+        if each.state != "passed" or not rows:
+            lines += ["", "```", *each.output.strip().splitlines()[-40:], "```"]
     (out / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def _shown(step: Step) -> str:
+    """The command as one would type it."""
+    words = ["python", *step.command[1:]]
+    return " ".join([*(f"{name}={value}" for name, value in step.env.items()), *words])
+
+
+def _row_text(row: dict[str, Any]) -> str:
+    """One row as a line of a Markdown table."""
+    unit = "" if row["unit"] in ("", "bool") else f" {row['unit']}"
+    ours = ("yes" if row["ours"] else "no") if row["unit"] == "bool" else f"{row['ours']:.4g}{unit}"
+    rival = "" if row["rival"] is None else f"{row['rival']:.4g}{unit} ({row['rival_name']})"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+    met = {None: "", True: "yes", False: "NO"}[row["met"]]
+    return f"| {row['case']} | {row['metric']} | {ours} | {rival} | {ratio} | {met} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,19 +222,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=25, help="the budget of all steps together")
+    parser.add_argument("--minutes", type=float, default=9, help="the budget of all steps together")
     parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder of the reports")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, in small, to try the command itself")
+    parser.add_argument(
+        "--device", choices=("cuda", "sim"), default="cuda", help="sim: a rehearsal, in small"
+    )
     given = parser.parse_args(arguments)
-    if not given.dry and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; --dry tries the command on the CPU")
+    num_gpus = torch.cuda.device_count() if given.device == "cuda" else 0
+    if given.device == "cuda" and not num_gpus:
+        parser.error("torch finds no CUDA device here; --device sim rehearses on the asynchronous device")
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + 60 * given.minutes
     outcomes: list[Outcome] = []
-    for step in steps(out, dry=given.dry, num_gpus=0 if given.dry else torch.cuda.device_count()):
+    every = list(steps(out, given.device, num_gpus))
+    for step in every:
         outcomes.append(run(step, end_s - time.monotonic()))
-        write_reports(out, outcomes)
+        write_reports(out, outcomes, len(every) - len(outcomes))
         print(f"{step.name:<32}{outcomes[-1].state:<14}{outcomes[-1].seconds:6.0f} s", flush=True)
     return int(any(each.step.checks and each.state != "passed" for each in outcomes))
 

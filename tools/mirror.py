@@ -2,6 +2,7 @@
 
     python tools/mirror.py                            on the CPU, by the code path for accelerators, in program order
     python tools/mirror.py --device cuda --world 64
+    python tools/mirror.py --device sim               on the asynchronous device of the tests
 
 All N ranks have equal shards, so the slices of every parameter are tied, and one process can act as all ranks:
 
@@ -14,17 +15,21 @@ The group asserts NCCL's requirements: sizes, dtypes, alignment, the position of
 collectives run on the current stream, which has the chosen priority. On a GPU, its collectives run on a separate
 stream, as NCCL's do, with a delay before they access memory. The model is delayed too. A missing wait then changes
 results: with delays on either side, on both and on none, training must give the bits of a run that synchronizes after
-every collective, and the bits of the plain model.
+every collective, and the bits of the plain model. ``--control`` leaves out the compute stream's waits for gathers: the
+bits must then differ in one of these runs. On the asynchronous device, orders of streams take the place of delays.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,10 +44,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.parts.simulated_accelerator import MemoryUse
-from vescale_fsdp import fully_shard
+from tools.bench.rows import Row
+from tools.gpu.devices import KINDS, SIM, hazards, module_of, open_device, set_order, sleep
+from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.collectives import group_log
 from vescale_fsdp.devices import ACCELERATORS, Accelerator
+from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.streams import DeviceStreams, Stream
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 
@@ -53,40 +62,35 @@ HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 @dataclass
 class Delays:
-    """Milliseconds that a GPU waits before a collective and before a layer; ``synchronized``: no overlap."""
+    """What a device does before a collective and before a layer; ``synchronized``: no overlap."""
 
-    collective: float = 0.0
-    compute: float = 0.0
+    collective: float = 0.0  # milliseconds
+    compute: float = 0.0  # milliseconds
+    order: str = "early"  # of the asynchronous device
     synchronized: bool = False
 
 
 DELAYS = Delays()
 MODES = {
     "synchronized": Delays(synchronized=True),
-    "as it comes": Delays(),
-    "late collectives": Delays(collective=3),
-    "late compute": Delays(compute=2),
-    "both late": Delays(collective=1, compute=1),
+    "as it comes": Delays(order="random"),
+    "late collectives": Delays(collective=3, order="sides last"),
+    "late compute": Delays(compute=2, order="sides first"),
+    "both late": Delays(collective=1, compute=1, order="late"),
 }
-
-
-def sleep(milliseconds: float) -> None:
-    """Keep the current CUDA stream busy; nothing on the CPU."""
-    if milliseconds and torch.cuda.is_available():
-        torch.cuda._sleep(int(milliseconds * 1.7e6))
 
 
 class MirroredWork(Work):
     """A collective in flight on the group's stream."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, module: Any, event: Any) -> None:
         super().__init__()
-        self._event = event
+        self._module, self._event = module, event
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self._module.current_stream().wait_event(self._event)
         return True
 
 
@@ -100,7 +104,7 @@ class MirroredGroup(_Base):  # type: ignore[misc]
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._size = size
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream: Any = None  # made by the first collective on a device with streams
         self.calls: Counter[str] = Counter()
 
     def size(self) -> int:
@@ -118,19 +122,22 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
     def _run(self, name: str, tensor: torch.Tensor, work: Callable[[], object]) -> Work:
         self.calls[name] += 1
-        if self._stream is None or not tensor.is_cuda:
+        module = module_of(tensor.device)
+        if module is None:
             work()
-            return MirroredWork(None)
+            return MirroredWork(None, None)
+        if self._stream is None:
+            self._stream = module.Stream()
         if DELAYS.synchronized:
-            torch.cuda.synchronize()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            sleep(DELAYS.collective)
+            module.synchronize()
+        self._stream.wait_stream(module.current_stream())
+        with module.stream(self._stream):
+            sleep(tensor.device, DELAYS.collective)
             work()
             event = self._stream.record_event()
         if DELAYS.synchronized:
-            torch.cuda.synchronize()
-        return MirroredWork(event)
+            module.synchronize()
+        return MirroredWork(module, event)
 
     def _allgather_base(self, full: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> Work:
         _require(full, shard, self._size)
@@ -200,7 +207,7 @@ class MirroredGroup(_Base):  # type: ignore[misc]
         return self._run("broadcast", tensors[0], lambda: None)
 
     def barrier(self, opts: Any = None) -> Work:
-        return MirroredWork(None)
+        return MirroredWork(None, None)
 
 
 def _require(full: torch.Tensor, shard: torch.Tensor, size: int) -> None:
@@ -218,21 +225,26 @@ def _require_current(opts: Any) -> None:
 
 
 @contextmanager
-def mirrored(world_size: int) -> Iterator[MirroredGroup]:
-    """A context in which this process is all ranks of a group of this size."""
+def mirrored(world_size: int, device: torch.device | None = None) -> Iterator[MirroredGroup]:
+    """A context in which this process is all ranks of a group of this size; on the CPU if no device is given."""
     if "mirror" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "mirror",
             lambda store, rank, size, timeout: MirroredGroup(rank, size),
-            devices=["cpu", "cuda"],
+            devices=list(KINDS),
         )
     dist.init_process_group("mirror", store=dist.HashStore(), rank=0, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
     try:
-        mirrors = dict.fromkeys(("cpu", "cuda"), Accelerator(frozenset({"mirror"})))
+        mirrors = dict.fromkeys(KINDS, Accelerator(frozenset({"mirror"})))
         without_ranks = mock.patch.object(group_log, "WITHOUT_RANKS", {"mirror"})
-        with _gaps_of_zeros(), _streams(), mock.patch.dict(ACCELERATORS, mirrors), without_ranks:
+        with (
+            _gaps_of_zeros(),
+            _streams(device or torch.device("cpu")),
+            mock.patch.dict(ACCELERATORS, mirrors),
+            without_ranks,
+        ):
             yield group  # type: ignore[misc]
     finally:
         dist.destroy_process_group()
@@ -256,9 +268,9 @@ def _gaps_of_zeros() -> Iterator[None]:
 
 
 @contextmanager
-def _streams() -> Iterator[None]:
-    """Without a GPU: streams that only have names, so that the code path for accelerators runs."""
-    if torch.cuda.is_available():
+def _streams(device: torch.device) -> Iterator[None]:
+    """On the CPU: streams that only have names, so that the code path for accelerators runs."""
+    if device.type != "cpu":
         yield
         return
     beside = mock.Mock(return_value=False)
@@ -272,27 +284,31 @@ def _streams() -> Iterator[None]:
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, has_vectors: bool) -> None:
         super().__init__()
         self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, hidden),
-            nn.Linear(hidden, width),
+            nn.LayerNorm(width, elementwise_affine=has_vectors),
+            nn.Linear(width, hidden, bias=has_vectors),
+            nn.Linear(hidden, width, bias=has_vectors),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sleep(DELAYS.compute)
+        sleep(x.device, DELAYS.compute)
         y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         return y
 
 
 class MirroredModel(nn.Module):
-    """Four blocks between two layers of the root."""
+    """Four blocks between two layers of the root.
 
-    def __init__(self, recomputes: bool) -> None:
+    Args:
+        has_vectors: whether there are biases and the weights of norms.
+    """
+
+    def __init__(self, recomputes: bool, has_vectors: bool = True) -> None:
         super().__init__()
-        self.embed = nn.Linear(24, 96)
-        self.blocks = nn.ModuleList(_Block(96, 200) for _ in range(4))
+        self.embed = nn.Linear(24, 96, bias=has_vectors)
+        self.blocks = nn.ModuleList(_Block(96, 200, has_vectors) for _ in range(4))
         self.head = nn.Linear(96, 8, bias=False)
         self.recomputes = recomputes
 
@@ -316,6 +332,14 @@ class Case:
     double_norms: bool = False  # so that units have two groups
     recomputes: bool = False
     micro_batches: int = 1
+    has_vectors: bool = True  # besides matrices
+    rate: float = RATE
+    replicas: int = 1  # with more than one, a mesh of two axes
+    compiled: bool = False  # each block by Inductor; on other devices than GPUs by AOTAutograd
+    stepping: dict[str, Any] = field(default_factory=dict)  # options of the optimizer
+    rounding: float = (
+        0.0  # allowed distance from the plain model, as a fraction of the training's change; 0: no bit
+    )
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -338,6 +362,16 @@ CASES = {
     "two groups": Case(double_norms=True),
     "kept": Case(options={"reshard_after_forward": False}),
     "offload": Case(options={"offload_policy": CPUOffloadPolicy()}),
+    "replicas": Case(replicas=2, rate=1e-2),
+    "foreach": Case(stepping={"foreach": True}),
+    # Only matrices, so that the codes and scales of every rank have the same positions; the plain model has no codes.
+    "8-bit gathers": Case(
+        QuantizedGather(torch.bfloat16, torch.float32, codecs=Fp8Blocks(1, 4)),
+        has_vectors=False,
+        rounding=0.5,
+        options={"granularity": Rows(1)},
+    ),
+    "compiled": Case(compiled=True, rounding=0.1),
 }
 
 
@@ -348,6 +382,12 @@ class Outcome:
     losses: torch.Tensor
     pieces: list[torch.Tensor]
     start: list[torch.Tensor]
+
+    def distance(self, other: Outcome) -> float:
+        """The largest difference of a piece from another outcome's, relative to how far training has moved it."""
+        pairs = zip(self.pieces, other.pieces, self.start, strict=True)
+        apart = [(one - two).norm() / (two - start).norm() for one, two, start in pairs]
+        return torch.stack(apart).max().item()  # NaN if any is NaN, unlike Python's max
 
     def equals(self, other: Outcome) -> bool:
         """Whether losses and pieces are equal to the last bit."""
@@ -384,20 +424,27 @@ def _pieces(groups: list[ParamGroup], shards: list[torch.Tensor]) -> list[torch.
 def train(case: Case, device: str) -> tuple[Outcome, nn.Module, list[torch.Tensor]]:
     """Train a case sharded; returns the outcome, the model, and copies of the initial shards."""
     torch.manual_seed(0)
-    model = MirroredModel(case.recomputes)
+    model = MirroredModel(case.recomputes, case.has_vectors)
     if case.double_norms:
         for block in model.blocks:
             block.get_submodule("norm").double()
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.3)  # small, because slices are tied and a norm may get a matrix's values
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    world_size = dist.get_world_size()
+    if case.replicas > 1:
+        sizes, names = (case.replicas, world_size // case.replicas), ("replicate", "shard")
+    else:
+        sizes, names = (world_size,), ("shard",)  # type: ignore[assignment]
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
     for module in (*model.blocks, model):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=case.policy, **case.options)
     sharded.set_narrow_reduction(case.narrow)
+    for block in model.blocks if case.compiled else ():
+        block.compile(backend="inductor" if device == "cuda" else "aot_eager")
     groups = _groups_of(model)
     start = [group.shard.detach().clone() for group in groups]
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.rate, **case.stepping)
     losses = []
     for step in range(case.steps):
         for number in range(case.micro_batches):
@@ -413,15 +460,16 @@ def train(case: Case, device: str) -> tuple[Outcome, nn.Module, list[torch.Tenso
 
 def train_plain(case: Case, device: str, sharded: nn.Module, start: list[torch.Tensor]) -> Outcome:
     """Train a plain model whose parameters are views of tied slices."""
-    world_size, groups = dist.get_world_size(), _groups_of(sharded)
+    groups = _groups_of(sharded)
+    num_shards = dist.get_world_size() // case.replicas
     names = {id(module): name for name, module in sharded.named_modules()}
-    plain = MirroredModel(case.recomputes).to(device)
+    plain = MirroredModel(case.recomputes, case.has_vectors).to(device)
     shards = [shard.to(device, copy=True) for shard in start]
     losses = []
     for step in range(case.steps):
         sums = []
         for group, shard in zip(groups, shards, strict=True):
-            full = shard.to(case.compute_dtype).repeat(world_size)
+            full = shard.to(case.compute_dtype).repeat(num_shards)
             grads = torch.zeros(group.layout.numel, dtype=case.reduce_dtype, device=device)
             for param in group.params:
                 owner, name = param.owners[0]
@@ -440,49 +488,93 @@ def train_plain(case: Case, device: str, sharded: nn.Module, start: list[torch.T
         whole = list(dict.fromkeys(grads for _, grads, _ in sums))
         with torch.no_grad():
             for shard, group, grads in zip(shards, groups, whole, strict=True):
-                mean = (grads.view(world_size, -1).sum(0) / world_size).to(shard.dtype)
+                mean = (grads.view(num_shards, -1).sum(0) / num_shards).to(shard.dtype)
                 for param in group.params:
-                    shard[param.local].add_(mean[param.local], alpha=-RATE)
+                    shard[param.local].add_(mean[param.local], alpha=-case.rate)
     return Outcome(torch.stack(losses).cpu(), _pieces(groups, shards), _pieces(groups, start))
 
 
-def check(name: str, device: str) -> dict[str, bool]:
-    """Train a case in all modes (one on the CPU); returns which results have the expected bits."""
+def check(name: str, device: torch.device, modes: Sequence[str] = tuple(MODES)) -> dict[str, bool]:
+    """Train a case in some modes (one on the CPU, which has no streams); returns which results are as expected."""
     case = CASES[name]
     found: dict[str, bool] = {}
     first: Outcome | None = None
-    for mode, delays in MODES.items():
-        if device == "cpu" and first is not None:
-            break
-        vars(DELAYS).update(vars(delays))
-        outcome, model, start = train(case, device)
+    for mode in modes[:1] if device.type == "cpu" else modes:
+        vars(DELAYS).update(vars(MODES[mode]))
+        set_order(device, DELAYS.order)
+        outcome, model, start = train(case, device.type)
         vars(DELAYS).update(vars(Delays()))
+        set_order(device, DELAYS.order)
         if first is None:
             first = outcome
+            plain = train_plain(case, device.type, model, start)
             found["training moves parameters"] = outcome.moved
-            found["plain model"] = outcome.equals(train_plain(case, device, model, start))
+            found["plain model"] = (
+                outcome.distance(plain) <= case.rounding if case.rounding else outcome.equals(plain)
+            )
         else:
             found[mode] = outcome.equals(first)
+    if device.type == SIM:
+        found["no hazard"] = not hazards(device)
     return found
+
+
+class _NeverWaits(DeviceStreams):
+    """Streams whose compute stream ignores events: it does not wait for gathers."""
+
+    def current(self) -> Stream:
+        now: Any = super().current()
+        stream: Stream = _deaf(type(now))(
+            stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type
+        )
+        return stream
+
+
+@cache
+def _deaf(kind: type) -> Any:
+    """A device's class of streams, without waits for events."""
+    return types.new_class("Deaf", (kind,), exec_body=lambda names: names.update(wait_event=lambda *_: None))
+
+
+def control(device: torch.device) -> bool:
+    """Train one case without the compute stream's waits; returns whether its bits differ, as they must."""
+    with mock.patch("vescale_fsdp.runtime.fsdp_state.streams_of", _NeverWaits):
+        found = check("bf16", device, ("synchronized", *(late := ("late collectives", "late compute"))))
+    return not all(found[mode] for mode in late)
 
 
 def main() -> int:
     """Command line; 1 if anything differs."""
     parser = argparse.ArgumentParser(description="sharded training, one device as many ranks")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=KINDS, default="cpu")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--modes", default=",".join(MODES), help="the first one is the reference")
+    parser.add_argument(
+        "--control", action="store_true", help="train without some waits, too: bits must differ"
+    )
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.use_deterministic_algorithms(given.device == "cpu")
-    good = True
-    with mirrored(given.world):
+    device = open_device(given.device)
+    results: dict[str, dict[str, bool]] = {}
+    with mirrored(given.world, device):
         for name in given.cases.split(","):
             if given.device == "cpu" and name == "offload":
                 continue
-            found = check(name, given.device)
-            good &= all(found.values())
-            print(name, found, flush=True)
-    return 0 if good else 1
+            results[name] = check(name, device, given.modes.split(","))
+            print(name, results[name], flush=True)
+        if given.control:
+            results["without waits"] = {"differs": control(device)}
+            print("without waits", results["without waits"], flush=True)
+    if given.json:
+        rows = [
+            Row(f"{given.world} ranks, {case}", what, "bool", float(is_right), target=">= 1").to_json()
+            for case, found in results.items()
+            for what, is_right in found.items()
+        ]
+        given.json.write_text(json.dumps(rows))
+    return int(not all(all(found.values()) for found in results.values()))
 
 
 if __name__ == "__main__":

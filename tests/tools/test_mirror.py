@@ -12,6 +12,7 @@ from tools.mirror import Case, check, mirrored, train
 from vescale_fsdp.collectives import operations, slice_exchange
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 
+CPU = torch.device("cpu")
 IN_A_PART = pytest.mark.part("numerics")
 
 
@@ -37,7 +38,7 @@ def small_pieces() -> Iterator[None]:
 def test_bits_of_a_plain_model(world_size: int, name: str) -> None:
     """Whatever travels, in whichever dtype."""
     with mirrored(world_size) as group:
-        assert check(name, "cpu") == {"training moves parameters": True, "plain model": True}
+        assert check(name, CPU) == {"training moves parameters": True, "plain model": True}
         # All parameters of a block are one gather; a forward and a backward of 5 units take 9.
         assert group.calls["all_gather"] + group.calls["all_gather in place"] >= 27
         is_narrow = name == "bf16 narrow"
@@ -56,7 +57,7 @@ def test_a_gradient_that_is_lost_is_seen() -> None:
 
     write = UnshardedGrads.write_kept
     with mirrored(8), mock.patch.object(UnshardedGrads, "write_kept", lose):
-        assert not check("fp32", "cpu")["plain model"]
+        assert not check("fp32", CPU)["plain model"]
 
 
 def test_the_group_holds_callers_to_its_contract() -> None:

@@ -61,6 +61,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "gpu": gpu,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
         "command": " ".join(sys.argv),
     }
 

@@ -55,6 +55,7 @@ from vescale_fsdp.optim import step_in_backward
 
 RIVALS = ("ours", "fsdp2", "ddp")
 STEPPING = "ours, stepping in the backward"
+NARROW = "ours, narrow reduction"
 COPIES = ("copy_in", "split_with_sizes_copy", "chunk_cat", "aten.cat", "_foreach_copy_", "aten.copy_")
 TARGETS = {
     ("cpu", "dense", "step time"): "<= 0.60",
@@ -131,7 +132,9 @@ def shard(rival: str, model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Modu
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     function: Callable[..., Any] = torch_fully_shard if rival == "fsdp2" else fully_shard
     for module in (*blocks_of(model), model):
-        function(module, mesh=mesh, mp_policy=policy)
+        root: Any = function(module, mesh=mesh, mp_policy=policy)
+    if rival == NARROW:
+        root.set_narrow_reduction(True)
     return model
 
 

@@ -1,16 +1,20 @@
-"""CUDA memory behavior that the runtime relies on, and cost of alignment, checkpoints, clipping and steps.
+"""Figures of one device: its allocator, the kernels of a step by stream, staging, alignment, optimizers, checkpoints.
 
-python -m tools.gpu.micro --device cuda        (cpu: the same code with small sizes)
+    python -m tools.gpu.micro allocator trace --device cuda
 
-Checkpoints of tensors on the device and a trace of one training step are written to ``--folder``.
+On other devices than GPUs sizes are small, and facts that only a GPU can show are left out. The trace of a step and
+checkpoints are written to ``--folder``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,11 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from tools.bench.parts.simulated_accelerator import fake_group
 from tools.bench.rows import Row, print_table, write_json
+from tools.gpu.devices import KINDS, open_device, synchronize
+from tools.gpu.step import group_for
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.checkpoint.async_save import Stager
+from vescale_fsdp.checkpoint.state.host_copies import Stager
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.torch_private import storage_id
 
@@ -38,17 +42,12 @@ def _milliseconds(device: torch.device, work: Callable[[], object], rounds: int 
     """Median milliseconds of a call, until the device has finished."""
     found = []
     for _ in range(rounds + 2):
-        _synchronize(device)
+        synchronize(device)
         start_s = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         found.append(1000 * (time.perf_counter() - start_s))
     return statistics.median(found[2:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def alignment(device: torch.device, size: int) -> Iterator[Row]:
@@ -93,7 +92,7 @@ def staging(device: torch.device, mebibytes: int) -> Iterator[Row]:
     for case, can_wait in (("", frozenset[int]()), (", optimizer given", stepped)):
         stalls = []
         for _ in range(5):
-            _synchronize(device)
+            synchronize(device)
             start_s = time.perf_counter()
             _, copying = stager.stage(tensors, can_wait=can_wait)
             stalls.append(1000 * (time.perf_counter() - start_s))
@@ -105,6 +104,8 @@ def staging(device: torch.device, mebibytes: int) -> Iterator[Row]:
 
 def checkpoints(device: torch.device, mebibytes: int, folder: Path) -> Iterator[Row]:
     """`save` and `load` of tensors on the device, through pinned memory."""
+    from vescale_fsdp.checkpoint import load, save  # needs packages that a bare machine lacks
+
     numel = mebibytes * 2**20 // 4 // 16
     state = {str(number): torch.ones(numel, device=device) for number in range(16)}
     title, path = f"{mebibytes} MiB of state", folder / "checkpoint"
@@ -159,39 +160,65 @@ def steps(device: torch.device, width: int) -> Iterator[Row]:
 
 
 def trace(device: torch.device, width: int, folder: Path) -> Iterator[Row]:
-    """Write a trace of a step; returns its number of kernels (on the CPU: operators)."""
+    """Write a trace of a step; returns the number of kernels of each stream (without a GPU: of operators)."""
     model = _sharded(device, fully_shard, width)
     _backward(model, device, width)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     with torch.profiler.profile(activities=kinds) as seen:
         _backward(model, device, width)
-        _synchronize(device)
-    seen.export_chrome_trace(str(folder / "trace.json.gz"))
-    events = seen.events() or ()
-    on_device = [event for event in events if event.device_type.name != "CPU"]
-    count = len(on_device if device.type == "cuda" else events)
-    yield Row("forward and backward", "kernels of a step", "", float(count))
+        synchronize(device)
+    path = folder / "trace.json.gz"
+    seen.export_chrome_trace(str(path))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    kind = "kernel" if device.type == "cuda" else "cpu_op"
+    streams: Counter[str] = Counter()
+    names: dict[str, Counter[str]] = {}
+    for event in events:
+        if event.get("cat") == kind:
+            stream = str(event["args"].get("stream", "host"))
+            streams[stream] += 1
+            names.setdefault(stream, Counter())[event["name"].split("<")[0]] += 1
+    for stream, count in sorted(streams.items()):
+        print(f"stream {stream}: {names[stream].most_common(6)}", flush=True)
+        yield Row("forward and backward", f"kernels on stream {stream}", "", float(count))
+
+
+def checks(device: torch.device, folder: Path) -> dict[str, Callable[[], Iterator[Row]]]:
+    """The groups of figures by name, each with the function that measures it."""
+    is_gpu = device.type == "cuda"
+    width, mebibytes = (4096, 4096) if is_gpu else (64, 8)
+
+    def of_64_ranks(measure: Callable[..., Iterator[Row]], *options: Any) -> Iterator[Row]:
+        with group_for(device):
+            yield from measure(device, width, *options)
+
+    return {
+        "allocator": lambda: storages() if is_gpu else iter(()),
+        "alignment": lambda: alignment(device, width),
+        "trace": lambda: of_64_ranks(trace, folder),
+        "staging": lambda: staging(device, mebibytes),
+        "optimizers": lambda: of_64_ranks(steps),
+        "checkpoints": lambda: checkpoints(device, mebibytes, folder),
+    }
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="CUDA's memory, alignment, checkpoints, steps")
-    parser.add_argument("--device", default="cuda")
+    parser = argparse.ArgumentParser(description="figures of one device")
+    parser.add_argument("names", nargs="*", help="groups of figures; default: all")
+    parser.add_argument("--device", choices=KINDS, default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("gpu_report"))
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    device = torch.device(given.device)
-    is_gpu = device.type == "cuda"
-    width = 4096 if is_gpu else 64
-    rows = [*(storages() if is_gpu else ()), *alignment(device, width)]
-    rows += [
-        *staging(device, 4096 if is_gpu else 8),
-        *checkpoints(device, 4096 if is_gpu else 8, given.folder),
-    ]
-    with fake_group(64):
-        rows += [*steps(device, width), *trace(device, width, given.folder)]
+    measures = checks(open_device(given.device), given.folder)
+    rows: list[Row] = []
+    for name in given.names or measures:
+        try:
+            rows += measures[name]()
+        except ModuleNotFoundError as error:  # of a package that is only needed where files are written
+            print(f"{name}: left out, because there is no package {error.name}", flush=True)
     print_table(rows)
     if given.json:
         write_json(given.json, rows)

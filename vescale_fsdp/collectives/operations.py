@@ -45,7 +45,7 @@ def reduces_beside(group: dist.ProcessGroup, device_type: str) -> bool:
 
     There the network is slower than the cores. On one node it uses the cores that would compute.
     """
-    return device_type == "cpu" and crosses_network(group) and _backend_of(group, "cpu") is _GLOO
+    return device_type == "cpu" and crosses_network(group) and backend_of(group, "cpu") is _GLOO
 
 
 class _KeepSlice:
@@ -143,7 +143,7 @@ class _Gloo(_Native):
 _GLOO, _NATIVE, _COALESCING = _Gloo(), _Native(), _Coalescing()
 
 
-def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
+def backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
     """Return the group's backend for tensors of a device type."""
     name = backends_of(group).get(device_type, "")
     if name == "gloo":
@@ -164,7 +164,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
         The work to wait for; None if it is complete, as for one rank.
     """
     if group.size() > 1:
-        return _backend_of(group, full.device.type).all_gather(full, shard, group)
+        return backend_of(group, full.device.type).all_gather(full, shard, group)
     if not _share_storage(full, shard):
         full.copy_(shard)
     return None
@@ -175,7 +175,7 @@ def all_gather_each(
 ) -> Work | None:
     """Do `all_gather_into` for several (full, shard) in the same order on all ranks; on NCCL in one launch."""
     if group.size() > 1:
-        return _backend_of(group, pairs[0][0].device.type).all_gather_each(pairs, group)
+        return backend_of(group, pairs[0][0].device.type).all_gather_each(pairs, group)
     for full, shard in pairs:
         all_gather_into(full, shard, group)
     return None
@@ -197,14 +197,14 @@ def reduce_scatter_into(
         The work to wait for; None if it is complete, as for one rank.
     """
     if group.size() > 1:
-        return _backend_of(group, full.device.type).reduce_scatter(shard, full, op, group)
+        return backend_of(group, full.device.type).reduce_scatter(shard, full, op, group)
     shard.copy_(full)
     return None
 
 
 def sums_in_wider(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether `reduce_scatter_into` accepts a ``full`` of a narrower dtype than ``shard``."""
-    return group.size() == 1 or _backend_of(group, device_type).sums_in_wider(device_type)
+    return group.size() == 1 or backend_of(group, device_type).sums_in_wider(device_type)
 
 
 def all_to_all_into(

@@ -34,15 +34,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.async_device import waits
 from tests.support.distributed import Pool
+
+if TYPE_CHECKING:
+    import pytest
 
 TYPE = "sim"
 BACKEND = f"cpu:gloo,{TYPE}:async_device"
@@ -78,6 +80,8 @@ def needs_device() -> pytest.MarkDecorator:
     Raises:
         RuntimeError: there, under CI, where tests must not be left out silently.
     """
+    import pytest  # imported late, because `tools.gpu_run` uses the device on machines without pytest
+
     reason = missing_compiler()
     if reason and os.environ.get("CI"):
         raise RuntimeError(reason)
@@ -153,6 +157,9 @@ def _device_module(module: Any) -> types.ModuleType:
 
         def __init__(self, of_torch: torch.Event) -> None:
             self.of_torch = of_torch
+
+        def record(self, stream: Any = None) -> None:
+            self.of_torch.record(torch.accelerator.current_stream(device) if stream is None else stream)
 
         def synchronize(self) -> None:
             if not waits.is_removed():
