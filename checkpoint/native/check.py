@@ -7,7 +7,6 @@ module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     group_files,
 )
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import VescaleError
@@ -62,16 +62,16 @@ def check_files(
     parts = max(1, threads // manifest.world_size) if deep else 1
     ranks = _ranks_to_check(storage, manifest, tell)
 
-    def check_part(number: int) -> None:
+    def check_part(number: int) -> int:
+        nbytes = 0
         for check in _rank_file_checks(
             storage, manifest, ranks[number // parts], number % parts, parts, deep
         ):
             tell(check)
+            nbytes += check.num_bytes
+        return nbytes
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
-        # The empty loop raises an exception of a thread here.
-        for _ in pool.map(check_part, range(len(ranks) * parts)):
-            pass
+    for_each(threads, check_part, range(len(ranks) * parts), name="checkpoint-verify")
 
 
 def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace as replaced
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare, lock_errors, root_errors
+from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.host_copies import CopyStream, PinnedSlots, copy_stream_of
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
@@ -224,23 +224,22 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
     def write() -> None:
         meter.begin("saving", file.table_start)
         with storage.create(name or file.name, file.total_bytes) as writer:
+            checksums = [0] * file.num_stripes
 
-            def write_run(first: int) -> list[int]:
-                """Hash and write consecutive stripes from number ``first`` on. Returns their checksums."""
-                checksums = []
+            def write_run(first: int) -> int:
+                """Hash and write consecutive stripes from number ``first`` on. Returns the number of bytes."""
+                nbytes = 0
                 for index in range(first, min(first + step, file.num_stripes)):
                     start, stop = file.stripe(index)
                     buffers = image.buffers(start, stop)
                     # Most stripes are in one buffer, for which one call is a tenth faster than a running digest.
                     one_call = len(buffers) == 1
-                    checksums.append(checksum_of(buffers[0]) if one_call else _joint_checksum(buffers))
+                    checksums[index] = checksum_of(buffers[0]) if one_call else _joint_checksum(buffers)
                     writer.write_at(start, buffers)
-                    meter.advance(stop - start)
-                return checksums
+                    nbytes += stop - start
+                return nbytes
 
-            # After an error, the remaining runs are cancelled by the iterator of `map`.
-            with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
-                checksums = list(chain.from_iterable(pool.map(write_run, runs)))
+            for_each(threads, write_run, runs, name="checkpoint-write", advance=meter.advance)
             writer.write_at(file.table_start, [pack_table(checksums)])
 
     storage.retrying(write)

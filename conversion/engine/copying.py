@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from vescale_fsdp.checkpoint.ranks.threads import Shared, for_each, in_threads
 from vescale_fsdp.checkpoint.storage.base import FileWriter, SourceError, reading_source
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.conversion.engine.copy_jobs import (
@@ -43,7 +44,6 @@ from vescale_fsdp.conversion.engine.copy_jobs import (
 )
 from vescale_fsdp.conversion.engine.plan import ComputedBytes, DataFile, FilePlan, FixedBytes
 from vescale_fsdp.conversion.engine.source import Source
-from vescale_fsdp.conversion.engine.threads import Shared, in_threads
 from vescale_fsdp.conversion.engine.verified_reads import Begun
 from vescale_fsdp.errors import ConversionError, option
 
@@ -273,10 +273,10 @@ class Copier:
             Exception: the first error of any thread; all other threads stop. The caller must abort the output files.
         """
         if in_order:
-            in_threads(self.limits.usable_threads, self._stream, plans)
+            in_threads(self.limits.usable_threads, self._stream, plans, name="convert")
         else:
             try:  # files on disk are written without `retrying`, so a SourceError must be unwrapped here
-                in_threads(self.limits.usable_threads, self._work, self._jobs(plans))
+                in_threads(self.limits.usable_threads, self._work, self._jobs(plans), name="convert")
             except SourceError as carried:
                 raise carried.error from carried.error.__cause__  # keeps the error's own cause
 
@@ -362,9 +362,10 @@ def verify_rest(plans: Sequence[DataFile], threads: int) -> None:
         ConversionError: if files of a source were replaced.
     """
 
-    def work(stored: Shared[tuple[Source, str]]) -> None:
-        for source, name in stored:
-            source.verify(name)
+    def verify(stored: tuple[Source, str]) -> int:
+        source, name = stored
+        source.verify(name)
+        return 0
 
     cut: list[tuple[Source, str]] = []
     sources: dict[int, Source] = {}  # each once, by id, because a `Source` is not hashable
@@ -372,7 +373,6 @@ def verify_rest(plans: Sequence[DataFile], threads: int) -> None:
         cut += tensors_to_verify(plan, whole=False)
         for items in plan.items():
             sources |= {id(source): source for source, _ in items.view.sources()}
-    if cut:
-        in_threads(threads, work, cut)
+    for_each(min(threads, len(cut)), verify, cut, name="convert")
     for source in sources.values():
         source.require_unchanged()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import FileWriter
 from vescale_fsdp.conversion.engine.copying import (
     Copier,
@@ -23,7 +24,6 @@ from vescale_fsdp.conversion.engine.journal import SOURCE, SOURCE_FILES
 from vescale_fsdp.conversion.engine.output import ComparedFile, OtherBytesError, Output, ResultFiles
 from vescale_fsdp.conversion.engine.plan import DataFile, FilePlan, OutputPlan
 from vescale_fsdp.conversion.engine.source import Source
-from vescale_fsdp.conversion.engine.threads import Shared, in_threads
 from vescale_fsdp.errors import CorruptCheckpointError
 
 
@@ -176,7 +176,7 @@ def _intact_files(
     """
     intact: set[str] = set()
 
-    def is_intact(file: DataFile) -> bool:
+    def check(file: DataFile) -> int:
         digest, buffer_bytes = finished[file.name]
         plan = file.planned()
         for name in output.finished_copies(file.name):
@@ -184,11 +184,9 @@ def _intact_files(
             # The file is missing if another process has just renamed it.
             with suppress(CorruptCheckpointError):
                 if written_digest(plan, read, buffer_bytes, in_order=output.store.in_order) == digest:
-                    return True
-        return False
+                    intact.add(file.name)
+                    break
+        return plan.nbytes
 
-    def check(shared: Shared[DataFile]) -> None:
-        intact.update(file.name for file in shared if is_intact(file))
-
-    in_threads(limits.usable_threads, check, [file for file in files if file.name in finished])
+    for_each(limits.usable_threads, check, [file for file in files if file.name in finished], name="convert")
     return frozenset(intact)

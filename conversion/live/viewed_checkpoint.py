@@ -28,6 +28,7 @@ from vescale_fsdp.checkpoint.native.read import Reads
 from vescale_fsdp.checkpoint.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, num_neighbors
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue, Stored
 from vescale_fsdp.checkpoint.state.matching.match import match
@@ -43,7 +44,6 @@ from vescale_fsdp.conversion.engine.carried_state import (
 from vescale_fsdp.conversion.engine.casting import CastRules, CastView
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView
-from vescale_fsdp.conversion.engine.threads import Shared, in_threads
 from vescale_fsdp.conversion.engine.verified_reads import SeenPieces
 from vescale_fsdp.conversion.formats.vescale.tree import native_tree
 from vescale_fsdp.errors import callers_level
@@ -384,16 +384,12 @@ class _ViewReads(Reads):
         """Read all regions into their targets, in several threads."""
         total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)
         self.meter.begin("loading", total)
-
-        def work(shared: Shared[_BoxRead]) -> None:
-            for read in shared:
-                _fill_box(read)
-                self.meter.advance(read.box.numel * read.target.itemsize)
-
         # At most this rank's share of the machine's cores, because computing views takes CPU time.
         cores = max(1, (os.cpu_count() or 1) // num_neighbors())
-        in_threads(min(self.storage.read_threads, cores), work, self._boxes())
-        self.num_bytes_read = total
+        threads = min(self.storage.read_threads, cores)
+        self.num_bytes_read = for_each(
+            threads, _fill_box, self._boxes(), name="checkpoint-read", advance=self.meter.advance
+        )
 
     def _boxes(self) -> Iterator[_BoxRead]:
         """Yield the boxes that together are all requested regions."""
@@ -406,18 +402,20 @@ class _ViewReads(Reads):
         """Do nothing: each file is closed after it is read."""
 
 
-def _fill_box(read: _BoxRead) -> None:
-    """Read a box into its target."""
+def _fill_box(read: _BoxRead) -> int:
+    """Read a box into its target. Returns its size in bytes."""
     view, box, target, first = read
+    nbytes = box.numel * target.itemsize
     target.begin()
     raw, stop = view.info.dtype.raw, first + box.numel
     if target.memory is not None:
         view.read_into(box, target.memory.view(raw)[first:stop].reshape(box.sizes))
-        return
+        return nbytes
     scratch = np.empty(box.numel, dtype=raw)  # a buffer, because the target is on a device
     view.read_into(box, scratch.reshape(box.sizes))
     items = target.flat[first:stop]
     items.copy_(torch.from_numpy(scratch.view(np.uint8)).view(items.dtype))
+    return nbytes
 
 
 def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterator[SeenPieces]:

@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 
 from tests.support.processes import run_command, wait_until
 from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.ranks.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
-from vescale_fsdp.conversion.engine.threads import Shared, in_threads
 from vescale_fsdp.conversion.formats.table import FORMATS
 
 
@@ -286,7 +286,7 @@ def test_threads_have_ended_when_ctrl_c_is_raised() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            in_threads(1, work, range(3))
+            in_threads(1, work, range(3), name="test")
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == [0]
