@@ -38,9 +38,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import groupby, islice, pairwise, takewhile, zip_longest
+from itertools import groupby, islice, pairwise, takewhile
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -51,8 +50,9 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.native.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import exchange, waves_of
+from vescale_fsdp.checkpoint.ranks.exchange import Exchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
@@ -63,7 +63,6 @@ T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB: reads of 256 KiB take 1.4 times the CPU time
 _TURN_BYTES = 4 << 20  # 4 MiB: largest message of bytes that one rank reads for several ranks
-_MAX_INCOMING = 8  # such messages that a rank receives in one wave: 32 MiB of buffers
 _SLICE_BYTES = 512 << 10  # 512 KiB: a slice and its source pages fill half of a core's cache
 _start_of = attrgetter("start")
 
@@ -264,19 +263,14 @@ class Reads(ABC):
         """
         self.meter.begin(doing, total)
 
-        def metered(item: T) -> int:
-            num_bytes = work(item)
-            self.meter.advance(num_bytes)
-            return num_bytes
-
         threads = min(self.storage.far_read_threads if far else self.storage.read_threads, len(items))
-        if threads <= 1:  # spares the pool
-            for item in items:
-                self.num_bytes_read += metered(item)
-            return
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            for num_bytes in pool.map(metered, _interleaved(items, threads) if far else items):
-                self.num_bytes_read += num_bytes
+        self.num_bytes_read += for_each(
+            threads,
+            work,
+            _interleaved(items, threads) if far and items else items,
+            name="checkpoint-read",
+            advance=self.meter.advance,
+        )
 
     @abstractmethod
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
@@ -337,9 +331,9 @@ class ReadPlan(Reads):
         self._finder = finder
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
-        self._coordinator = Coordinator()  # of a single process; replaced by `share`
-        self._waves: list[list[SharedStripes]] = []  # see `exchange`
-        # Saved rank -> stripes of its file that one rank reads for several ranks.
+        self._exchange: Exchange[StripeRun] | None = None  # set by `share`
+        self._own_turns: list[Turn[StripeRun]] = []  # the shared stripes that this rank reads
+        # Saved rank -> stripes of its file that this rank and other ranks need, and one of these ranks reads.
         self._shared: dict[int, set[int]] = {}
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
@@ -368,22 +362,25 @@ class ReadPlan(Reads):
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
         # At least one stripe, because stripes are verified whole.
-        shared = plan_shared(by_rank, max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes))
-        self._coordinator, self._waves = coordinator, waves_of(shared, _MAX_INCOMING)
-        for turn in shared:
-            self._shared.setdefault(turn.saved_rank, set()).update(range(turn.first, turn.stop))
+        max_stripes = max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes)
+        turns = plan_shared(by_rank, max_stripes, coordinator.rank, self._size)
+        self._own_turns = [turn for turn in turns if turn.sender == coordinator.rank]
+        for turn in turns:
+            self._shared.setdefault(turn.job.saved_rank, set()).update(range(turn.job.first, turn.job.stop))
+        self._exchange = Exchange(coordinator, turns, threads=self.storage.far_read_threads)
 
-    def _own_turns(self) -> list[SharedStripes]:
-        """Return the shared stripes that this rank reads."""
-        return [turn for wave in self._waves for turn in wave if turn.sender == self._coordinator.rank]
+    def _bounds(self, run: StripeRun) -> tuple[int, int]:
+        """Return the byte range [start, stop) of stripes in their file."""
+        file = self._finder.file(run.saved_rank)
+        return file.stripe(run.first)[0], file.stripe(run.stop - 1)[1]
 
-    def _bounds(self, turn: SharedStripes) -> tuple[int, int]:
-        """Return the byte range [start, stop) of a turn in its file."""
-        file = self._finder.file(turn.saved_rank)
-        return file.stripe(turn.first)[0], file.stripe(turn.stop - 1)[1]
+    def _size(self, run: StripeRun) -> int:
+        """Return the size of stripes in bytes."""
+        start, stop = self._bounds(run)
+        return stop - start
 
     def open(self) -> None:
-        needed = {turn.saved_rank for turn in self._own_turns()}
+        needed = {turn.job.saved_rank for turn in self._own_turns}
         needed |= {rank for rank, *_ in self._ranges(self._finder.manifest.stripe_bytes)}
         for rank in sorted(needed - self._files.keys()):  # may be called again: see `_jobs`
             self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
@@ -395,14 +392,17 @@ class ReadPlan(Reads):
 
     def verify(self) -> None:
         turns = [
-            _ReadJob(self._files[turn.saved_rank], *self._bounds(turn), ()) for turn in self._own_turns()
+            _ReadJob(self._files[turn.job.saved_rank], *self._bounds(turn.job), ())
+            for turn in self._own_turns
         ]
         jobs = [*self._jobs(True), *turns]
         self._map("verifying", _ReadJob.verify, jobs, sum(job.size_bytes for job in jobs))
 
     def run(self, *, verify: bool) -> None:
-        if self._waves:  # first, because a rank that fails in its own reads could not take part afterward
-            self._run_shared(verify)
+        if (
+            self._exchange is not None
+        ):  # first: a rank that fails in its own reads could not take part afterward
+            self._run_shared(self._exchange, verify)
         jobs = list(self._jobs(verify))
         work = _ReadJob.take_verified if verify else _ReadJob.take
         self._map(
@@ -414,44 +414,29 @@ class ReadPlan(Reads):
             far=any(not job.file.reader.is_at_hand(job.start, job.stop) for job in jobs),
         )
 
-    def _run_shared(self, verify: bool) -> None:
+    def _run_shared(self, exchange: Exchange[StripeRun], verify: bool) -> None:
         """Read, send and receive the shared stripes. A rank that fails takes part to the end, and raises then."""
-        kept, rank = FirstError(), self._coordinator.rank
-        sinks_of_turn: dict[SharedStripes, list[Sink]] = {}
-        turns = sorted(turn for wave in self._waves for turn in wave)  # by file and stripe, as `_Walk` needs
-        for saved_rank, of_file in groupby(turns, key=attrgetter("saved_rank")):
+        kept = FirstError()
+        sinks_of_run: dict[StripeRun, list[Sink]] = {}
+        runs = sorted(turn.job for turn in exchange.turns)  # by file and stripe, as `_Walk` needs
+        for saved_rank, of_file in groupby(runs, key=attrgetter("saved_rank")):
             walk = _Walk(sorted(self._sinks.get(saved_rank, ()), key=_start_of))
-            sinks_of_turn.update({turn: walk.within(*self._bounds(turn)) for turn in of_file})
+            sinks_of_run.update({run: walk.within(*self._bounds(run)) for run in of_file})
 
-        def size_of(turn: SharedStripes) -> int:
-            start, stop = self._bounds(turn)
-            return stop - start
+        def read(run: StripeRun, data: memoryview) -> None:
+            """Read and verify stripes to send."""
+            job = _ReadJob(self._files[run.saved_rank], *self._bounds(run), ())
+            job.file.read_at(job.start, [data])
+            if verify:
+                job.verify_data(np.frombuffer(data, dtype=np.uint8))
 
-        def read(turn: SharedStripes, data: memoryview) -> bool:
-            """Read and verify a turn to send. Returns whether it succeeded."""
+        def take(run: StripeRun, data: memoryview) -> None:
+            """Copy stripes, read or received, to this rank's sinks."""
+            _deliver(*self._bounds(run), np.frombuffer(data, dtype=np.uint8), sinks_of_run[run])
 
-            def work() -> None:
-                start, stop = self._bounds(turn)
-                job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
-                job.file.read_at(start, [data])
-                if verify:
-                    job.verify_data(np.frombuffer(data, dtype=np.uint8))
-
-            kept.attempt(work)
-            return kept.error is None
-
-        def take(turn: SharedStripes, data: memoryview) -> None:
-            """Copy the bytes of a turn, read or received, to this rank's sinks."""
-            stripes = np.frombuffer(data, dtype=np.uint8)
-            kept.attempt(lambda: _deliver(*self._bounds(turn), stripes, sinks_of_turn[turn]))
-
-        # This rank's part of every wave; an empty wave keeps its place.
-        own = [[turn for turn in wave if rank in (turn.sender, *turn.receivers)] for wave in self._waves]
-        self.num_bytes_received += exchange(
-            self._coordinator, own, size_of, read, take, threads=self.storage.far_read_threads
-        )
+        self.num_bytes_received += exchange.run(read, take, lambda run: kept)
         kept.raise_kept()
-        self.num_bytes_read += sum(map(size_of, self._own_turns()))
+        self.num_bytes_read += sum(turn.nbytes for turn in self._own_turns)
 
     def _ranges(self, step: int) -> Iterator[tuple[int, int, int]]:
         """Yield (saved rank, start, stop) of each job of this rank's reads that are not shared.
@@ -532,18 +517,13 @@ class StripeRun(NamedTuple):
     stop: int
 
 
-class SharedStripes(NamedTuple):
-    """Stripes [first, stop) that several ranks request: ``sender`` reads them and sends them to ``receivers``."""
-
-    saved_rank: int
-    first: int
-    stop: int
-    sender: int
-    receivers: tuple[int, ...]
-
-
-def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> list[SharedStripes]:
-    """Assign the stripes that several ranks request evenly to these ranks. Returns them in the order for `waves_of`.
+def plan_shared(
+    by_rank: Sequence[Iterable[StripeRun]],
+    max_stripes: int,
+    rank: int,
+    size_of: Callable[[StripeRun], int],
+) -> list[Turn[StripeRun]]:
+    """Assign the stripes that several ranks request evenly to these ranks. Returns the turns of ``rank``.
 
         requested   0: stripes 0 .. 15 of file 0     2: the same                 (replicas of one shard under HSDP)
         read        0: 0 .. 7                        2: 8 .. 15
@@ -551,36 +531,38 @@ def plan_shared(by_rank: Sequence[Iterable[StripeRun]], max_stripes: int) -> lis
     Args:
         by_rank: runs of stripes that each rank requests; the runs of one rank do not overlap.
         max_stripes: largest number of stripes that are read and sent at once.
+        size_of: returns the size of stripes in bytes.
     """
     # Saved rank -> stripe -> (rank, True) if a run of the rank begins at this stripe, (rank, False) if one ends there.
     edges: dict[int, dict[int, list[tuple[int, bool]]]] = {}
-    for rank, runs in enumerate(by_rank):
+    for reader, runs in enumerate(by_rank):
         for run in runs:
             of_file = edges.setdefault(run.saved_rank, {})
-            of_file.setdefault(run.first, []).append((rank, True))
-            of_file.setdefault(run.stop, []).append((rank, False))
-    by_sender: dict[int, list[SharedStripes]] = {}
+            of_file.setdefault(run.first, []).append((reader, True))
+            of_file.setdefault(run.stop, []).append((reader, False))
+    own: list[tuple[int, Turn[StripeRun]]] = []  # (number of the turn among its sender's turns, turn)
     load: Counter[int] = Counter()  # rank -> number of stripes that it reads for others
+    num_turns: Counter[int] = Counter()  # rank -> number of its turns
     for saved_rank, of_file in sorted(edges.items()):  # sorted: all ranks must compute the same plan
         ranks: set[int] = set()  # the ranks that request stripes [first, stop)
         for first, stop in pairwise(sorted(of_file)):
             # Ends first, because a run of a rank may begin where the rank's previous run ends.
-            ranks -= {rank for rank, begins in of_file[first] if not begins}
-            ranks |= {rank for rank, begins in of_file[first] if begins}
+            ranks -= {reader for reader, begins in of_file[first] if not begins}
+            ranks |= {reader for reader, begins in of_file[first] if begins}
             if len(ranks) < 2:  # a single reader has nothing to share
                 continue
-            at = first
+            at, receivers = first, tuple(sorted(ranks))
             # The least loaded ranks first; the rank decides between equal loads, alike on all ranks.
-            for number, sender in enumerate(sorted(ranks, key=lambda rank: (load[rank], rank))):
+            for number, sender in enumerate(sorted(ranks, key=lambda reader: (load[reader], reader))):
                 # Equal shares; the remainder goes to the first of these ranks.
                 count = (stop - first - number + len(ranks) - 1) // len(ranks)
-                receivers = tuple(sorted(ranks - {sender}))
+                starts = range(at, at + count, max_stripes)
+                if rank in ranks:  # turns of other ranks are only counted
+                    for nth, start in enumerate(starts, num_turns[sender]):
+                        run = StripeRun(saved_rank, start, min(start + max_stripes, at + count))
+                        own.append((nth, Turn(run, sender, receivers, size_of(run))))
                 load[sender] += count
-                for start in range(at, at + count, max_stripes):
-                    end = min(start + max_stripes, at + count)
-                    turn = SharedStripes(saved_rank, start, end, sender, receivers)
-                    by_sender.setdefault(sender, []).append(turn)
+                num_turns[sender] += len(starts)
                 at += count
     # The first turn of each sender, then the second of each, and so on, so that all senders work at the same time.
-    rounds = zip_longest(*(turns for _, turns in sorted(by_sender.items())))
-    return [turn for turns in rounds for turn in turns if turn is not None]
+    return [turn for _, turn in sorted(own, key=lambda item: (item[0], item[1].sender))]

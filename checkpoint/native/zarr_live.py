@@ -8,8 +8,7 @@ copied into tensors.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -38,7 +37,9 @@ from vescale_fsdp.checkpoint.native.write import (
 )
 from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.exchange import Exchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C
@@ -75,23 +76,31 @@ class ZarrForm(NativeForm):
         storage.commit(*root, replace=True)  # an older save may have left the root's file
 
 
-class _Step(NamedTuple):
-    """A chunk of which this rank has elements. The chunk's owner assembles it; other ranks send their parts."""
+class _Part(NamedTuple):
+    """A rank's elements of a chunk, which the rank sends to the chunk's owner.
+
+    Attributes:
+        holder: the rank, and its region of the tensor.
+        owner: the first holder of the chunk, which writes the chunk.
+        dtype: the integer dtype that carries the elements' bits.
+    """
 
     chunk: Chunk
-    holders: list[Holder]  # the ranks that have elements of the chunk; the first is the owner
-    dtype: torch.dtype  # the integer dtype that carries the elements' bits
+    holder: Holder
+    owner: Holder
+    dtype: torch.dtype
 
-    def part_bytes(self, holder: Holder) -> int:
-        """Return the size in bytes of a rank's part of the chunk."""
-        return holder.numel * self.dtype.itemsize
+    @property
+    def nbytes(self) -> int:
+        """Size of the part in bytes."""
+        return self.holder.numel * self.dtype.itemsize
 
 
 class ArrayWriter:
     """Writes this rank's chunks and array metadata. A collective: ranks send each other parts of chunks.
 
-    After an error, a rank still sends and receives parts of the right sizes, so that no other rank waits for it. All
-    ranks then reach the check for errors after `write`, where all of them raise.
+    A rank that fails takes part to the end, see `checkpoint.ranks.exchange`; all ranks raise at their meeting after
+    `write`.
     """
 
     def __init__(
@@ -105,9 +114,9 @@ class ArrayWriter:
         self._manifest = manifest
         self._storage = storage
         self._locals_by_name = locals_by_name
-        self._coordinator, self._meter = coordinator, meter
+        self._meter = meter
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
-        self._errors = FirstError()
+        self._kept = FirstError()
         self._bits: tuple[int, torch.Tensor] | None = None  # (index, elements) of the tensor being written
         # The arrays whose metadata this rank writes: the first rank of each tensor does so. A tensor with several
         # descriptions (cuts) has a single array.
@@ -116,13 +125,20 @@ class ArrayWriter:
             for indices in manifest.indices_by_name.values()
             if coordinator.rank == manifest.rank_sets[manifest.holders[indices[0]]].ranks[0]
         ]
-        self._steps = [
-            _Step(chunk, holders, carrier_of(dtype_named(manifest.entries[chunk.tensor_index].dtype)))
-            for chunk, holders in held_chunks(manifest, coordinator.rank)
-        ]
-        # Allocated in advance, because a rank that runs out of memory later must still be able to send and receive.
-        nbytes = [step.part_bytes(holder) for step in self._steps for holder in step.holders]
-        self._part = torch.empty(max(nbytes, default=0), dtype=torch.uint8, device="cpu")
+        # The chunk being assembled from its parts, and its elements, 1D.
+        self._assembled: tuple[Chunk, torch.Tensor] | None = None
+        self._exchange = Exchange(coordinator, [*self._turns(coordinator.rank)], threads=0)
+
+    def _turns(self, rank: int) -> Iterator[Turn[_Part]]:
+        """Yield the turns of the chunks of which this rank has elements; the owner's own turn ends a chunk."""
+        for chunk, (owner, *others) in held_chunks(self._manifest, rank):
+            dtype = carrier_of(dtype_named(self._manifest.entries[chunk.tensor_index].dtype))
+            for holder in others:
+                if rank in (holder.rank, owner.rank):
+                    part = _Part(chunk, holder, owner, dtype)
+                    yield Turn(part, holder.rank, (owner.rank,), part.nbytes)
+            if rank == owner.rank:
+                yield Turn(_Part(chunk, owner, owner, dtype), rank, (rank,), 0)
 
     def write(self) -> None:
         """Write this rank's chunks and array metadata; durable on return.
@@ -131,60 +147,50 @@ class ArrayWriter:
             BaseException: the first error of this rank, after all parts have been sent and received.
         """
         storage, manifest, files = self._storage, self._manifest, []
-        own = [step for step in self._steps if step.holders[0].rank == self._coordinator.rank]
-        self._meter.begin("saving", sum(step.chunk.box.numel * step.dtype.itemsize for step in own))
+        own = [turn.job for turn in self._exchange.turns if turn.job.holder is turn.job.owner]
+        self._meter.begin("saving", sum(part.chunk.box.numel * part.dtype.itemsize for part in own))
         threads = max(1, storage.write_threads)
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
-            work: list[Future[None]] = []
+        with Workers(threads, self._kept, name="checkpoint-zarr") as workers:
             for index in self._heads:
                 files.append(f"{manifest.array_paths[index]}/zarr.json")
-                work.append(pool.submit(storage.put, files[-1], [array_json(manifest, index)]))
-            for step in self._steps:
-                elements = self._exchange(step)
-                if elements is not None and self._errors.error is None:  # nothing is written after an error
-                    files.append(chunk_file(manifest, *step.chunk))
-                    work.append(pool.submit(self._put_chunk, step.chunk, elements, files[-1]))
-                while len(work) > 2 * threads:  # bounds the chunks in memory
-                    self._errors.attempt(work.pop(0).result)
-            for future in work:
-                self._errors.attempt(future.result)
+                workers.submit(partial(storage.put, files[-1], [array_json(manifest, index)]))
+
+            def take(part: _Part, data: memoryview) -> None:
+                elements = self._with(part, data)
+                if part.holder.rank == part.owner.rank:  # the last turn of the chunk
+                    files.append(chunk_file(manifest, *part.chunk))
+                    workers.submit(partial(self._put_chunk, part.chunk, elements, files[-1]))
+
+            self._exchange.run(self._pack_part, take, lambda part: self._kept)
+            workers.wait()
             # Parents too, because the name of a new folder is durable only after its parent is synced.
             folders = [folder.split("/") for folder in {file.rpartition("/")[0] for file in files}]
             with_parents = {
                 "/".join(parts[:depth]) for parts in folders for depth in range(1, len(parts) + 1)
             }
-            self._errors.attempt(lambda: list(pool.map(storage.sync_folder, sorted(with_parents))))
-        self._errors.raise_kept()
+            for folder in sorted(with_parents):
+                workers.submit(partial(storage.sync_folder, folder))
+        self._kept.raise_kept()
 
-    def _exchange(self, step: _Step) -> torch.Tensor | None:
-        """Assemble a chunk, or send this rank's part of it to the owner.
+    def _pack_part(self, part: _Part, data: memoryview) -> None:
+        """Copy this rank's elements of a chunk into ``data``; nothing for the owner, which sends none."""
+        if len(data):
+            local = self._local(part.chunk.tensor_index)
+            _pack(part.holder.region, local, part.chunk.region, torch.frombuffer(data, dtype=part.dtype))
 
-        Returns the chunk's elements, 1D, on the owner; None on other ranks and after an error.
-        """
-        rank, index, whole = self._coordinator.rank, step.chunk.tensor_index, step.chunk.region
-        owner, *others = step.holders
-        if owner.rank != rank:
-            mine = next(holder for holder in others if holder.rank == rank)
-            part = self._part[: step.part_bytes(mine)]
-            self._errors.attempt(lambda: _pack(mine.region, self._local(index), whole, part.view(step.dtype)))
-            self._coordinator.send(part, owner.rank)
-            return None
-
-        def own_part() -> torch.Tensor:
-            """Return the chunk with this rank's own elements; the elements of other ranks are still zero."""
+    def _with(self, part: _Part, data: memoryview) -> torch.Tensor:
+        """Copy the elements of another rank into the chunk that this rank assembles; returns the chunk's elements."""
+        chunk, whole = part.chunk, part.chunk.region
+        if self._assembled is None or self._assembled[0] != chunk:
             # Zeros, because a chunk at the tensor's edge has elements outside of the tensor.
-            chunk = torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
-            for share in overlaps(owner.region, whole):
-                share.target_view(chunk).copy_(share.source_view(self._local(index)))
-            return chunk
-
-        chunk = self._errors.attempt(own_part)
-        for holder in others:
-            part = self._part[: step.part_bytes(holder)]
-            self._coordinator.receive(part, holder.rank)
-            if chunk is not None:
-                self._errors.attempt(partial(_unpack, holder.region, whole, part.view(step.dtype), chunk))
-        return chunk
+            elements = torch.zeros(chunk.box.numel, dtype=part.dtype, device="cpu")
+            for share in overlaps(part.owner.region, whole):
+                share.target_view(elements).copy_(share.source_view(self._local(chunk.tensor_index)))
+            self._assembled = chunk, elements
+        if len(data):
+            packed = torch.frombuffer(data, dtype=part.dtype)
+            _unpack(part.holder.region, whole, packed, self._assembled[1])
+        return self._assembled[1]
 
     def _local(self, index: int) -> torch.Tensor:
         """Return this rank's elements of a tensor as integers, 1D; kept, since its chunks follow each other."""

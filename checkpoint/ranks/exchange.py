@@ -1,23 +1,27 @@
-"""Exchange of data between ranks, in waves and in bounded memory: one rank reads a part, and other ranks receive it.
+"""Exchange of tensor bytes between ranks, in bounded memory: one rank reads a part, and other ranks receive it.
 
-    wave 0      0 sends part 0 to 2              2 sends part 8 to 0
-    wave 1      0 sends part 1 to 2              2 sends part 9 to 0
+    turns of all ranks, in order     a: 0 -> 1 and 2     b: 1 -> 2     c: 2 -> 0     d: 0 -> 1
+    rank 0 lists                     a                                 c             d
+    rank 1 lists                     a                   b                           d
 
-A *turn* is a message that one rank reads from storage and sends to its receivers. All ranks plan the same waves, and
-each rank processes its own turns in that order. In a wave a rank sends at most one turn and receives a bounded number
-of turns. While the turns of one wave are sent, the previous wave's turns are processed and the next wave's are read.
+A *turn* is a job whose bytes one rank reads and sends, and its receivers take. Each rank lists only its own turns, in
+an order that all ranks share, and starts them in this order, a few at a time. No ranks wait for each other in a cycle:
+of all turns that are not done, the first one has been started on every rank that lists it.
 
-A rank that fails to read or to process a turn continues to send and receive, so that no other rank waits for it. One
-byte after the turn's data is 1 if the sender could read the turn; receivers ignore the turn if the byte is 0.
+A rank that fails to read or take a turn continues to send and receive messages of the planned sizes, so that no rank
+waits for it. One byte after the turn's data is 0 if the sender has failed; receivers ignore the turn then. The error is
+kept, and raised at the ranks' next meeting.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -25,127 +29,120 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
+_MOST_TURNS = 8  # turns in flight on one rank, unless turns are large:
+_MOST_BYTES = 32 << 20  # 32 MiB: bytes in flight on one rank; always at least two turns
 _PIECE_BYTES = 4 << 20  # 4 MiB: most bytes of a file in one message, which bounds the memory for messages
 FROM_DISK = -1  # in place of a sending rank: the file was rebuilt from disk
 
-
-class Turn(Protocol):
-    """A message from one rank to one or more ranks."""
-
-    @property
-    def sender(self) -> int:
-        """The rank that reads and sends the turn."""
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """The ranks that receive the turn."""
+J = TypeVar("J")
 
 
-T = TypeVar("T", bound=Turn)
+class Turn(NamedTuple, Generic[J]):
+    """A job whose bytes one rank reads and sends, and its receivers take.
+
+    Attributes:
+        job: says what to read, and where the bytes go.
+        sender: the rank that reads the bytes.
+        receivers: the ranks that take the bytes. The sender takes its own bytes if it is one of them.
+        nbytes: number of bytes. A turn without bytes, from a rank to itself, is work between messages.
+    """
+
+    job: J
+    sender: int
+    receivers: tuple[int, ...]
+    nbytes: int
 
 
-def waves_of(turns: Iterable[T], max_incoming: int) -> list[list[T]]:
-    """Assign turns to waves, in order: each to the first wave in which its sender is free and its receivers have room.
+class Exchange(Generic[J]):
+    """This rank's turns, and the buffers for them, allocated here: a rank without memory must not fail between turns.
 
     Args:
-        max_incoming: most turns that a rank receives in one wave.
-
-    Returns:
-        The turns of each wave.
+        turns: the turns that this rank sends or takes, in the order that all ranks share.
+        threads: number of turns that are read ahead, each by a thread. 0: the calling thread reads a turn when it is
+            sent.
     """
-    waves: list[list[T]] = []
-    sends_next: dict[int, int] = {}  # the first wave in which a rank is free to send
-    # For each rank, the last wave in which it receives, and the number of turns that it receives in that wave.
-    receives: dict[int, tuple[int, int]] = {}
-    for turn in turns:
-        number = sends_next.get(turn.sender, 0)
-        for rank in turn.receivers:
-            wave, count = receives.get(rank, (0, 0))
-            number = max(number, wave + (count == max_incoming))  # the next wave, if the last one is full
-        for rank in turn.receivers:
-            wave, count = receives.get(rank, (0, 0))
-            receives[rank] = (number, count + 1 if number == wave else 1)
-        waves.extend([] for _ in range(number + 1 - len(waves)))
-        waves[number].append(turn)
-        sends_next[turn.sender] = number + 1
-    return waves
 
-
-def exchange(
-    coordinator: Coordinator,
-    waves: Sequence[Sequence[T]],
-    size_of: Callable[[T], int],
-    read: Callable[[T, memoryview], bool],
-    take: Callable[[T, memoryview], object],
-    *,
-    threads: int,
-) -> int:
-    """Read and send this rank's turns, and receive turns of other ranks. A collective.
-
-    Args:
-        waves: the turns that this rank sends or receives, in the order that all ranks follow.
-        size_of: returns the size of a turn in bytes.
-        read: reads a turn into memory and returns whether the read succeeded; must not raise.
-        take: processes the bytes of a turn, both of turns that this rank read and of turns that it received; must not
-            raise.
-        threads: number of turns that are read at the same time, ahead of their wave.
-
-    Returns:
-        The number of bytes that this rank has received.
-    """
-    rank, received = coordinator.rank, 0
-    own = iter([turn for wave in waves for turn in wave if turn.sender == rank])
-    # One size for all buffers, so that any free buffer fits any turn.
-    most_bytes = max((size_of(turn) for wave in waves for turn in wave), default=0)
-    free: list[torch.Tensor] = []  # buffers for reuse: the page faults of a new buffer cost as much as a copy
-
-    def memory() -> torch.Tensor:
-        try:
-            return free.pop()
-        except IndexError:  # no `if free` before `pop`: another thread could take the last buffer in between
+    def __init__(self, coordinator: Coordinator, turns: Sequence[Turn[J]], *, threads: int) -> None:
+        self._coordinator, self.turns, self._threads = coordinator, turns, threads
+        # One size for all buffers, so that any free buffer fits any turn.
+        most_bytes = max((turn.nbytes for turn in turns), default=0)
+        self._most_turns = max(2, min(_MOST_TURNS, _MOST_BYTES // max(1, most_bytes)))
+        # Reused, because the page faults of a new buffer cost as much as a copy.
+        self._free = [
             # + 1: the byte that tells receivers whether the sender could read the turn.
-            return torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
+            torch.empty(most_bytes + 1, dtype=torch.uint8, device="cpu")
+            for _ in range(min(len(turns), self._most_turns + threads))
+        ]
 
-    def bytes_of(turn: T, data: torch.Tensor) -> memoryview:
-        return data.numpy().data.cast("B")[: size_of(turn)]
+    def run(
+        self,
+        read: Callable[[J, memoryview], object],
+        take: Callable[[J, memoryview], object],
+        kept_of: Callable[[J], FirstError],
+    ) -> int:
+        """Read and send this rank's turns, and take turns of other ranks. A collective.
 
-    def filled(turn: T) -> torch.Tensor:
-        data = memory()
-        data[size_of(turn)] = read(turn, bytes_of(turn, data))
-        return data
+        Args:
+            read: reads the bytes of a job into memory, on the sender.
+            take: processes the bytes of a job, on the receivers, in the order of the turns.
+            kept_of: returns where errors of a job are kept. Jobs that keep their errors in one place fail together:
+                after the first error, later jobs are neither read nor taken.
 
-    def take_all(turns: Iterable[tuple[T, torch.Tensor]]) -> None:
-        for turn, data in turns:
-            if data[size_of(turn)]:
-                take(turn, bytes_of(turn, data))
-            free.append(data)  # also the buffer of a turn that its sender could not read
+        Returns:
+            The number of bytes that this rank has received.
+        """
+        rank, received = self._coordinator.rank, 0
+        own = iter([turn for turn in self.turns if turn.sender == rank])
+        in_flight: deque[tuple[Turn[J], torch.Tensor, Callable[[], None]]] = deque()
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-        ahead: deque[Future[torch.Tensor]] = deque(pool.submit(filled, turn) for turn in islice(own, threads))
-        before: list[tuple[T, torch.Tensor]] = []  # the turns of the previous wave, which have arrived
-        for wave in waves:
-            current: list[tuple[T, torch.Tensor]] = []
-            outgoing: list[tuple[torch.Tensor, int]] = []
-            incoming: list[tuple[torch.Tensor, int]] = []
-            for turn in wave:
-                nbytes = size_of(turn) + 1  # with the byte that says whether the sender could read the turn
-                if turn.sender == rank:
-                    data = ahead.popleft().result()
-                    # Read one more turn ahead, in place of the turn just taken.
-                    ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
-                    outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers]
-                else:
-                    data = memory()
-                    incoming.append((data[:nbytes], turn.sender))
-                    received += nbytes - 1  # without the byte after the turn's data
-                current.append((turn, data))
-            finish = coordinator.begin_exchange(outgoing, incoming)
-            # Before `finish`, so that the previous wave is processed while this wave is sent.
-            take_all(before)
+        def filled(turn: Turn[J]) -> torch.Tensor:
+            data, kept = self._free.pop(), kept_of(turn.job)
+            kept.attempt(partial(read, turn.job, _bytes_of(turn, data)))
+            data[turn.nbytes] = kept.error is None
+            return data
+
+        def finish_first() -> None:
+            turn, data, finish = in_flight.popleft()
             finish()
-            before = current
-        take_all(before)
-    return received
+            if rank in turn.receivers and data[turn.nbytes]:
+                # Later turns are sent and received meanwhile.
+                kept_of(turn.job).attempt(partial(take, turn.job, _bytes_of(turn, data)))
+            self._free.append(data)
+
+        with ExitStack() as closing:
+            if self._threads:
+                # An executor of its own: turns are sent in order, and must not queue behind the writes of taken turns.
+                pool = ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read")
+                ahead = deque(
+                    closing.enter_context(pool).submit(filled, turn) for turn in islice(own, self._threads)
+                )
+            for turn in self.turns:
+                if len(in_flight) == self._most_turns:
+                    finish_first()
+                outgoing: list[tuple[torch.Tensor, int]] = []
+                incoming: list[tuple[torch.Tensor, int]] = []
+                nbytes = turn.nbytes + 1  # with the byte that says whether the sender could read the turn
+                if turn.sender != rank:
+                    data = self._free.pop()
+                    incoming.append((data[:nbytes], turn.sender))
+                    received += turn.nbytes
+                else:
+                    if self._threads:
+                        data = ahead.popleft().result()
+                        # Read one more turn ahead, in place of the turn just taken.
+                        ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
+                    else:
+                        data = filled(turn)
+                    outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers if receiver != rank]
+                in_flight.append((turn, data, self._coordinator.begin_exchange(outgoing, incoming)))
+            while in_flight:
+                finish_first()
+        return received
+
+
+def _bytes_of(turn: Turn[J], data: torch.Tensor) -> memoryview:
+    """Return the bytes of a turn's job in its buffer."""
+    return data.numpy().data.cast("B")[: turn.nbytes]
 
 
 class FileMove(NamedTuple):
@@ -155,10 +152,22 @@ class FileMove(NamedTuple):
     sender: int
     receiver: int
 
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """The rank that receives the file, as a tuple."""
-        return (self.receiver,)
+
+def waves_of(moves: Sequence[FileMove]) -> list[list[FileMove]]:
+    """Assign moves to waves, in order: each to the first wave in which its sender and its receiver are free.
+
+    Returns:
+        The moves of each wave. In one wave, a rank sends at most one file, and receives at most one file.
+    """
+    waves: list[list[FileMove]] = []
+    # For each rank, the first wave in which it is free.
+    sends, receives = Counter[int](), Counter[int]()
+    for move in moves:
+        number = max(sends[move.sender], receives[move.receiver])
+        waves.extend([] for _ in range(number + 1 - len(waves)))
+        waves[number].append(move)
+        sends[move.sender] = receives[move.receiver] = number + 1
+    return waves
 
 
 def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileMove], doing: str) -> int:
@@ -179,23 +188,29 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
     """
     rank = coordinator.rank
     with coordinator.together(doing, "completely received files are kept"):
-        ends = {move: _End(storage, move, rank) for move in moves if rank in (move.sender, move.receiver)}
+        ends = {move: _End(storage, move) for move in moves if rank in (move.sender, move.receiver)}
         sent = [(number, ends[move].size()) for number, move in enumerate(moves) if move.sender == rank]
         for sizes in coordinator.everyone(sent) if moves else ():
             for number, nbytes in sizes:
                 if moves[number] in ends:
                     ends[moves[number]].num_bytes = nbytes
-        # Each wave of files becomes waves of pieces. A rank lists only the pieces that it sends or receives: with huge
-        # files and thousands of ranks, all ranks together have millions of pieces.
-        waves = [
-            [_Piece(end, number) for end in own if number < end.num_pieces]
-            for wave in waves_of(moves, 1)
+        # Files of one wave alternate, so that ranks send and receive at the same time. A rank lists only its own
+        # pieces: with huge files and thousands of ranks, all ranks together have millions of pieces.
+        turns = [
+            Turn((end, number), end.move.sender, (end.move.receiver,), end.piece_bytes(number))
+            for wave in waves_of(moves)
             if (own := [ends[move] for move in wave if move in ends])
             for number in range(max(end.num_pieces for end in own))
+            for end in own
+            if number < end.num_pieces
         ]
         try:
             # One thread, because `_End` opens its file without a lock.
-            received = exchange(coordinator, waves, _Piece.size, _Piece.read, _Piece.take, threads=1)
+            received = Exchange(coordinator, turns, threads=1).run(
+                lambda piece, data: piece[0].read(piece[1], data),
+                lambda piece, data: piece[0].write(piece[1], data),
+                lambda piece: piece[0].kept,
+            )
         finally:
             for end in ends.values():
                 end.close()
@@ -207,9 +222,8 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
 class _End:
     """This rank's end of a move: the file that the rank reads as sender, or writes as receiver."""
 
-    def __init__(self, storage: Storage, move: FileMove, rank: int) -> None:
+    def __init__(self, storage: Storage, move: FileMove) -> None:
         self._storage, self.move = storage, move
-        self.is_receiver = rank == move.receiver
         self.kept = FirstError()
         self.num_bytes = -1  # size of the file; -1 while unknown, and if the sender cannot find the file
         self._num_written = 0
@@ -225,6 +239,10 @@ class _End:
     def num_pieces(self) -> int:
         """Number of the file's pieces; 0 if the size is unknown. An empty file has one piece, so that it is created."""
         return 0 if self.num_bytes < 0 else max(1, -(-self.num_bytes // _PIECE_BYTES))
+
+    def piece_bytes(self, number: int) -> int:
+        """Return the size of piece ``number`` in bytes; the last piece of a file may be short."""
+        return min(_PIECE_BYTES, self.num_bytes - number * _PIECE_BYTES)
 
     def read(self, number: int, data: memoryview) -> None:
         """Read piece ``number`` into ``data``."""
@@ -257,34 +275,3 @@ class _End:
                 end()
             except BaseException as error:  # noqa: BLE001  kept: `move_files` raises it after all files are closed
                 self.kept.error = self.kept.error or error
-
-
-class _Piece(NamedTuple):
-    """A piece of a file, as a `Turn`."""
-
-    end: _End
-    number: int
-
-    @property
-    def sender(self) -> int:
-        """The rank that sends the file."""
-        return self.end.move.sender
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """The ranks that receive the file."""
-        return self.end.move.receivers
-
-    def size(self) -> int:
-        """Return the size of the piece in bytes; the last piece of a file may be short."""
-        return min(_PIECE_BYTES, self.end.num_bytes - self.number * _PIECE_BYTES)
-
-    def read(self, data: memoryview) -> bool:
-        """Read the piece into ``data``; returns whether all reads of this file have succeeded so far."""
-        self.end.kept.attempt(lambda: self.end.read(self.number, data))
-        return self.end.kept.error is None
-
-    def take(self, data: memoryview) -> None:
-        """Write the piece if this rank is the receiver."""
-        if self.end.is_receiver:
-            self.end.kept.attempt(lambda: self.end.write(self.number, data))

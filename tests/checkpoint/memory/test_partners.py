@@ -79,7 +79,7 @@ def test_waves_keep_ranks_to_one_file_each_way(pairs: list[tuple[int, int]]) -> 
     """And as many waves are enough as the busiest rank has files, but for what greed costs."""
     moves = [FileMove(f"{number}", *pair) for number, pair in enumerate(pairs)]
 
-    waves = waves_of(moves, 1)
+    waves = waves_of(moves)
 
     assert sorted(move for wave in waves for move in wave) == sorted(moves) and all(waves)
     for wave in waves:

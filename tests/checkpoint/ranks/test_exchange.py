@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.ranks import exchange
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import Exchange, FileMove, Turn, move_files
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 PIECE = 1000
@@ -23,8 +25,8 @@ def _bytes_of(rank: int, size: int) -> bytes:
     return bytes((rank + 7 * place) % 251 for place in range(size))
 
 
-def _move_in_rings(folder: Path) -> tuple[dict[str, bytes], int, list[str]]:
-    """Every rank sends its files to the next one, of all sizes; what a rank has then, and the order of its work."""
+def _move_in_rings(folder: Path) -> tuple[dict[str, bytes], int, list[int]]:
+    """Every rank sends its files to the next one; returns a rank's files, bytes, and pieces that nothing followed."""
     coordinator = coordinator_for(None)
     rank, world = coordinator.rank, coordinator.world_size
     here = folder / str(rank)
@@ -36,38 +38,116 @@ def _move_in_rings(folder: Path) -> tuple[dict[str, bytes], int, list[str]]:
         for size in SIZES
         for sender in range(world)
     ]
-    seen: list[str] = []
-
-    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            seen.append(f"{name} {args[1]}" if name == "write" else name)
-            return work(*args)
-
-        return call
-
-    begin = type(coordinator).begin_exchange
+    idle: list[int] = []
+    begin, write, begun, waited = type(coordinator).begin_exchange, exchange._End.write, [0], [0]
 
     def begin_noted(self: Coordinator, *sides: Any) -> Callable[[], None]:
-        seen.append("begin")
-        return noted("wait", begin(self, *sides))
+        begun[0] += 1
+        finish = begin(self, *sides)
+
+        def finish_noted() -> None:
+            finish()
+            waited[0] += 1
+
+        return finish_noted
+
+    def write_noted(self: Any, number: int, data: memoryview) -> None:
+        if begun[0] == waited[0]:  # nothing is in flight while this piece is written
+            idle.append(number)
+        write(self, number, data)
 
     with (
         mock.patch.object(exchange, "_PIECE_BYTES", PIECE),
         mock.patch.object(type(coordinator), "begin_exchange", begin_noted),
-        mock.patch.object(exchange._End, "write", noted("write", exchange._End.write)),
+        mock.patch.object(exchange._End, "write", write_noted),
     ):
         received = move_files(coordinator, LocalStorage(here, durable=False), moves, "moving")
-    return {file.name: file.read_bytes() for file in here.iterdir()}, received, seen
+    return {file.name: file.read_bytes() for file in here.iterdir()}, received, idle
 
 
 def test_files_arrive_whole_and_nobody_idles(tmp_path: Path) -> None:
-    """Each rank has its neighbor's files; while a piece is sent the one before is written."""
-    for rank, (files, received, seen) in enumerate(run_ranks(3, _move_in_rings, tmp_path)):
+    """Each rank has its neighbor's files; while a piece is written, later ones are on their way."""
+    for rank, (files, received, idle) in enumerate(run_ranks(3, _move_in_rings, tmp_path)):
         owners = (rank, (rank - 1) % 3)
         assert files == {f"{size}-{owner}": _bytes_of(owner, size) for size in SIZES for owner in owners}
         assert received == sum(SIZES)
-        of_four_pieces = "begin, write 1, wait" + "".join(f", begin, write {n}, wait" for n in (0, 1, 2))
-        assert ", ".join(seen).endswith(of_four_pieces + ", write 3")
+        assert idle in ([], [3])  # but for the last of all
+
+
+def _random_turns(world: int, seed: int) -> list[Turn[int]]:
+    """Turns of all ranks: of all sizes, to any ranks, the sender included or not, and work without bytes."""
+    draw = random.Random(seed)
+    turns = []
+    for number in range(60):
+        sender = draw.randrange(world)
+        if draw.random() < 0.2:
+            turns.append(Turn(number, sender, (sender,), 0))
+        else:
+            receivers = tuple(sorted(draw.sample(range(world), draw.randint(1, world))))
+            turns.append(Turn(number, sender, receivers, draw.choice((0, 1, 100, 70_000))))
+    return turns
+
+
+def _exchange_all(threads: int, failures: list[tuple[int, str, int] | None]) -> list[Any]:
+    """For each failure (rank, end, job): jobs and bytes that this rank took, in order, and the error it kept."""
+    coordinator = coordinator_for(None)
+    rank, outcomes = coordinator.rank, []
+    for seed, failure in enumerate(failures):
+        taken: list[tuple[int, bytes]] = []
+        kept = FirstError()
+
+        def read(job: int, data: memoryview, failure: object = failure) -> None:
+            if failure == (rank, "read", job):
+                raise MemoryError("planted")
+            data[:] = bytes([job]) * len(data)
+
+        def take(job: int, data: memoryview, failure: object = failure, taken: list[Any] = taken) -> None:
+            if failure == (rank, "take", job):
+                raise MemoryError("planted")
+            taken.append((job, bytes(data)))
+
+        def kept_of(job: int, kept: FirstError = kept) -> FirstError:
+            return kept
+
+        own = [
+            turn
+            for turn in _random_turns(coordinator.world_size, seed)
+            if rank in (turn.sender, *turn.receivers)
+        ]
+        with mock.patch.object(exchange, "_MOST_BYTES", 200_000):
+            received = Exchange(coordinator, own, threads=threads).run(read, take, kept_of)
+        assert received == sum(turn.nbytes for turn in own if turn.sender != rank)
+        outcomes.append((taken, repr(kept.error)))
+    return outcomes
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_turns_reach_their_receivers_in_order_and_nobody_waits_for_a_failed_rank(threads: int) -> None:
+    """Without a failure, all bytes arrive; with one, other ranks get the turns of good ranks, and go on to the end."""
+    failures: list[tuple[int, str, int] | None] = [None, None]
+    for seed in range(2, 10):
+        turn = random.Random(seed).choice(_random_turns(3, seed))
+        end = ("read", "take")[seed % 2]
+        failures.append((turn.sender if end == "read" else turn.receivers[-1], end, turn.job))
+    outcomes = run_ranks(3, _exchange_all, threads, failures, timeout_s=60)
+    for seed, failure in enumerate(failures):
+        for rank, of_rank in enumerate(outcomes):
+            taken, error = of_rank[seed]
+            wanted = [
+                (turn.job, bytes([turn.job]) * turn.nbytes)
+                for turn in _random_turns(3, seed)
+                if rank in turn.receivers
+            ]
+            if failure is None:
+                assert taken == wanted and error == "None"
+            elif failure[0] == rank:
+                assert "planted" in error and taken == wanted[: len(taken)]
+            else:
+                good = [turn.job for turn in _random_turns(3, seed) if turn.sender != failure[0]]
+                assert error == "None" and [job for job, _ in taken if job in good] == [
+                    job for job, _ in wanted if job in good
+                ]
+                assert all(item in wanted for item in taken)
 
 
 def _move_what_fails(folder: Path, end: str) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +21,7 @@ from vescale_fsdp.checkpoint.load import Read, Verify
 from vescale_fsdp.checkpoint.native import read as native_read
 from vescale_fsdp.checkpoint.native.read import StripeRun, plan_shared
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.ranks.exchange import waves_of
+from vescale_fsdp.checkpoint.ranks.exchange import Turn
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -191,26 +193,43 @@ def test_a_reader_that_fails(tmp_path: Path) -> None:
 
 
 def test_the_plan_gives_each_wish_one_reader_and_even_work() -> None:
-    """What several want has one reader, work is even, and no rank receives more than eight turns a wave."""
+    """What several want has one reader, work is even, and all ranks list their turns in one order."""
     everyone = [[StripeRun(0, 0, 100), StripeRun(7, 3, 4)] for _ in range(30)]
     everyone[5] = [StripeRun(0, 10, 20), StripeRun(3, 0, 5)]
-    shared = plan_shared(everyone, 3)
+    own = [plan_shared(everyone, 3, rank, lambda run: run.stop - run.first) for rank in range(30)]
+    shared = {turn for turns in own for turn in turns}
 
-    stripes = {(turn.saved_rank, i): turn for turn in shared for i in range(turn.first, turn.stop)}
+    stripes = {
+        (turn.job.saved_rank, i): turn for turn in shared for i in range(turn.job.first, turn.job.stop)
+    }
     assert set(stripes) == {*((0, i) for i in range(100)), (7, 3)}
-    sizes = [turn.stop - turn.first for turn in shared]
-    assert sum(sizes) == 101 and max(sizes) == 3
+    assert sum(turn.nbytes for turn in shared) == 101 and max(turn.nbytes for turn in shared) == 3
     load_of = Counter[int]()
     for (saved_rank, number), turn in stripes.items():
-        ranks = {turn.sender, *turn.receivers}
-        assert len(ranks) == 1 + len(turn.receivers)
-        assert (5 in ranks) == (saved_rank == 0 and 10 <= number < 20)
+        assert turn.sender in turn.receivers and len(set(turn.receivers)) == len(turn.receivers)
+        assert (5 in turn.receivers) == (saved_rank == 0 and 10 <= number < 20)
         load_of[turn.sender] += 1
     assert max(load_of.values()) <= 5 and len(load_of) >= 29
-    waves = waves_of(shared, 8)
-    assert sorted(turn for wave in waves for turn in wave) == sorted(shared)
-    for wave in waves:
-        assert max(Counter(turn.sender for turn in wave).values()) == 1
-        assert max(Counter(rank for turn in wave for rank in turn.receivers).values()) <= 8
-    assert len(waves) < 30
-    assert plan_shared([[StripeRun(0, 0, 4)], [StripeRun(0, 4, 9)]], 3) == []
+    for rank, turns in enumerate(own):
+        assert set(turns) == {turn for turn in shared if rank in turn.receivers}
+    _assert_one_order(own)
+    for rank in range(2):
+        runs = [[StripeRun(0, 0, 4)], [StripeRun(0, 4, 9)]]
+        assert plan_shared(runs, 3, rank, lambda run: 1) == []
+
+
+def _assert_one_order(own: list[list[Turn[StripeRun]]]) -> None:
+    """Assert that some order of all turns contains each rank's list; else ranks would wait in a cycle."""
+    before = {turn: set[Turn[StripeRun]]() for turns in own for turn in turns}
+    for turns in own:
+        for first, second in pairwise(turns):
+            before[second].add(first)
+    assert len([*TopologicalSorter(before).static_order()]) == len(before)
+
+
+def test_a_rank_of_many_lists_its_own_turns() -> None:
+    """64 shards, each with 16 replicas: a rank lists the turns of its own file alone, not those of all 64."""
+    by_rank = [[StripeRun(rank % 64, 0, 512)] for rank in range(1024)]
+    own = [plan_shared(by_rank, 4, rank, lambda run: run.stop - run.first) for rank in (0, 64, 1023)]
+    assert [len(turns) for turns in own] == [128, 128, 128]  # 512 stripes of one file, four in each turn
+    assert {turn.job.saved_rank for turn in own[2]} == {63} and own[0] == own[1]
