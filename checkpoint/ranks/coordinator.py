@@ -240,14 +240,6 @@ class Coordinator:
         finally:
             del error  # the error's traceback would keep the block's frames, and their tensors, alive
 
-    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        """Send a contiguous CPU tensor to a rank that calls `receive`."""
-        raise AssertionError("one process alone sends nothing")
-
-    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        """Fill a contiguous CPU tensor from a rank that calls `send`."""
-        raise AssertionError("one process alone receives nothing")
-
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         """All-reduce an integer CPU tensor in place by MAX. A collective."""
 
@@ -548,14 +540,6 @@ class GroupCoordinator(Coordinator):
             return "no answer from the process group's store, which rank 0 or its launcher hosts"
         return f"no report from ranks {silent}" if silent else "a report from every rank"
 
-    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        with self._reaching(f"sending to rank {to_rank}"):
-            dist.send(tensor, group=self.group, group_dst=to_rank)
-
-    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        with self._reaching(f"receiving from rank {from_rank}"):
-            dist.recv(tensor, group=self.group, group_src=from_rank)
-
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         with self._reaching("comparing numbers"):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
@@ -590,7 +574,7 @@ class GroupCoordinator(Coordinator):
     def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> Callable[[], None]:
-        doing = "exchanging files with other ranks"
+        doing = "exchanging bytes with other ranks"
         with self._reaching(doing):
             works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in incoming]
             works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in outgoing]

@@ -10,6 +10,7 @@ view, however it moves items. A tensor of four rows, of which rank 0 stores the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from vescale_fsdp.conversion.formats.vescale.source import constants_of, infos_o
 from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
-from vescale_fsdp.layout.region import Region, SharedRun, overlaps
+from vescale_fsdp.layout.region import Region, SharedPatch, SharedRun, overlaps
 
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB of items per step of `content_sum`, which needs arrays of 8 bytes per item
 
@@ -141,8 +142,10 @@ class HeldShards:
         first = piece.local_start + start - self.own_run(leaf).start
         return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
 
-    def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, Region]]:
-        """Yield (rank, the rank's region) for each rank that provides items of a box.
+    def _brought(
+        self, place: int, box: Box, turn: int
+    ) -> Iterator[tuple[int, list[SharedRun | SharedPatch]]]:
+        """Yield (rank, the rank's shares of the box) for each rank that provides items of a box.
 
         Args:
             turn: any number; consecutive numbers choose the replicas in turn.
@@ -151,19 +154,28 @@ class HeldShards:
         for coordinates, region in self.manifest.distributions[place].touching(
             self.manifest.entries[place].shape, wanted, self.manifest.structure.layouts
         ):
-            if any(share.numel for share in overlaps(region, wanted)):
+            shares = overlaps(region, wanted)
+            if any(share.numel for share in shares):
                 ranks = holders.ranks_at(coordinates)
-                yield ranks[turn % len(ranks)], region
+                yield ranks[turn % len(ranks)], shares
 
-    def holders(self, view: TensorView, start: int, stop: int, turn: int) -> tuple[int, ...]:
-        """Return the ranks that provide items [start, stop) of a view, ascending; ``turn`` chooses among replicas."""
-        found = {
-            rank
-            for box in boxes_of_range(view.info.shape, start, stop)
-            for leaf, part in view.parts(box)
-            for rank, _ in self._brought(self.place_of(leaf), part, turn)
-        }
-        return tuple(sorted(found))
+    def holders(self, view: TensorView, start: int, stop: int, turn: int) -> dict[int, int]:
+        """Return the ranks that provide items [start, stop) of a view, ascending, and an upper bound of their items.
+
+        Args:
+            turn: chooses among replicas.
+        """
+        found = Counter[int]()
+        numel = 0
+        for box in boxes_of_range(view.info.shape, start, stop):
+            for leaf, part in view.parts(box):
+                numel += part.numel
+                for rank, shares in self._brought(self.place_of(leaf), part, turn):
+                    found[rank] += sum(share.numel for share in shares)
+        # The sum is exact if each item of the view is one stored item; otherwise, the view may repeat a rank's items.
+        # A single rank provides all items, zeros included.
+        is_exact = len(found) > 1 and numel == stop - start
+        return {rank: found[rank] if is_exact else stop - start for rank in sorted(found)}
 
     def numbers(self, view: TensorView, start: int, stop: int, turn: int) -> np.ndarray:
         """Return, for each item, the number (rank + 1) of the rank that provides it; 0 if no rank does. 1D int32."""
@@ -196,8 +208,8 @@ class HeldShards:
     def number_box(self, place: int, box: Box, turn: int) -> np.ndarray:
         """Return the number (rank + 1) of the rank that provides each item of a box of a stored tensor."""
         found = torch.zeros(box.numel, dtype=torch.int32, device="cpu")
-        for rank, region in self._brought(place, box, turn):
-            for share in overlaps(region, _region_of(box)):
+        for rank, shares in self._brought(place, box, turn):
+            for share in shares:
                 share.target_view(found).fill_(rank + 1)
         return found.numpy().reshape(box.sizes)
 

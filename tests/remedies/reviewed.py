@@ -103,7 +103,6 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/state/host_copies.py": "memory_of DeferredCopy.finish",
     },
     "no public call was found that gets there": {
-        "conversion/formats/huggingface/write_from_ranks.py": "JointFiles._insert",
         "checkpoint/load.py": "Loader._fills",
         "checkpoint/state/nesting.py": "claim_name",
         "conversion/convert.py": "_with_ties",

@@ -7,29 +7,29 @@ A conversion in one process writes by `conversion.engine.copying`, what `plan` s
     transposed   |        |. .  |. . .  |. . . .  |     segments with items of both ranks: one rank receives and writes
     streams      |0       |0 |1 |0  |1  |0   |1   |     one writer per file: other ranks send their segments
 
-A file is cut into segments of a few MiB. All ranks know from the manifest which ranks have items of a segment, and
-process the segments in the same order, so that no two ranks wait for each other. Bytes from other ranks are received
-into `_BUFFERS` buffers of one segment each, allocated in advance. After an error, a rank continues to send and receive,
-since other ranks wait for it, and raises the error at the end.
+A file is cut into segments of a few MiB. All ranks know from the manifest which ranks have items of a segment. Each
+rank sends its items to the segment's writer as one turn of an `Exchange`. The memory is `_BUFFERS` buffers of one
+segment each, allocated in advance.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.native.form import Commit, RankShare
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.exchange import MOST_TURNS, Exchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
 from vescale_fsdp.conversion.engine.plan import FilePlan, FixedBytes, OutputPlan
@@ -43,12 +43,14 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import Compare
 from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
-from vescale_fsdp.errors import CheckpointError, callers_level
+from vescale_fsdp.errors import callers_level
 
-_BUFFERS = 6  # segments in memory: one is received, one is assembled, four are written
+_ASSEMBLED = 5  # segments that are assembled or written
+_BUFFERS = (
+    MOST_TURNS + _ASSEMBLED + 1
+)  # segments in memory; + 1: the items from which a rank packs those that it sends
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
-MIN_BUDGET_BYTES = _BUFFERS << 10  # 1 KiB per segment
-_FAILED = -1  # a rank that has failed sends this instead of the number of its bytes
+MIN_BUDGET_BYTES = 6 << 10  # 6 KiB: segments of some hundred bytes
 
 
 # (shards, comparison of tied tensors) -> (plan, warnings)
@@ -153,9 +155,9 @@ class FileSegment(NamedTuple):
     Attributes:
         file: index of the file in the plan.
         offset: offset of the first byte in the file.
-        turn: index of the segment in its tensor; ranks that store the same items take turns as sender.
+        nth: number of the segment in its tensor; ranks that store the same items send one segment each in turn.
         writer: the rank that writes the segment.
-        holders: the ranks that provide items, ascending.
+        holders: the ranks that provide items, ascending -> upper bound of the number of these items.
     """
 
     file: int
@@ -163,9 +165,9 @@ class FileSegment(NamedTuple):
     view: TensorView
     start: int
     stop: int
-    turn: int
+    nth: int
     writer: int
-    holders: tuple[int, ...]
+    holders: Mapping[int, int]
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +177,16 @@ class FileSegment(NamedTuple):
     @property
     def is_solo(self) -> bool:
         """Whether the segment contains no items of ranks other than the writer."""
-        return self.holders in ((self.writer,), ())  # (): zeros, which no rank stores
+        return self.holders.keys() <= {self.writer}  # no holder: zeros, which no rank stores
+
+    def turns(self, rank: int) -> Iterator[Turn[tuple[FileSegment, int]]]:
+        """Yield the turns of a rank; the job is (segment, holder that sends). The writer's own turn is the last one."""
+        for holder, numel in self.holders.items():
+            if holder != self.writer and rank in (holder, self.writer):
+                nbytes = numel * self.view.info.dtype.itemsize
+                yield Turn((self, holder), holder, (self.writer,), nbytes)
+        if rank == self.writer:
+            yield Turn((self, rank), rank, (rank,), 0)
 
 
 def segments_of(
@@ -213,17 +224,17 @@ def _segments_of_file(
         is_own = not one_writer and shards.lies_in_runs(view)
         leaf = view.stored
         first, last = shards.own_run(leaf) if is_own and leaf else (items.start, items.stop)
-        for turn, start in enumerate(range(first, last, step)):
+        for nth, start in enumerate(range(first, last, step)):
             stop = min(start + step, last)
             writer = shards.rank
-            holders: tuple[int, ...] = (writer,)
+            holders = {writer: stop - start}
             if not is_own:
-                holders = shards.holders(view, start, stop, turn)
+                holders = shards.holders(view, start, stop, nth)
                 # The writers alternate over the segments, so that all ranks write.
-                in_place = holders[turn % len(holders)] if holders else turn % world_size
+                in_place = [*holders][nth % len(holders)] if holders else nth % world_size
                 writer = number % world_size if one_writer else in_place
             offset = file.offsets[index] + (start - items.start) * itemsize
-            yield FileSegment(number, offset, view, start, stop, turn, writer, holders)
+            yield FileSegment(number, offset, view, start, stop, nth, writer, holders)
 
 
 @dataclass
@@ -240,27 +251,30 @@ class JointFiles:
     shards: HeldShards
     coordinator: Coordinator
     budget_bytes: int
-    _errors: FirstError = field(default_factory=FirstError)
+    _kept: FirstError = field(default_factory=FirstError)
     _open: dict[int, FileWriter] = field(default_factory=dict)
-    _jobs: list[Future[None]] = field(default_factory=list)
-    _buffers: SimpleQueue[torch.Tensor] = field(default_factory=SimpleQueue)
+    _writes: dict[int, list[Future[object]]] = field(default_factory=dict)  # file -> writes to it
 
     def __post_init__(self) -> None:
         # A multiple of 16 bytes, the largest itemsize, so that segments contain whole items.
         self._segment_bytes = min(_MAX_SEGMENT_BYTES, self.budget_bytes // _BUFFERS) // 16 * 16
-        self._segments = segments_of(
-            self.plan,
-            self.shards,
-            self.coordinator.world_size,
-            self._segment_bytes,
-            one_writer=self.storage.in_order,
+        rank, world_size = self.coordinator.rank, self.coordinator.world_size
+        segments = segments_of(
+            self.plan, self.shards, world_size, self._segment_bytes, one_writer=self.storage.in_order
         )
+        # File -> the last segment that this rank writes to it.
+        self._last = {segment.file: segment for segment in segments if segment.writer == rank}
+        turns = [turn for segment in segments for turn in segment.turns(rank)]
+        self._exchange = Exchange(self.coordinator, turns, threads=0)
         # Allocated now, since a rank that runs out of memory later must still be able to receive from other ranks.
-        exchanges = any(not segment.is_solo for segment in self._segments)
-        size = self._segment_bytes if exchanges else 0
-        self._incoming = torch.empty(size, dtype=torch.uint8, device="cpu")
-        for _ in range(_BUFFERS - 1):  # - 1: `_incoming` is one of them
-            self._buffers.put(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        size = 0 if all(segment.is_solo for segment in segments) else self._segment_bytes
+        self._items = np.empty(size, dtype=np.uint8)
+        # Each with the write of its bytes, which must end before the buffer is used again.
+        self._buffers = deque[tuple[Future[object] | None, np.ndarray]](
+            (None, np.empty(size, dtype=np.uint8)) for _ in range(_ASSEMBLED)
+        )
+        # The segment being assembled from its parts, its buffer, and the numbers of the ranks that provide its items.
+        self._assembled: tuple[FileSegment, np.ndarray, np.ndarray | None] | None = None
 
     def _is_mine(self, number: int) -> bool:
         """Whether this rank creates a file and writes its header."""
@@ -284,44 +298,30 @@ class JointFiles:
         """
         # One thread for streams, whose bytes must be written in order.
         threads = 1 if self.storage.in_order else max(1, self.storage.write_threads)
-        rank = self.coordinator.rank
-        # File -> index of the last segment that this rank writes to it.
-        last = {each.file: index for index, each in enumerate(self._segments) if each.writer == rank}
         try:
-            with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-joint") as pool:
-                for index, segment in enumerate(self._segments):
-                    self._do(pool, segment)
-                    while len(self._jobs) > 2 * threads:  # bounds the number of pending writes
-                        self._errors.attempt(self._jobs.pop(0).result)
-                    if last.get(segment.file) == index:
-                        self._finish_file(pool, segment.file)
+            with Workers(threads, self._kept, name="checkpoint-joint") as workers:
+                self._exchange.run(self._pack, partial(self._take, workers), lambda part: self._kept)
                 for number in range(len(self.plan.files)):
-                    # A file without tensors has no segments, so the loop above has not created it.
-                    if self.storage.in_order and self._is_mine(number) and number not in last:
-                        self._errors.attempt(partial(self._writer, number))
-                        self._finish_file(pool, number)
-                while self._jobs:
-                    self._errors.attempt(self._jobs.pop(0).result)
+                    # A file without tensors has no segments, so no turn has created it.
+                    if self.storage.in_order and self._is_mine(number) and number not in self._last:
+                        self._kept.attempt(partial(self._writer, number))
+                        self._finish_file(workers, number)
         finally:
             for out in self._open.values():  # files are still open only after an error
                 out.abort()
-        self._errors.raise_kept()
+        self._kept.raise_kept()
 
-    def _finish_file(self, pool: ThreadPoolExecutor, number: int) -> None:
-        """Close a file in the background, after its pending writes; this makes the file durable."""
-        out = self._open.get(number)
-        # After an error, the file is left open: `write` aborts it at the end.
-        if out is None or self._errors.error is not None:
-            return
-        before = list(self._jobs)  # these include the pending writes of this file
+    def _finish_file(self, workers: Workers, number: int) -> None:
+        """Close a file in the background, after its writes; this makes the file durable."""
 
         def close() -> None:
-            for job in before:
-                job.result()
-            out.close()
-            del self._open[number]  # a closed file must not be aborted
+            for write in self._writes.pop(number, ()):
+                write.result()
+            if self._kept.error is None:  # after an error, `write` aborts the file
+                self._open[number].close()
+                del self._open[number]  # a closed file must not be aborted
 
-        self._jobs.append(pool.submit(close))
+        workers.submit(close)
 
     def _writer(self, number: int) -> FileWriter:
         """Return the file's writer, which is opened at its first use."""
@@ -334,25 +334,67 @@ class JointFiles:
                 self._open[number] = self.storage.join(file.name)
         return self._open[number]
 
-    def _do(self, pool: ThreadPoolExecutor, segment: FileSegment) -> None:
-        """Exchange a segment's items with other ranks; if this rank is its writer, write it in the background."""
-        buffer = None if segment.is_solo else self._exchanged(segment)
-        is_writer = segment.writer == self.coordinator.rank
-        out = self._errors.attempt(lambda: self._writer(segment.file)) if is_writer else None
-        if out is None:  # another rank writes the segment, or the file could not be opened
-            if buffer is not None:
-                self._buffers.put(buffer)
+    def _pack(self, part: tuple[FileSegment, int], data: memoryview) -> None:
+        """Copy this rank's items of a segment into ``data``; nothing for the segment's writer, which sends none."""
+        if not len(data):
             return
+        segment, packed = part[0], np.frombuffer(data, dtype=np.uint8)
+        numbers = self._numbers(segment)
+        if numbers is None:
+            read_range(segment.view, segment.start, segment.stop, packed)
+        else:
+            items = self._items[: segment.nbytes]
+            read_range(segment.view, segment.start, segment.stop, items)
+            own = items.view(segment.view.info.dtype.raw)[numbers == self.coordinator.rank + 1]
+            packed[: own.nbytes] = own.view(np.uint8)
 
-        def work() -> None:
-            try:
-                data = self._own_bytes(segment) if buffer is None else buffer[: segment.nbytes].numpy()
-                out.write_at(segment.offset, [data])
-            finally:
-                if buffer is not None:
-                    self._buffers.put(buffer)
+    def _numbers(self, segment: FileSegment) -> np.ndarray | None:
+        """Return the number (rank + 1) of the rank that provides each item; None if one rank provides all items."""
+        if len(segment.holders) < 2:
+            return None
+        return self.shards.numbers(segment.view, segment.start, segment.stop, segment.nth)
 
-        self._jobs.append(pool.submit(work))
+    def _take(self, workers: Workers, part: tuple[FileSegment, int], data: memoryview) -> None:
+        """Copy the items of another rank into a segment. The last turn of a segment writes it in the background."""
+        segment, holder = part
+        buffer = None if segment.is_solo else self._with(segment, holder, data)
+        if holder != segment.writer:
+            return
+        out = self._writer(segment.file)
+
+        def write() -> None:
+            own = self._own_bytes(segment) if buffer is None else buffer[: segment.nbytes]
+            out.write_at(segment.offset, [own])
+
+        written = workers.submit(write)
+        self._writes.setdefault(segment.file, []).append(written)
+        if buffer is not None:
+            self._buffers.append((written, buffer))
+        if self._last[segment.file] is segment:
+            self._finish_file(workers, segment.file)
+
+    def _with(self, segment: FileSegment, holder: int, data: memoryview) -> np.ndarray:
+        """Copy the items that a rank has sent to their positions in the segment; returns the segment's buffer."""
+        if self._assembled is None or self._assembled[0] is not segment:
+            written, buffer = self._buffers.popleft()
+            if written is not None:
+                written.result()
+            whole = buffer[: segment.nbytes]
+            if segment.writer in segment.holders:
+                read_range(segment.view, segment.start, segment.stop, whole)
+            else:
+                whole[...] = 0  # clears old bytes, since items that no rank stores are zeros
+            self._assembled = segment, buffer, self._numbers(segment)
+        _, buffer, numbers = self._assembled
+        if len(data):
+            items = buffer[: segment.nbytes].view(segment.view.info.dtype.raw)
+            received = np.frombuffer(data, dtype=items.dtype)
+            if numbers is None:
+                items[...] = received
+            else:
+                selected = numbers == holder + 1
+                items[selected] = received[: np.count_nonzero(selected)]
+        return buffer
 
     def _own_bytes(self, segment: FileSegment) -> Buffer:
         """Return the bytes of a segment that only this rank provides.
@@ -365,77 +407,6 @@ class JointFiles:
         if leaf is not None and is_plain and not self.storage.in_order:
             return self.shards.own_bytes(leaf, segment.start, segment.stop)
         return read_range(view, segment.start, segment.stop, np.empty(segment.nbytes, dtype=np.uint8))
-
-    def _exchanged(self, segment: FileSegment) -> torch.Tensor | None:
-        """Exchange the items of a segment.
-
-        Returns:
-            On the writer, a buffer with the items of all holders. On other ranks None, after their items were sent to
-            the writer.
-        """
-        rank, attempt = self.coordinator.rank, self._errors.attempt
-        buffer = self._buffers.get()  # blocks until a write has returned a buffer, which bounds the memory
-        data = buffer[: segment.nbytes].numpy()
-        numbers = None  # with one holder, all items are from that rank
-        if len(segment.holders) > 1:
-            view, start, stop, turn = segment[2:6]
-            numbers = attempt(lambda: self.shards.numbers(view, start, stop, turn))
-        if rank in segment.holders:
-            attempt(lambda: read_range(segment.view, segment.start, segment.stop, data))
-        else:
-            data[...] = 0  # clears old bytes, since items that no rank stores are zeros
-        if rank != segment.writer:
-            packed = attempt(lambda: _of_rank(data, segment, numbers, rank).view(np.uint8))
-            self._send(packed, segment.writer)
-            self._buffers.put(buffer)
-            return None
-        for holder in segment.holders:
-            if holder != rank:
-                self._receive(data, segment, numbers, holder)
-        return buffer
-
-    def _send(self, packed: np.ndarray | None, to_rank: int) -> None:
-        """Send the number of bytes, then the bytes; None, after an error, sends `_FAILED` alone."""
-        nbytes = _FAILED if packed is None else packed.nbytes
-        self.coordinator.send(torch.tensor([nbytes], dtype=torch.int64, device="cpu"), to_rank)
-        if packed is not None and nbytes:
-            self.coordinator.send(torch.from_numpy(packed), to_rank)
-
-    def _receive(
-        self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int
-    ) -> None:
-        """Receive a rank's items and copy them into ``data``; nothing is copied if that rank has failed."""
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.coordinator.receive(size, from_rank)
-        nbytes = int(size)
-        if nbytes > 0:
-            self.coordinator.receive(self._incoming[:nbytes], from_rank)
-        if nbytes != _FAILED:
-            self._errors.attempt(lambda: self._insert(data, segment, numbers, from_rank, nbytes))
-
-    def _insert(
-        self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int, nbytes: int
-    ) -> None:
-        """Copy the received items of a rank to their positions in ``data``."""
-        items = data.view(segment.view.info.dtype.raw)
-        received = self._incoming[:nbytes].numpy().view(items.dtype)
-        # ``numbers`` has rank + 1 for each item; 0 means that no rank stores the item.
-        selected = slice(None) if numbers is None else numbers == from_rank + 1
-        if received.size != items[selected].size:
-            raise CheckpointError(
-                "A rank sent a wrong number of items.",
-                expected=f"{items[selected].size} items",
-                got=f"{received.size}",
-                where=f"{segment.view.info.name}, from rank {from_rank}",
-                todo="report this as a bug: the ranks have different plans",
-            )
-        items[selected] = received
-
-
-def _of_rank(data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, rank: int) -> np.ndarray:
-    """Return the items of a segment that a rank provides: all items if no other rank provides any."""
-    items = data.view(segment.view.info.dtype.raw)
-    return items if numbers is None else items[numbers == rank + 1]  # ``numbers`` has rank + 1; 0 is no rank
 
 
 def _write_fixed(file: FilePlan, out: FileWriter) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.conversion.formats.live_models import (
     CASES,
@@ -34,7 +37,7 @@ from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion import HuggingFace, open_source
-from vescale_fsdp.conversion.formats.huggingface import class_check
+from vescale_fsdp.conversion.formats.huggingface import class_check, write_from_ranks
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, ConversionError
@@ -172,18 +175,20 @@ class _Counts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.received = self.written = self.peak = self.gathers = 0
-        patch.setattr(GroupCoordinator, "receive", self._counted(GroupCoordinator.receive))
+        begin = self._counted(GroupCoordinator.begin_exchange)
+        patch.setattr(GroupCoordinator, "begin_exchange", begin)
         for name in ("all_gather", "all_gather_object", "gather", "broadcast", "gather_object", "all_to_all"):
             patch.setattr(dist, name, self._gathering(getattr(dist, name)))
 
-    def _counted(self, real: Callable[..., None]) -> Callable[..., None]:
-        def receive(coordinator: GroupCoordinator, tensor: torch.Tensor, from_rank: int) -> None:
-            real(coordinator, tensor, from_rank)
-            if tensor.dtype == torch.uint8:  # not a number of bytes
-                self.received += tensor.numel()
-                self.peak = max(self.peak, self.received - self.written)
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(coordinator: GroupCoordinator, outgoing: Any, incoming: Any) -> Any:
+            self.received += sum(
+                tensor.numel() - 1 for tensor, _ in incoming
+            )  # one byte says that all is well
+            self.peak = max(self.peak, self.received - self.written)
+            return real(coordinator, outgoing, incoming)
 
-        return receive
+        return begin
 
     def _gathering(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -255,6 +260,41 @@ def _fail(folder: Path) -> None:
     assert bytes_of_folder(folder / "out") == before and names == sorted(
         path.name for path in folder.iterdir()
     )
+
+
+def _raise(kind: type[BaseException], *args: object) -> None:
+    raise kind("planted")
+
+
+_PLACES = ("read_range", "JointFiles._numbers", "JointFiles._writer", "JointFiles._pack", "JointFiles._with")
+_KINDS = (OSError, MemoryError, KeyboardInterrupt)
+
+
+def _fail_between_ranks(folder: Path) -> list[tuple[str, str]]:
+    """How saves of a tensor cut by columns end, whose segments mix ranks: for each place, kind of error and rank."""
+    state = {"a": distribute_tensor(torch.rand(300, 40), init_device_mesh("cpu", (3,)), [Shard(1)])}
+    plain, outcomes = HuggingFace(assets=folder / "assets-False", budget_bytes=48 << 10), []
+    for place, kind, bad_rank in product(_PLACES, _KINDS, range(3)):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == bad_rank:
+                patch.setattr(f"{write_from_ranks.__name__}.{place}", partial(_raise, kind))
+            try:
+                save(folder / "out", state, format=plain)
+                outcomes.append(("saved", ""))
+            except BaseException as error:  # noqa: BLE001  the test looks at whatever it is
+                outcomes.append((type(error).__name__, str(error)))
+    return outcomes
+
+
+def test_ranks_that_share_segments_wait_for_none(tmp_path: Path) -> None:
+    """Wherever a rank fails between messages, it raises what it met, and the others hear of it."""
+    settings(tmp_path)
+    ranks = run_ranks(3, _fail_between_ranks, tmp_path, timeout_s=120)
+    for (_, kind, bad_rank), *outcomes in zip(product(_PLACES, _KINDS, range(3)), *ranks, strict=True):
+        for rank, (name, text) in enumerate(outcomes):
+            assert name == (kind.__name__ if rank == bad_rank else "CheckpointError")
+            assert rank == bad_rank or f"rank {bad_rank}: {kind.__name__}" in text
+    assert not (tmp_path / "out").exists()
 
 
 def _die(folder: Path) -> None:
