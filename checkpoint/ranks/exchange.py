@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
-_MOST_TURNS = 8  # turns in flight on one rank, unless turns are large:
+MOST_TURNS = 8  # turns in flight on one rank, unless turns are large:
 _MOST_BYTES = 32 << 20  # 32 MiB: bytes in flight on one rank; always at least two turns
 _PIECE_BYTES = 4 << 20  # 4 MiB: most bytes of a file in one message, which bounds the memory for messages
 FROM_DISK = -1  # in place of a sending rank: the file was rebuilt from disk
@@ -66,7 +66,7 @@ class Exchange(Generic[J]):
         self._coordinator, self.turns, self._threads = coordinator, turns, threads
         # One size for all buffers, so that any free buffer fits any turn.
         most_bytes = max((turn.nbytes for turn in turns), default=0)
-        self._most_turns = max(2, min(_MOST_TURNS, _MOST_BYTES // max(1, most_bytes)))
+        self._most_turns = max(2, min(MOST_TURNS, _MOST_BYTES // max(1, most_bytes)))
         # Reused, because the page faults of a new buffer cost as much as a copy.
         self._free = [
             # + 1: the byte that tells receivers whether the sender could read the turn.

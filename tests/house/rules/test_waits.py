@@ -50,6 +50,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
     "checkpoint/ranks/exchange.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/ranks/roll_call.py": {"work.wait()": GROUP},
+    "checkpoint/ranks/threads.py": {"ended.wait()": THREAD, "self._pending.popleft().result()": THREAD},
     "checkpoint/async_save.py": {
         "self._job.future.exception()": SAVE,
         "self._job.future.result()": DONE,
@@ -57,6 +58,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "wait([self._last.future])": SAVE,
     },
     "checkpoint/native/write.py": {"stream.record().synchronize()": DEVICE},
+    "checkpoint/native/zarr_live.py": {"workers.wait()": THREAD},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/first_answer.py": {
         "answer.exception()": SAVE,
@@ -72,10 +74,9 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
     },
     "conversion/formats/huggingface/write_from_ranks.py": {
-        "job.result()": THREAD,
-        "self._buffers.get()": THREAD,
+        "write.result()": THREAD,
+        "written.result()": THREAD,
     },
-    "conversion/engine/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives/slice_exchange.py": {
         "self.calls.get()": IDLE,
         "self.done.result()": GROUP,
