@@ -147,6 +147,7 @@ class MultipartWriter(_StreamWriter):
         self._target = {"Bucket": bucket, "Key": key}
         self._part_bytes = max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
         self._target["UploadId"] = self._call("create_multipart_upload")["UploadId"]
+        # An executor of its own: the store's answers, in the order of the parts, complete the upload.
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
         self._parts: list[Future[dict[str, Any]]] = []
         self._filling = bytearray()

@@ -32,6 +32,8 @@ from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.async_save import AsyncSaver
+from vescale_fsdp.checkpoint.manifest.manifest import build_manifest
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -39,8 +41,11 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion import HuggingFace, open_source
 from vescale_fsdp.conversion.formats.huggingface import class_check, write_from_ranks
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN
+from vescale_fsdp.conversion.formats.huggingface.write_from_ranks import segments_of
+from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, ConversionError
+from vescale_fsdp.layout.distribution import Axis, RankSet, ShardCut
 from vescale_fsdp.layout.placement import RaggedShard
 
 WORLD = 4
@@ -418,3 +423,38 @@ def test_a_tie_that_the_bytes_deny_is_kept_as_two(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"lm_head\.weight"):
         save(tmp_path / "other", {"model": state}, format=HuggingFace(assets=str(tmp_path)))
     assert load_file(tmp_path / "other" / "model.safetensors").keys() == state.keys()
+
+
+def test_a_rank_of_many_lists_its_own_turns(tmp_path: Path) -> None:
+    """Of 1,024 ranks, each lists what it sends or writes; sender and writer list their common turns in one order."""
+    settings(tmp_path)
+    world, shape = 1024, (64, 2048)
+    entries = tuple(Entry(f"model/w{i}", "float32", shape, 0, (ShardCut(1),)) for i in range(2))
+    tree: Any = {"model": {f"w{i}": {"$": "tensor", "i": i} for i in range(2)}}
+    structure = Structure(tree, entries, ((Axis(world, 1),),), ())
+    manifest = build_manifest([(RankSet.world(world), structure)], save_id="0" * 16, world_size=world)
+
+    def turns_of(rank: int) -> list[tuple[tuple[int, int, int], int, int, int]]:
+        """(segment, sender, writer, bytes) of each turn with bytes."""
+        shards = HeldShards(manifest, rank, {}, LocalStorage(tmp_path / "out"))
+        plan, _ = HuggingFace(assets=tmp_path / "assets-False")._planned(shards, lambda one, other: False)
+        segments = segments_of(plan, shards, world, shape[1] * 4 * 16, one_writer=False)  # 16 rows each
+        turns = [turn for segment in segments for turn in segment.turns(rank) if turn.nbytes]
+        assert all(rank in (turn.sender, *turn.receivers) for turn in turns)
+        return [
+            (
+                (turn.job[0].file, turn.job[0].offset, turn.job[0].start),
+                turn.sender,
+                *turn.receivers,
+                turn.nbytes,
+            )
+            for turn in turns
+        ]
+
+    writer, sender, last = map(turns_of, (0, 1, world - 1))
+    assert len(last) == 2 * 4  # it sends its columns of four segments of each tensor
+    assert {nbytes for *_, nbytes in last} == {2 * 16 * 4}
+    assert len(writer) == 2 * (world - 1 + 3)  # it receives the first segment of each tensor, and sends three
+    for one, other, ranks in ((writer, sender, {0, 1}), (writer, last, {0, world - 1})):
+        common = [[turn for turn in turns if {turn[1], turn[2]} == ranks] for turns in (one, other)]
+        assert common[0] == common[1] != []
