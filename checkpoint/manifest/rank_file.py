@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import round_up
-from vescale_fsdp.layout.region import Region, SharedPatch, SharedRun, overlaps
+from vescale_fsdp.layout.region import Copy, Region, overlaps
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
@@ -238,12 +238,12 @@ class FileShare(NamedTuple):
     Attributes:
         rank: the rank of the file.
         piece: the stored piece.
-        share: the overlap of the piece, as source, and the wanted region, as target.
+        copy: from the items of the piece to those of the wanted region.
     """
 
     rank: int
     piece: FilePiece
-    share: SharedRun | SharedPatch
+    copy: Copy
 
 
 class ShareFinder:
@@ -259,7 +259,7 @@ class ShareFinder:
         self.manifest = manifest
         self._cost = cost
         self._files: dict[int, RankFile] = {}
-        self._shares: dict[tuple[object, ...], list[tuple[int, SharedRun | SharedPatch]]] = {}
+        self._shares: dict[tuple[object, ...], list[tuple[int, Copy]]] = {}
 
     def file(self, rank: int) -> RankFile:
         """Return the layout of a rank's file."""
@@ -290,7 +290,7 @@ class ShareFinder:
                 )
         return [FileShare(rank, self.file(rank).piece_of[index], share) for rank, share in shares]
 
-    def _find_shares(self, index: int, wanted: Region) -> Iterator[tuple[int, SharedRun | SharedPatch]]:
+    def _find_shares(self, index: int, wanted: Region) -> Iterator[tuple[int, Copy]]:
         """Yield (rank, part) for each stored part of a region."""
         if not wanted.numel:
             return

@@ -340,7 +340,7 @@ class ReadPlan(Reads):
         target = LoadTarget(tensor)
         for stored in self._finder.shares(index, region):
             start, max_gap_bytes = stored.piece.start_bytes, self.storage.max_gap_bytes
-            for sink in sinks_of(stored.share, start, target, max_gap_bytes=max_gap_bytes):
+            for sink in sinks_of(stored.copy, start, target, max_gap_bytes=max_gap_bytes):
                 self.add(self._finder.file(stored.rank), sink)
         return target
 

@@ -3,8 +3,8 @@
 A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
 
     direct      contiguous in the file and in CPU memory: the file is read into the tensor's memory
-    copied      contiguous in the file and on a device: copied through pinned memory of the reading thread
-    patch       a box that is strided in the file or in the tensor: copied from a buffer, box by box
+    copied      contiguous in the file, for a tensor on a device: copied through pinned memory of the reading thread
+    strided     strided in the file or in the tensor: copied from a buffer
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
-from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
-from vescale_fsdp.layout.region import SharedPatch, SharedRun, runs_of_box
+from vescale_fsdp.layout.region import Copy
 
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]
@@ -109,29 +108,26 @@ class Sink(NamedTuple):
             self.deliver(at, data)
 
 
-def sinks_of(
-    share: SharedRun | SharedPatch, start_bytes: int, target: LoadTarget, *, max_gap_bytes: int
-) -> Iterator[Sink]:
-    """Yield the sinks that copy a share of a stored piece into a target.
+def sinks_of(copy: Copy, start_bytes: int, target: LoadTarget, *, max_gap_bytes: int) -> Iterator[Sink]:
+    """Yield the sinks of a copy from a stored piece to a target.
 
     Args:
         start_bytes: offset of the piece in its file.
-        max_gap_bytes: runs of a strided box with smaller gaps between them become one sink.
+        max_gap_bytes: ranges of a strided copy with smaller gaps between them become one sink.
     """
     itemsize = target.itemsize
-    base = start_bytes + share.source * itemsize
-    if isinstance(share, SharedPatch):
-        deliver = partial(_copy_patch, target, share, base)
-        max_gap_numel = max_gap_bytes // itemsize
-        for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_numel):
-            yield Sink(base + run.start * itemsize, base + run.stop * itemsize, target, None, deliver)
+    if not copy.is_run:
+        deliver = partial(_copy_strided, target, copy, start_bytes)
+        for first, end in copy.source_ranges(max_gap_bytes // itemsize):
+            yield Sink(start_bytes + first * itemsize, start_bytes + end * itemsize, target, None, deliver)
         return
-    stop = base + share.numel * itemsize
+    start = start_bytes + copy.source * itemsize
+    stop = start + copy.numel * itemsize
     if target.memory is None:
-        yield Sink(base, stop, target, None, partial(_copy_run, target, share.target, base))
+        yield Sink(start, stop, target, None, partial(_copy_run, target, copy.target, start))
     else:
-        first = share.target * itemsize
-        yield Sink(base, stop, target, target.memory[first : first + stop - base])
+        first = copy.target * itemsize
+        yield Sink(start, stop, target, target.memory[first : first + stop - start])
 
 
 def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
@@ -156,18 +152,11 @@ def _copy_run(target: LoadTarget, index: int, start: int, at: int, data: Bytes) 
         first += piece.numel()
 
 
-def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
-    """Copy the elements of a patch that ``data``, the bytes from file offset ``at`` on, contains; box by box."""
+def _copy_strided(target: LoadTarget, copy: Copy, start_bytes: int, at: int, data: Bytes) -> None:
+    """Copy the items of a copy that ``data``, the bytes from file offset ``at`` on, contains."""
     elements = _elements(target, data)
-    first = (at - base) // target.itemsize
-    into = target.flat[patch.target : patch.target + numel_of(patch.target_sizes)].view(patch.target_sizes)
-    boxes = boxes_of_range(patch.source_sizes, first, first + elements.numel())
-    for box, run in zip(boxes, elements.split([box.numel for box in boxes]), strict=True):
-        shared = box.intersect(patch.source_box)
-        if shared is None:  # elements of a gap between the patch's runs
-            continue
-        values = run.view(box.sizes)[shared.slices(box.offsets)]
-        moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
-        destination = into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()]
-        with nullcontext() if target.stream is None else target.stream.on():
-            destination.copy_(values)
+    first = (at - start_bytes) // target.itemsize  # the stored piece's item that is the first in `elements`
+    with nullcontext() if target.stream is None else target.stream.on():
+        for part in copy.within(first, first + elements.numel()):
+            values = part._replace(source=part.source - first).source_view(elements)
+            part.target_view(target.flat).copy_(values)

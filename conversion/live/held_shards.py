@@ -30,7 +30,7 @@ from vescale_fsdp.conversion.formats.vescale.source import constants_of, infos_o
 from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
-from vescale_fsdp.layout.region import Region, SharedPatch, SharedRun, overlaps
+from vescale_fsdp.layout.region import Copy, Region, overlaps
 
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB of items per step of `content_sum`, which needs arrays of 8 bytes per item
 
@@ -106,7 +106,7 @@ class HeldShards:
         region, wanted = self._region(place), _region_of(box)
         shares = overlaps(region, wanted) if region is not None else []
         # No copy if a single run contains the whole box.
-        if len(shares) == 1 and isinstance(shares[0], SharedRun) and shares[0].numel == box.numel:
+        if len(shares) == 1 and shares[0].is_run and shares[0].numel == box.numel:
             return shares[0].source_view(self._items(place)).numpy().reshape(box.sizes)
         carrier = carrier_of(dtype_named(self.manifest.entries[place].dtype))
         found = torch.zeros(box.numel, dtype=carrier, device="cpu")
@@ -144,7 +144,7 @@ class HeldShards:
 
     def _brought(
         self, place: int, box: Box, turn: int
-    ) -> Iterator[tuple[int, list[SharedRun | SharedPatch]]]:
+    ) -> Iterator[tuple[int, list[Copy]]]:
         """Yield (rank, the rank's shares of the box) for each rank that provides items of a box.
 
         Args:

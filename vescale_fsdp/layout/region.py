@@ -1,4 +1,4 @@
-"""Regions: one rank's part of one tensor, and the overlap of two regions; integer arithmetic without tensors.
+"""Regions of tensors, and the copies between two regions; integer arithmetic without tensors.
 
 A region is a flat range of the row-major elements of a box, an n-dimensional rectangle of the tensor:
 
@@ -6,14 +6,16 @@ A region is a flat range of the row-major elements of a box, an n-dimensional re
     Shard, TP, EP            box = the rank's box       range = all of the box
     replica 1 of 4           box = the replicated box   range = its second quarter
 
-In memory and in a file, a region is one contiguous run of elements. The overlap of two regions consists of *runs*,
-which are contiguous in both regions, and *patches*, which are boxes that are strided in at least one of the regions.
+In memory and in a file, a region is one contiguous run of elements. The elements that two regions share are a few
+boxes, and each is one `Copy`: a box that is strided in either region, or contiguous in both (a *run*).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.layout.geometry import (
@@ -21,8 +23,6 @@ from vescale_fsdp.layout.geometry import (
     FlatRange,
     boxes_of_range,
     contiguous_strides,
-    numel_of,
-    run_start,
     whole_box,
 )
 
@@ -74,134 +74,174 @@ def whole_region(shape: Sequence[int]) -> Region:
     return Region.of_box(whole_box(shape))
 
 
-class SharedRun(NamedTuple):
-    """A run of elements that is contiguous in two regions.
+class Copy(NamedTuple):
+    """A strided n-d copy between two flat memories, such as the items of two regions; all numbers count items.
 
-    Attributes:
-        source, target: index of the run's first element in each region.
-        numel: number of elements.
+    Item ``(i, j, ..)`` of a box of these sizes is item ``source + i * source_strides[0] + j * source_strides[1] + ..``
+    of the source, and likewise of the target. `Copy.of` joins dims, so that a copy that is contiguous on both sides, a
+    *run*, has one dim.
+
+    The source strides of `overlaps` are *nested*: ``source_strides[d] >= sizes[d + 1] * source_strides[d + 1]``, so
+    that the copy reads the source front to back. `source_ranges` and `within` need this.
     """
 
+    sizes: tuple[int, ...]
     source: int
+    source_strides: tuple[int, ...]
     target: int
-    numel: int
+    target_strides: tuple[int, ...]
 
-    def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a 1D view of the shared elements; ``flat`` has all elements of the source region."""
-        return flat[self.source : self.source + self.numel]
+    @classmethod
+    def of(
+        cls,
+        sizes: Sequence[int],
+        source: int,
+        source_strides: Sequence[int],
+        target: int,
+        target_strides: Sequence[int],
+    ) -> Copy:
+        """Return a copy with as few dims as possible.
 
-    def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a 1D view of the shared elements; ``flat`` has all elements of the target region."""
-        return flat[self.target : self.target + self.numel]
+        >>> Copy.of((4, 1, 6), 30, (6, 6, 1), 0, (6, 9, 1))
+        Copy(sizes=(24,), source=30, source_strides=(1,), target=0, target_strides=(1,))
 
+        Raises:
+            ValueError: if a size is not positive, or sizes and strides differ in their number of dims.
+        """
+        joined: list[int] = []  # sizes and strides of the joined dims, from the innermost outward
+        source_steps: list[int] = []
+        target_steps: list[int] = []
+        for size, source_step, target_step in zip(
+            reversed(sizes), reversed(source_strides), reversed(target_strides), strict=True
+        ):
+            if size < 1:
+                raise ValueError(f"a copy of sizes {tuple(sizes)}")
+            if size == 1:
+                continue
+            if (
+                joined
+                and source_step == joined[-1] * source_steps[-1]
+                and target_step == joined[-1] * target_steps[-1]
+            ):
+                joined[-1] *= size
+            else:
+                joined.append(size)
+                source_steps.append(source_step)
+                target_steps.append(target_step)
+        if not joined:
+            return cls.run(source, target, 1)
+        return cls(tuple(joined[::-1]), source, tuple(source_steps[::-1]), target, tuple(target_steps[::-1]))
 
-class SharedPatch(NamedTuple):
-    """A box that two regions share, strided in at least one of the regions.
-
-    In each region, a larger box that is contiguous there surrounds the shared box.
-
-    Attributes:
-        source, target: index, in each region, of the surrounding box's first element.
-        source_sizes, target_sizes: sizes of the surrounding boxes.
-        source_box, target_box: the shared box, relative to the corner of each surrounding box.
-    """
-
-    source: int
-    source_sizes: tuple[int, ...]
-    source_box: Box
-    target: int
-    target_sizes: tuple[int, ...]
-    target_box: Box
+    @classmethod
+    def run(cls, source: int, target: int, numel: int) -> Copy:
+        """Return the copy of ``numel`` consecutive items."""
+        return cls((numel,), source, (1,), target, (1,))
 
     @property
     def numel(self) -> int:
-        """Number of elements of the shared box."""
-        return self.source_box.numel
+        """Number of items that are copied."""
+        return math.prod(self.sizes)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the items are consecutive in the source and in the target."""
+        return self.source_strides == (1,) == self.target_strides
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return an n-dimensional view of the shared box; ``flat`` is 1D and has all elements of the source region."""
-        stop = self.source + numel_of(self.source_sizes)
-        return flat[self.source : stop].view(self.source_sizes)[self.source_box.slices()]
+        """Return the copy's items in ``flat``, the whole source memory, 1D; a view of shape `sizes`."""
+        return flat.as_strided(self.sizes, self.source_strides, flat.storage_offset() + self.source)
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return an n-dimensional view of the shared box; ``flat`` is 1D and has all elements of the target region."""
-        stop = self.target + numel_of(self.target_sizes)
-        return flat[self.target : stop].view(self.target_sizes)[self.target_box.slices()]
+        """Return the copy's items in ``flat``, the whole target memory, 1D; a view of shape `sizes`."""
+        return flat.as_strided(self.sizes, self.target_strides, flat.storage_offset() + self.target)
+
+    def source_ranges(self, max_gap_numel: int = 0) -> Iterator[FlatRange]:
+        """Yield the ranges of the source that cover the copy, in order; source strides must be nested.
+
+        Args:
+            max_gap_numel: ranges with at most this many items between them are joined, and include these items.
+        """
+        numel, outer = 1, list(zip(self.sizes, self.source_strides, strict=True))
+        # The gaps of an outer dim are at least as large as those of an inner one, because strides are nested.
+        while outer and outer[-1][1] - numel <= max_gap_numel:
+            size, stride = outer.pop()
+            numel += (size - 1) * stride
+        for steps in product(*(range(0, size * stride, stride) for size, stride in outer)):
+            start = self.source + sum(steps)
+            yield FlatRange(start, start + numel)
+
+    def within(self, start: int, stop: int) -> Iterator[Copy]:
+        """Yield copies of those items whose index in the source is in [start, stop); source strides must be nested.
+
+        There are at most ``2 * len(sizes) - 1`` such copies.
+
+        >>> [(part.sizes, part.source) for part in Copy((3, 4), 0, (10, 1), 0, (4, 1)).within(12, 30)]
+        [((2,), 12), ((4,), 20)]
+        """
+        (size, *inner), (stride, *inner_strides) = self.sizes, self.source_strides
+        start, stop = start - self.source, stop - self.source
+        # Items from the first to the last item of one index of the first dim.
+        numel = 1 + sum((n - 1) * step for n, step in zip(inner, inner_strides, strict=True))
+        # Indices of the first dim with some of their items in the range: [first, last). Those with all: [begin, end).
+        first, last = max(0, (start - numel) // stride + 1), min(size, -(-stop // stride))
+        begin, end = max(first, -(-start // stride)), min(last, (stop - numel) // stride + 1)
+        for index in range(first, min(begin, last)):  # cut by `start`, and maybe by `stop`: at most one
+            yield from self._at(index).within(self.source + start, self.source + stop)
+        if begin + 1 == end and inner:
+            yield self._at(begin)
+        elif begin < end:
+            yield self._replace(
+                sizes=(end - begin, *inner),
+                source=self.source + begin * stride,
+                target=self.target + begin * self.target_strides[0],
+            )
+        for index in range(max(begin, end), last):  # cut by `stop` alone: at most one
+            yield from self._at(index).within(self.source + start, self.source + stop)
+
+    def _at(self, index: int) -> Copy:
+        """Return the copy of one index of the first of several dims."""
+        source = self.source + index * self.source_strides[0]
+        target = self.target + index * self.target_strides[0]
+        return Copy(self.sizes[1:], source, self.source_strides[1:], target, self.target_strides[1:])
 
 
-def overlaps(source: Region, target: Region) -> list[SharedRun | SharedPatch]:
-    """Return the elements that are in both regions, as runs and patches."""
+def overlaps(source: Region, target: Region) -> list[Copy]:
+    """Return the copies that move the items of both regions from the source region to the target region.
+
+    The memory on each side has the items of its region, in the region's order.
+    """
     if source.box == target.box:  # then flat ranges of one box, as for two ragged pieces of a tensor
         shared = source.span.intersect(target.span)
         if not shared.numel:
             return []
-        return [SharedRun(shared.start - source.span.start, shared.start - target.span.start, shared.numel)]
+        return [Copy.run(shared.start - source.span.start, shared.start - target.span.start, shared.numel)]
     if source.box.intersect(target.box) is None:
         return []
-    merged: list[SharedRun | SharedPatch] = []
-    targets = list(target.pieces())
-    for source_box, source_start in source.pieces():
-        for target_box, target_start in targets:
+    copies: list[Copy] = []
+    targets = [(box, first, contiguous_strides(box.sizes)) for box, first in target.pieces()]
+    for source_box, source_first in source.pieces():
+        source_strides = contiguous_strides(source_box.sizes)
+        for target_box, target_first, target_strides in targets:
             shared_box = source_box.intersect(target_box)
             if shared_box is None:
                 continue
-            item = _share(shared_box, source_box, source_start, target_box, target_start)
-            last = merged[-1] if merged else None
-            # A run that continues the last run in both regions is joined with it.
-            if (
-                isinstance(item, SharedRun)
-                and isinstance(last, SharedRun)
-                and last.source + last.numel == item.source
-                and last.target + last.numel == item.target
-            ):
-                merged[-1] = SharedRun(last.source, last.target, last.numel + item.numel)
-            else:
-                merged.append(item)
-    return merged
+            copy = Copy.of(
+                shared_box.sizes,
+                source_first + _index(shared_box, source_box, source_strides),
+                source_strides,
+                target_first + _index(shared_box, target_box, target_strides),
+                target_strides,
+            )
+            # A run that continues the last run on both sides is joined with it.
+            if copies and copy.is_run and copies[-1].is_run:
+                last = copies[-1]
+                if (last.source + last.numel, last.target + last.numel) == (copy.source, copy.target):
+                    copies[-1] = Copy.run(last.source, last.target, last.numel + copy.numel)
+                    continue
+            copies.append(copy)
+    return copies
 
 
-def _share(
-    shared: Box, source_box: Box, source: int, target_box: Box, target: int
-) -> SharedRun | SharedPatch:
-    """Return a shared box as a run if it is contiguous in both surrounding boxes, else as a patch."""
-    in_source = _relative(shared, source_box)
-    in_target = _relative(shared, target_box)
-    source_start = run_start(source_box.sizes, in_source)
-    target_start = run_start(target_box.sizes, in_target)
-    if source_start is not None and target_start is not None:
-        return SharedRun(source + source_start, target + target_start, shared.numel)
-    return SharedPatch(source, source_box.sizes, in_source, target, target_box.sizes, in_target)
-
-
-def _relative(inner: Box, outer: Box) -> Box:
-    return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
-
-
-def runs_of_box(sizes: tuple[int, ...], box: Box, *, max_gap_numel: int) -> list[FlatRange]:
-    """Return the flat runs of a row-major tensor that cover a box.
-
-    Runs with at most ``max_gap_numel`` elements between them are joined, and include these elements.
-    """
-    runs = [FlatRange(0, 1)]
-    for offset, size, stride, full in reversed(  # from the innermost dim outward
-        list(zip(box.offsets, box.sizes, contiguous_strides(sizes), sizes, strict=True))
-    ):
-        whole_dim = size == full and len(runs) == 1 and runs[0] == FlatRange(0, stride)
-        if whole_dim:
-            runs = [FlatRange(0, stride * size)]
-            continue
-        shifted: list[FlatRange] = []
-        for index in range(offset, offset + size):
-            for run in runs:
-                start, stop = run.shift(index * stride)
-                if shifted and start - shifted[-1].stop <= max_gap_numel:
-                    shifted[-1] = FlatRange(shifted[-1].start, stop)
-                else:
-                    shifted.append(FlatRange(start, stop))
-            if len(shifted) == 1 and runs[0].start + stride - runs[-1].stop <= max_gap_numel:
-                # Every further index would only extend the single run: skip to the last index.
-                last = runs[-1].shift((offset + size - 1) * stride).stop
-                shifted = [FlatRange(shifted[0].start, last)]
-                break
-        runs = shifted
-    return runs
+def _index(inner: Box, outer: Box, strides: tuple[int, ...]) -> int:
+    """Return the index of a box's first item among the items of the box around it, which have these strides."""
+    return sum((a - b) * step for a, b, step in zip(inner.offsets, outer.offsets, strides, strict=True))

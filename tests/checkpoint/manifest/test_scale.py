@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.layout.distribution import Axis, Cut, RankSet, ShardCut
-from vescale_fsdp.layout.region import SharedPatch, SharedRun, whole_region
+from vescale_fsdp.layout.region import whole_region
 
 
 def _manifest(world: int) -> Manifest:
@@ -79,14 +79,7 @@ def test_one_shape_in_many_ways() -> None:
     quarters, all_of_it = [6000] * 4, [24_000, 0, 0, 0]
     halves = [12_000, 12_000, 0, 0], [12_000, 0, 12_000, 0]  # of 48,000 bytes, too few for replicas to share
     assert sizes == [(2, 3000), (4, 3000), (8, 750)]
-    assert [type(parts[0].share) for parts in sources] == [
-        SharedRun,
-        SharedRun,
-        SharedRun,
-        SharedPatch,
-        SharedRun,
-        SharedRun,
-    ]
+    assert [parts[0].copy.is_run for parts in sources] == [True, True, True, False, True, True]
     assert list(stored.values()) == [quarters, *halves, quarters, quarters, all_of_it]
     assert found == [{0, 1, 2, 3}, {0, 1}, {0, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}, {0}]
 

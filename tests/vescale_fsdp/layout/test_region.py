@@ -1,4 +1,4 @@
-"""Regions, rank sets and distributions against brute force over every element."""
+"""Regions, copies, rank sets and distributions against brute force over every element."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from vescale_fsdp.layout.distribution import (
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.layout.region import Region, SharedPatch, SharedRun, overlaps, runs_of_box
+from vescale_fsdp.layout.region import Copy, Region, overlaps
 
 
 def elements(shape: tuple[int, ...], region: Region) -> np.ndarray:  # type: ignore[type-arg]
@@ -56,7 +57,7 @@ def pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 
 @given(pairs())
 def test_overlaps_move_exactly_the_shared_elements(case: tuple[tuple[int, ...], Region, Region]) -> None:
-    """Copying by runs and patches gives what copying element by element gives."""
+    """Copies move what copying element by element moves."""
     _prove_overlaps(*case)
 
 
@@ -80,40 +81,98 @@ def _all_regions(shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 def _prove_overlaps(shape: tuple[int, ...], source: Region, target: Region) -> None:
-    have, want = elements(shape, source), elements(shape, target)
-    got = np.full(len(want), -1)
-    for share in overlaps(source, target):
-        if isinstance(share, SharedRun):
-            got[share.target : share.target + share.numel] = have[share.source : share.source + share.numel]
-            continue
-        assert isinstance(share, SharedPatch)
-        size = int(np.prod(share.source_sizes))
-        outer = have[share.source : share.source + size].reshape(share.source_sizes)
-        into = got[share.target : share.target + int(np.prod(share.target_sizes))].reshape(share.target_sizes)
-        assert (into[share.target_box.slices()] == -1).all()
-        into[share.target_box.slices()] = outer[share.source_box.slices()]
+    have, want = torch.from_numpy(elements(shape, source)), elements(shape, target)
+    # Both memories begin in the middle of a storage, as a part of a buffer does.
+    got = torch.full((len(want) + 3,), -1)[3:]
+    have = torch.cat([torch.tensor([-2, -2]), have])[2:]
+    copies = overlaps(source, target)
+    for copy in copies:
+        assert (copy.target_view(got) == -1).all()  # no item is copied twice
+        copy.target_view(got).copy_(copy.source_view(have))
 
-    assert np.array_equal(np.where(np.isin(want, have), want, -1), got)
+    assert np.array_equal(np.where(np.isin(want, have), want, -1), got.numpy())
+    for copy in copies:
+        moved = _moved(copy)
+        assert len(moved) == copy.numel
+        assert copy.is_run == (moved == [(copy.source + i, copy.target + i) for i in range(copy.numel)])
+    # A run that could be joined with the run before it is joined.
+    for one, two in itertools.pairwise(copies):
+        ends = one.source + one.numel, one.target + one.numel
+        assert not (one.is_run and two.is_run and ends == (two.source, two.target))
 
 
-@given(st.data())
-def test_runs_of_box_cover_it(data: st.DataObject) -> None:
-    """Runs hold every element of the box, are apart by more than the gap, and read over no larger one."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
-    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    sizes = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
-    gap = data.draw(st.integers(0, 40))
-    box = Box(offsets, sizes)
-    inside = set(elements(shape, Region(box, FlatRange(0, box.numel))).tolist())
+def _moved(copy: Copy) -> list[tuple[int, int]]:
+    """(source item, target item) of each item of a copy, element by element."""
+    return [
+        (
+            copy.source + sum(i * step for i, step in zip(index, copy.source_strides, strict=True)),
+            copy.target + sum(i * step for i, step in zip(index, copy.target_strides, strict=True)),
+        )
+        for index in np.ndindex(*copy.sizes)
+    ]
 
-    runs = runs_of_box(shape, box, max_gap_numel=gap)
-    covered = [element for start, stop in runs for element in range(start, stop)]
 
+@st.composite
+def nested_copies(draw: st.DrawFn) -> Copy:
+    """A copy that reads its source front to back, with gaps between rows, planes and single items."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    strides: list[int] = []
+    numel = 1  # of one index of the dim
+    for size in reversed(sizes):
+        strides.insert(0, numel + draw(st.integers(0, 5)))
+        numel = size * strides[0]
+    # The target's dims are permuted, as for a transposed tensor.
+    order = draw(st.permutations(range(len(sizes))))
+    target = [0] * len(sizes)
+    step = 1
+    for dim in order:
+        target[dim] = step
+        step *= sizes[dim]
+    return Copy(tuple(sizes), draw(st.integers(0, 9)), tuple(strides), draw(st.integers(0, 9)), tuple(target))
+
+
+@given(nested_copies(), st.integers(-2, 300), st.integers(-2, 300))
+def test_the_copy_of_a_range_of_the_source(copy: Copy, start: int, stop: int) -> None:
+    """The copies of a range move each item in the range once, and are few."""
+    parts = list(copy.within(start, stop))
+
+    inside = [pair for pair in _moved(copy) if start <= pair[0] < stop]
+    assert sorted(pair for part in parts for pair in _moved(part)) == sorted(inside)
+    assert len(parts) <= 2 * len(copy.sizes) - 1
+
+
+@given(nested_copies())
+def test_joining_dims_changes_no_item(copy: Copy) -> None:
+    """A copy with fewer dims moves the same items in the same order."""
+    joined = Copy.of(*copy)
+
+    assert _moved(joined) == _moved(copy)
+    assert len(joined.sizes) <= len(copy.sizes)
+    assert joined.sizes == (1,) or 1 not in joined.sizes
+    assert joined.is_run == (_moved(copy) == [(copy.source + i, copy.target + i) for i in range(copy.numel)])
+
+
+def test_a_copy_needs_a_stride_for_each_dim() -> None:
+    """Sizes and strides that do not fit each other, and empty copies, are refused where a copy is made."""
+    with pytest.raises(ValueError, match="zip"):
+        Copy.of((2, 3), 0, (3, 1), 0, (1,))
+    with pytest.raises(ValueError, match="0"):
+        Copy.of((2, 0), 0, (3, 1), 0, (3, 1))
+
+
+@given(nested_copies(), st.integers(0, 40))
+def test_source_ranges_cover_a_copy(copy: Copy, gap: int) -> None:
+    """Ranges have every item of the copy, are farther apart than the gap, and include no larger gap."""
+    copy = Copy.of(*copy)
+    inside = {source for source, _ in _moved(copy)}
+
+    ranges = list(copy.source_ranges(gap))
+
+    covered = [item for start, stop in ranges for item in range(start, stop)]
     assert inside <= set(covered) and len(covered) == len(set(covered))
-    assert min(covered) == min(inside) and max(covered) == max(inside)
-    assert all(b.start - a.stop > gap for a, b in itertools.pairwise(runs))
-    for start, stop in runs:
-        held = [element for element in range(start, stop) if element in inside]
+    assert all(b.start - a.stop > gap for a, b in itertools.pairwise(ranges))
+    for start, stop in ranges:
+        held = [item for item in range(start, stop) if item in inside]
         assert held[0] == start and held[-1] == stop - 1
         assert all(b - a - 1 <= gap for a, b in itertools.pairwise(held))
     if gap == 0:
@@ -176,13 +235,11 @@ def test_regions_of_all_coordinates_tile_the_tensor() -> None:
 
 
 def test_a_strided_overlap() -> None:
-    """Columns 1 and 2 of a (2, 4) tensor whose first three columns are stored: no run, one patch."""
+    """Columns 1 and 2 of a (2, 4) tensor whose first three columns are stored: one copy, which is not a run."""
     stored = Region(Box((0, 0), (2, 3)), FlatRange(0, 6))
     wanted = Region(Box((0, 1), (2, 2)), FlatRange(0, 4))
 
-    assert overlaps(stored, wanted) == [
-        SharedPatch(0, (2, 3), Box((0, 1), (2, 2)), 0, (2, 2), Box((0, 0), (2, 2)))
-    ]
+    assert overlaps(stored, wanted) == [Copy((2, 2), 1, (3, 1), 0, (2, 1))]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 4), (4, 2, 2), (2, 1, 3)])
