@@ -1,0 +1,51 @@
+"""Extents: bytes of a file. Offsets and sizes count bytes; ranges, boxes and regions count items of a tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """The bytes [offset, offset + nbytes) of a file.
+
+    Attributes:
+        file: name of the file, relative to the folder that the reader or writer of the extent opens.
+        offset: first byte, counted from the start of the file.
+        nbytes: number of bytes; 0 for an empty extent.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """End in the file: the byte after the last one."""
+        return self.offset + self.nbytes
+
+    def part(self, start: int, stop: int) -> Extent:
+        """Return bytes [start, stop) of this extent, counted from its first byte and limited to its bytes.
+
+        >>> Extent("a", 100, 8).part(-3, 2), Extent("a", 100, 8).part(6, 20)
+        (Extent(file='a', offset=100, nbytes=2), Extent(file='a', offset=106, nbytes=2))
+        """
+        start = min(max(start, 0), self.nbytes)
+        return Extent(self.file, self.offset + start, max(start, min(stop, self.nbytes)) - start)
+
+    def clip(self, start: int, stop: int) -> Extent:
+        """Return the bytes of this extent that are in [start, stop) of the file.
+
+        >>> Extent("a", 100, 8).clip(104, 200)
+        Extent(file='a', offset=104, nbytes=4)
+        """
+        return self.part(start - self.offset, stop - self.offset)
+
+    def joined(self, following: Extent) -> Extent | None:
+        """Return both extents as one if ``following`` begins where this extent ends; None otherwise.
+
+        >>> Extent("a", 0, 8).joined(Extent("a", 8, 4)), Extent("a", 0, 8).joined(Extent("b", 8, 4))
+        (Extent(file='a', offset=0, nbytes=12), None)
+        """
+        if (following.file, following.offset) != (self.file, self.stop):
+            return None
+        return Extent(self.file, self.offset, self.nbytes + following.nbytes)
