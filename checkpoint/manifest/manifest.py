@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
@@ -80,18 +81,18 @@ class SaveRecord(NamedTuple):
         return all(type(value) in (int, float) and isfinite(value) for value in values)
 
 
-class StoredShare(NamedTuple):
-    """One rank's part of a tensor.
+class StoredPiece(NamedTuple):
+    """A region and its tensor: what one rank stores of the tensor.
 
     Attributes:
         tensor_index: number of the tensor.
-        share: the region that the rank stores; replicas may divide ``held`` among themselves.
-        held: the region that the rank has in memory.
+        local_start: index of the region's first element in the rank's local tensor. Replicas have the same local
+            tensor, and may divide it among themselves.
     """
 
     tensor_index: int
-    share: Region
-    held: Region
+    region: Region
+    local_start: int
 
 
 @dataclass(frozen=True)
@@ -170,13 +171,13 @@ class Manifest:
         return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
 
     @cached_property
-    def shares(self) -> list[list[StoredShare]]:
-        """The shares that each rank stores, in file order, for readers of all files.
+    def pieces(self) -> list[list[StoredPiece]]:
+        """The pieces that each rank stores, in file order, for readers of all files.
 
-        The time to compute the shares grows with their number, not with ranks times tensors. A reader of one file uses
+        The time to compute the pieces grows with their number, not with ranks times tensors. A reader of one file uses
         `RankFile` without this list, which needs less memory.
         """
-        stored: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
+        stored: list[list[StoredPiece]] = [[] for _ in range(self.world_size)]
         structure = self.structure
         # A cache, because weights and their moments are cut alike. The key is all that a tensor's regions depend on.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
@@ -191,13 +192,14 @@ class Manifest:
             for ranks, held in held_by:
                 if len(ranks) == 1:  # fast path: no replicas
                     if held.numel:
-                        stored[ranks[0]].append(StoredShare(index, held, held))
+                        stored[ranks[0]].append(StoredPiece(index, held, 0))
                     continue
                 # The first replica alone stores a small region.
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(index, held) else ranks):
-                    share = self.split(index, held, replica, len(ranks))
-                    if share.numel:
-                        stored[rank].append(StoredShare(index, share, held))
+                    region = self.split(index, held, replica, len(ranks))
+                    if region.numel:
+                        start = region.span.start - held.span.start
+                        stored[rank].append(StoredPiece(index, region, start))
         return stored
 
     @cached_property
@@ -433,6 +435,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for index, entry in enumerate(manifest.entries):
         for problem in _entry_problems(manifest, index, entry):
             yield f"tensor {entry.label!r}: {problem}"
+    for before, entry in pairwise(manifest.entries):
+        if before.itemsize < entry.itemsize:  # a piece in a rank's file would not be aligned
+            yield f"tensor {entry.label!r} of {entry.dtype} after {before.dtype}"
 
 
 def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[str]:

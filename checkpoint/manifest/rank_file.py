@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import json
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from json.encoder import encode_basestring_ascii
-from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest, StoredShare
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest, StoredPiece
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
@@ -36,35 +36,20 @@ RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the heade
 _HEADER_ALIGN_BYTES = 64  # a multiple of every item size, so that memory-mapped pieces are aligned
 
 
-class FilePiece(NamedTuple):
-    """A stored region of a tensor, and its half-open byte range in the file.
-
-    Attributes:
-        local_start: index of the region's first element in the rank's local tensor, of which a replica may store only
-            a part.
-    """
-
-    tensor_index: int
-    region: Region
-    local_start: int
-    start_bytes: int
-    stop_bytes: int
-
-
 class RankFile:
     """The layout of one rank's file.
 
     Args:
         manifest: the checkpoint's manifest.
         rank: the rank that wrote (or will write) the file.
-        shares: the rank's entry of `Manifest.shares`, if the caller has computed the shares of all ranks; None to
+        pieces: the rank's entry of `Manifest.pieces`, if the caller has computed the pieces of all ranks; None to
             compute them for this rank alone.
     """
 
-    def __init__(self, manifest: Manifest, rank: int, shares: Sequence[StoredShare] | None = None) -> None:
+    def __init__(self, manifest: Manifest, rank: int, pieces: Sequence[StoredPiece] | None = None) -> None:
         self.manifest = manifest
         self.rank = rank
-        self._shares = shares
+        self._pieces = pieces
         self.name = manifest.file_name(rank)
         self.chunks: tuple[Chunk, ...] = ()
         if manifest.is_zarr:
@@ -72,18 +57,12 @@ class RankFile:
             self.chunks = tuple(chunk for chunk, holders in held if holders[0].rank == rank)
 
     @cached_property
-    def _relative(self) -> list[FilePiece]:
-        """The pieces, with byte ranges counted from the header's end, because the header's size depends on them."""
-        pieces: list[FilePiece] = []
-        start, entries = 0, self.manifest.entries
-        for index, share, held in self._own_shares() if self._shares is None else self._shares:
-            stop = start + share.numel * entries[index].itemsize
-            pieces.append(FilePiece(index, share, share.span.start - held.span.start, start, stop))
-            start = stop
-        return pieces
+    def pieces(self) -> Sequence[StoredPiece]:
+        """The non-empty pieces, in file order."""
+        return list(self._own_pieces()) if self._pieces is None else self._pieces
 
-    def _own_shares(self) -> Iterator[StoredShare]:
-        """Yield the shares that this rank stores, in file order."""
+    def _own_pieces(self) -> Iterator[StoredPiece]:
+        """Yield the pieces that this rank stores, in file order."""
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
             return  # the tensors are stored in zarr arrays instead
@@ -103,28 +82,33 @@ class RankFile:
             if held is None:
                 held = manifest.distributions[index].region(entry.shape, coordinates, layouts)
                 regions[cut] = held
-            share = manifest.split(index, held, replica, replicas)
-            if share.numel:  # an empty share is not stored
-                yield StoredShare(index, share, held)
+            region = manifest.split(index, held, replica, replicas)
+            if region.numel:  # an empty piece is not stored
+                yield StoredPiece(index, region, region.span.start - held.span.start)
 
     @cached_property
-    def pieces(self) -> tuple[FilePiece, ...]:
-        """The non-empty pieces, in file order."""
-        base = len(self.header)
-        return tuple(
-            FilePiece(index, region, local_start, base + start, base + stop)
-            for index, region, local_start, start, stop in self._relative
-        )
-
-    @cached_property
-    def piece_of(self) -> dict[int, FilePiece]:
+    def piece_of(self) -> dict[int, StoredPiece]:
         """Tensor number -> piece."""
         return {piece.tensor_index: piece for piece in self.pieces}
 
     @cached_property
+    def _relative_starts(self) -> list[int]:
+        """Offset of each piece, and the end of the last one, from the header's end: the header's size needs them."""
+        entries = self.manifest.entries
+        sizes = (piece.region.numel * entries[piece.tensor_index].itemsize for piece in self.pieces)
+        return list(accumulate(sizes, initial=0))
+
+    @cached_property
+    def starts(self) -> dict[int, int]:
+        """Tensor number -> offset in the file of the first byte of the tensor's piece, in file order."""
+        base = len(self.header)
+        starts = zip(self.pieces, self._relative_starts, strict=False)  # without the last end
+        return {piece.tensor_index: base + start for piece, start in starts}
+
+    @cached_property
     def _payload_bytes(self) -> int:
         # Without pieces, the payload is the checksums of the chunks, which only files of the zarr form have.
-        return self._relative[-1].stop_bytes if self._relative else CRC_BYTES * len(self.chunks)
+        return self._relative_starts[-1] if self.pieces else CRC_BYTES * len(self.chunks)
 
     @property
     def blob_start(self) -> int:
@@ -168,13 +152,10 @@ class RankFile:
     def names_in(self, start: int, stop: int) -> list[str]:
         """Return the names of the tensors and other parts in a byte range, for messages."""
         names = ["the header"] if start < len(self.header) else []
-        # - 1: the piece before may extend into the range.
-        first = max(0, bisect_right(self.pieces, start, key=lambda piece: piece.start_bytes) - 1)
-        for piece in self.pieces[first:]:
-            if piece.start_bytes >= stop:
-                break
-            if piece.stop_bytes > start:
-                names.append(self.manifest.entries[piece.tensor_index].label)
+        ends = self._relative_starts[1:]
+        first = bisect_right(ends, start - len(self.header))  # the first piece that ends after `start`
+        last = bisect_left(self._relative_starts, stop - len(self.header), hi=len(ends))
+        names += [self.manifest.entries[piece.tensor_index].label for piece in self.pieces[first:last]]
         if self.chunks and start < self.blob_start and stop > len(self.header):
             names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:
@@ -193,11 +174,11 @@ class RankFile:
         }
         entries = self.manifest.entries
         items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
-        for index, region, _, start, stop in self._relative:
-            entry = entries[index]
+        for piece, (start, stop) in zip(self.pieces, pairwise(self._relative_starts), strict=True):
+            entry = entries[piece.tensor_index]
             # A dtype that safetensors lacks is declared as several elements of a narrower dtype.
             code, multiple = stored_dtype(entry.dtype).carrier
-            items.append(_item(entry.name, code, region.numel * multiple, start, stop))
+            items.append(_item(entry.name, code, piece.region.numel * multiple, start, stop))
         if self.chunks:
             items.append(_item(CHUNKS_NAME, "U32", len(self.chunks), 0, self._payload_bytes))
         end = self._payload_bytes + self.manifest.blob_bytes
@@ -232,22 +213,8 @@ def _pad(text: bytes) -> bytes:
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
-class FileShare(NamedTuple):
-    """A part of a wanted region, and the piece of a rank's file that contains the part.
-
-    Attributes:
-        rank: the rank of the file.
-        piece: the stored piece.
-        copy: from the items of the piece to those of the wanted region.
-    """
-
-    rank: int
-    piece: FilePiece
-    copy: Copy
-
-
-class ShareFinder:
-    """Finds the stored parts of regions. The layout of each rank's file is computed once, when first needed.
+class CopyFinder:
+    """Finds the copies from ranks' files to regions. The layout of each file is computed once, when first needed.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -259,7 +226,7 @@ class ShareFinder:
         self.manifest = manifest
         self._cost = cost
         self._files: dict[int, RankFile] = {}
-        self._shares: dict[tuple[object, ...], list[tuple[int, Copy]]] = {}
+        self._copies: dict[tuple[object, ...], list[tuple[int, Copy]]] = {}
 
     def file(self, rank: int) -> RankFile:
         """Return the layout of a rank's file."""
@@ -267,8 +234,11 @@ class ShareFinder:
             self._files[rank] = RankFile(self.manifest, rank)
         return self._files[rank]
 
-    def shares(self, index: int, wanted: Region) -> list[FileShare]:
-        """Return the stored parts that together make up a region of tensor number ``index``.
+    def copies(self, index: int, wanted: Region) -> list[tuple[RankFile, Copy]]:
+        """Return the copies that together fill a region of tensor number ``index``, each with the file it reads.
+
+        The source of a copy is the file, from byte 0 on, as items of the tensor's dtype. Pieces are aligned, so that
+        each piece begins at a whole number of items.
 
         Raises:
             CorruptCheckpointError: if elements are missing; names the tensor.
@@ -276,10 +246,10 @@ class ShareFinder:
         entry = self.manifest.entries[index]
         # A cache, because weights and their moments are cut alike. The key is all that the result depends on.
         key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[index])
-        shares = self._shares.get(key)
-        if shares is None:
-            shares = self._shares[key] = list(self._find_shares(index, wanted))
-            numel = sum(share.numel for _, share in shares)
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = list(self._from_pieces(index, wanted))
+            numel = sum(copy.numel for _, copy in copies)
             if numel != wanted.numel:
                 raise CorruptCheckpointError(
                     "The checkpoint does not contain all of a tensor.",
@@ -288,10 +258,13 @@ class ShareFinder:
                     where=entry.label,
                     todo="restore an older step",
                 )
-        return [FileShare(rank, self.file(rank).piece_of[index], share) for rank, share in shares]
+        return [
+            (file := self.file(rank), copy.shift(file.starts[index] // entry.itemsize))
+            for rank, copy in copies
+        ]
 
-    def _find_shares(self, index: int, wanted: Region) -> Iterator[tuple[int, Copy]]:
-        """Yield (rank, part) for each stored part of a region."""
+    def _from_pieces(self, index: int, wanted: Region) -> Iterator[tuple[int, Copy]]:
+        """Yield (rank, copy) for each stored piece that has elements of a region; the copy's source is the piece."""
         if not wanted.numel:
             return
         manifest, entry = self.manifest, self.manifest.entries[index]
@@ -303,6 +276,6 @@ class ShareFinder:
                 # One is enough: each replica has stored the whole region.
                 ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
-                share = manifest.split(index, region, replica, len(ranks))
-                for part in overlaps(share, wanted) if share.numel else ():
-                    yield rank, part
+                piece = manifest.split(index, region, replica, len(ranks))
+                for copy in overlaps(piece, wanted) if piece.numel else ():
+                    yield rank, copy

@@ -1,6 +1,6 @@
 """`ReadPlan`: reads byte ranges of many files in parallel, with bounded memory, and verifies every stripe.
 
-The plan collects sinks (see `targets`) for each file and divides their byte ranges into jobs of at most 16 MiB. If
+The plan collects the copies (see `targets`) from each file and divides their bytes into jobs of at most 16 MiB. If
 checksums are compared, jobs consist of whole stripes. A job is verified, taken, or both:
 
     verify     hash the bytes: on a local disk, in mapped pages of the page cache, without a copy
@@ -37,18 +37,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import groupby, islice, pairwise, takewhile
-from operator import attrgetter, itemgetter
+from itertools import chain, groupby, islice, pairwise, takewhile
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder
+from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder, RankFile
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.native.targets import Bytes, LoadTarget, Sink, sinks_of
+from vescale_fsdp.checkpoint.native.targets import Bytes, FileCopy, LoadTarget, file_copies
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import Exchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
@@ -56,6 +56,7 @@ from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.region import Region
 
@@ -67,20 +68,13 @@ _SLICE_BYTES = 512 << 10  # 512 KiB: a slice and its source pages fill half of a
 _start_of = attrgetter("start")
 
 
-class _FileRun(NamedTuple):
-    """A contiguous range of a file, from byte ``start`` on, that one read scatters into several buffers."""
-
-    start: int
-    memories: list[Bytes]
-
-
 class _ReadJob(NamedTuple):
-    """Bytes [start, stop) of a file, and the sinks that need some of these bytes, sorted by start."""
+    """A job: one read of bytes [start, stop) of a file, and the copies of some of these bytes, sorted by start."""
 
     file: OpenRankFile
     start: int
     stop: int
-    sinks: Sequence[Sink]
+    copies: Sequence[FileCopy]
 
     @property
     def size_bytes(self) -> int:
@@ -103,25 +97,24 @@ class _ReadJob(NamedTuple):
 
     def verify_data(self, data: Bytes) -> None:
         """Compare the checksums of ``data``, the job's bytes in memory."""
-        for index, start, stop in self._stripes():
-            self.file.verify_stripe(index, checksum_of(data[start:stop].data))
+        for index in self._stripes:
+            start, stop = self.file.file.stripe(index)
+            self.file.verify_stripe(index, checksum_of(data[start - self.start : stop - self.start].data))
 
     def take(self) -> int:
-        """Read the bytes into the sinks without verification. Returns the number of bytes read."""
+        """Read the bytes into the tensors without verification. Returns the number of bytes read."""
         runs, rest = self._scattered()
-        if self.is_far and len(runs) + len(rest) > 1:  # a single request instead of one per part
-            _deliver(self.start, self.stop, self.view(), self.sinks)
+        if self.is_far and len(runs) + len(rest) > 1:  # a single request instead of one per run
+            _deliver(self.start, self.stop, self.view(), self.copies)
             return self.size_bytes
-        for start, memories in runs:
-            self.file.read_at(start, memories)
+        for run in runs:
+            self.file.read_at(self._start(run[0]), self._memories(run))
         if rest:
             _deliver(self.start, self.stop, self.view(), rest)
-        return sum(len(memory) for _, memories in runs for memory in memories) + sum(
-            last - first for first, last in map(self._part, rest)
-        )
+        return sum(self._stop(copy) - self._start(copy) for copy in (*chain(*runs), *rest))
 
     def take_verified(self) -> int:
-        """Read the bytes into the sinks and verify them. Returns the number of bytes read.
+        """Read the bytes into the tensors and verify them. Returns the number of bytes read.
 
         The job must have whole stripes. Buffered bytes are verified before they are copied to tensors; bytes that are
         read straight into tensors are verified afterward.
@@ -129,12 +122,12 @@ class _ReadJob(NamedTuple):
         if self.is_far:
             data = self.view()
             self.verify_data(data)
-            _deliver(self.start, self.stop, data, self.sinks)
+            _deliver(self.start, self.stop, data, self.copies)
             return self.size_bytes
-        walk = _Walk(self.sinks)
-        for index, start, stop in self._stripes():
-            first, end = self.start + start, self.start + stop
-            stripe = _ReadJob(self.file, first, end, walk.within(first, end))
+        walk = _Walk(self.copies)
+        for index in self._stripes:
+            start, stop = self.file.file.stripe(index)
+            stripe = _ReadJob(self.file, start, stop, walk.within(start, stop))
             runs, rest = stripe._scattered()
             if rest:  # its bytes are mapped from the page cache, so reading them twice is cheap
                 stripe.verify()
@@ -143,60 +136,74 @@ class _ReadJob(NamedTuple):
                 self.file.verify_stripe(index, stripe._read_and_hash(runs))
         return self.size_bytes
 
-    def _read_and_hash(self, runs: Sequence[_FileRun]) -> int:
-        """Read runs slice by slice. Returns the checksum of all bytes of the job, including gaps between the runs."""
+    def _read_and_hash(self, runs: Sequence[Sequence[FileCopy]]) -> int:
+        """Read runs slice by slice. Returns the checksum of all bytes of the job, including gaps between the runs.
+
+        Args:
+            runs: see `_scattered`.
+        """
         digest, done = RunningChecksum(), self.start  # done: end of the bytes that are hashed
         unwanted: Bytes | None = None
         # The empty last run makes the loop hash the gap after the last real run.
-        for start, memories in [*runs, _FileRun(self.stop, [])]:
+        for run in (*runs, ()):
+            start = at = self._start(run[0]) if run else self.stop
             if done < start:
                 unwanted = self.view() if unwanted is None else unwanted
                 digest.update(unwanted[done - self.start : start - self.start].data)
                 done = start
-            at = start
-            for part in _slices(memories):
-                self.file.read_at(at, part)
-                for memory in part:
+            for memories in _slices(self._memories(run)):
+                self.file.read_at(at, memories)
+                for memory in memories:
                     # Runs overlap where two tensors need the same bytes; such bytes must be hashed once.
                     digest.update(memory[max(done - at, 0) :].data)
                     at += len(memory)
                     done = max(done, at)
         return digest.intdigest()
 
-    def _stripes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (stripe number, start, stop) of each stripe; start and stop count from the job's first byte."""
+    @property
+    def _stripes(self) -> range:
+        """Numbers of the stripes of a job that has whole stripes."""
         size = self.file.stripe_bytes
-        for index in range(self.start // size, -(-self.stop // size)):
-            stop = min((index + 1) * size, self.file.checked_bytes)
-            yield index, index * size - self.start, stop - self.start
+        return range(self.start // size, -(-self.stop // size))
 
-    def _part(self, sink: Sink) -> tuple[int, int]:
-        """Return the byte range of the file that a sink needs from this job."""
-        return max(self.start, sink.start), min(self.stop, sink.stop)
+    def _start(self, copy: FileCopy) -> int:
+        """Return the first byte of the file that a copy needs from this job."""
+        return max(self.start, copy.start)
 
-    def _scattered(self) -> tuple[list[_FileRun], list[Sink]]:
-        """Return (runs of the file to read straight into tensors, sinks whose bytes must be copied)."""
-        runs: list[_FileRun] = []
+    def _stop(self, copy: FileCopy) -> int:
+        """Return the end of the bytes of the file that a copy needs from this job."""
+        return min(self.stop, copy.stop)
+
+    def _scattered(self) -> tuple[list[list[FileCopy]], list[FileCopy]]:
+        """Return the copies that are read straight into tensors, as runs, and the copies that need a buffer.
+
+        The copies of a run follow each other in the file: one read scatters its bytes into several tensors.
+        """
+        runs: list[list[FileCopy]] = []
         rest = []
-        at = -1  # end of the last run; -1 equals no start, so the first sink begins a run
-        for sink in self.sinks:
-            start, stop = self._part(sink)
-            if sink.memory is None:
-                rest.append(sink)
+        at = -1  # end of the last run; -1 equals no start, so the first copy begins a run
+        for copy in self.copies:
+            if not copy.is_direct:
+                rest.append(copy)
                 continue
-            if start != at:
-                runs.append(_FileRun(start, []))
-            sink.begin()
-            runs[-1].memories.append(sink.memory[start - sink.start : stop - sink.start])
-            at = stop
+            if self._start(copy) != at:
+                runs.append([])
+            runs[-1].append(copy)
+            at = self._stop(copy)
         return runs, rest
 
+    def _memories(self, run: Sequence[FileCopy]) -> list[Bytes]:
+        """Return the memory to read a run into; from now on, its tensors count as overwritten."""
+        for copy in run:
+            copy.target.begin()
+        return [copy.memory(self._start(copy), self._stop(copy)) for copy in run]
 
-def _deliver(start: int, stop: int, data: Bytes, sinks: Sequence[Sink]) -> None:
-    """Copy bytes [start, stop) of a file, which are ``data``, to the sinks that need them."""
-    for sink in sinks:
-        first, last = max(start, sink.start), min(stop, sink.stop)
-        sink.take(first, data[first - start : last - start])
+
+def _deliver(start: int, stop: int, data: Bytes, copies: Sequence[FileCopy]) -> None:
+    """Copy bytes [start, stop) of a file, which are ``data``, to the tensors that need them."""
+    for copy in copies:
+        first, last = max(start, copy.start), min(stop, copy.stop)
+        copy.take(first, data[first - start : last - start])
 
 
 def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
@@ -217,24 +224,24 @@ def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 class _Walk:
-    """Finds the sinks of byte ranges that are passed in ascending order, without a search from the start.
+    """Finds the copies from byte ranges that are passed in ascending order, without a search from the start.
 
     Args:
-        sinks: sorted by start.
+        copies: sorted by start.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+    def __init__(self, copies: Sequence[FileCopy]) -> None:
+        self._copies = copies
         self._first = 0
 
-    def within(self, start: int, stop: int) -> list[Sink]:
-        """Return the sinks that need some of bytes [start, stop)."""
-        sinks = self._sinks
-        while self._first < len(sinks) and sinks[self._first].stop <= start:
+    def within(self, start: int, stop: int) -> list[FileCopy]:
+        """Return the copies that need some of bytes [start, stop)."""
+        copies = self._copies
+        while self._first < len(copies) and copies[self._first].stop <= start:
             self._first += 1
-        overlapping = takewhile(lambda sink: sink.start < stop, islice(sinks, self._first, None))
-        # Sinks are not sorted by stop: one that follows a long sink may stop before the range.
-        return [sink for sink in overlapping if sink.stop > start]
+        overlapping = takewhile(lambda copy: copy.start < stop, islice(copies, self._first, None))
+        # Copies are not sorted by stop: one that follows a long copy may stop before the range.
+        return [copy for copy in overlapping if copy.stop > start]
 
 
 class Reads(ABC):
@@ -280,11 +287,11 @@ class Reads(ABC):
         """Return the saved ranks whose files contain requested bytes; empty in all but the native form."""
         return set()
 
-    def stripes(self) -> list[StripeRun]:
+    def stripes(self) -> list[Extent]:
         """Return the requested stripes, which ranks compare before `share`; empty if reads cannot be shared."""
         return []
 
-    def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
+    def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[Extent]]) -> None:
         """Let a single rank read each stripe that several ranks request, and send it to the others.
 
         `run` is then a collective.
@@ -320,88 +327,79 @@ class Reads(ABC):
 
 
 class ReadPlan(Reads):
-    """Reads of the native form: sinks by file.
+    """Reads of the native form: the copies from each file.
 
     Args:
-        finder: finds regions in files.
+        finder: finds copies from files to regions.
     """
 
-    def __init__(self, storage: Storage, finder: ShareFinder) -> None:
+    def __init__(self, storage: Storage, finder: CopyFinder) -> None:
         super().__init__(storage)
         self._finder = finder
-        self._sinks: dict[int, list[Sink]] = {}
-        self._files: dict[int, OpenRankFile] = {}
-        self._exchange: Exchange[StripeRun] | None = None  # set by `share`
-        self._own_turns: list[Turn[StripeRun]] = []  # the shared stripes that this rank reads
-        # Saved rank -> stripes of its file that this rank and other ranks need, and one of these ranks reads.
-        self._shared: dict[int, set[int]] = {}
+        self._stripe_bytes = finder.manifest.stripe_bytes
+        # By the name of the file:
+        self._layouts: dict[str, RankFile] = {}
+        self._copies: dict[str, list[FileCopy]] = {}
+        self._files: dict[str, OpenRankFile] = {}
+        self._shared: dict[
+            str, set[int]
+        ] = {}  # numbers of stripes that several ranks need, and one of them reads
+        self._exchange: Exchange[Extent] | None = None  # set by `share`
+        self._own_turns: list[Turn[Extent]] = []  # the shared stripes that this rank reads
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target = LoadTarget(tensor)
-        for stored in self._finder.shares(index, region):
-            start, max_gap_bytes = stored.piece.start_bytes, self.storage.max_gap_bytes
-            for sink in sinks_of(stored.copy, start, target, max_gap_bytes=max_gap_bytes):
-                self.add(self._finder.file(stored.rank), sink)
+        for file, whole in self._finder.copies(index, region):
+            for copy in file_copies(whole, target, max_gap_bytes=self.storage.max_gap_bytes):
+                self.add(file, copy)
         return target
 
-    def add(self, file: RankFile, sink: Sink) -> None:
-        """Request the bytes of one sink from a file."""
-        self._sinks.setdefault(file.rank, []).append(sink)
+    def add(self, file: RankFile, copy: FileCopy) -> None:
+        """Request the bytes of one copy from a file."""
+        self._layouts[file.name] = file
+        self._copies.setdefault(file.name, []).append(copy)
 
     def saved_ranks(self) -> set[int]:
-        return set(self._sinks)
+        return {file.rank for file in self._layouts.values()}
 
-    def stripes(self) -> list[StripeRun]:
-        size = self._finder.manifest.stripe_bytes
+    def stripes(self) -> list[Extent]:
+        # Not joined over gaps: no rank needs the stripes in a gap.
         return [
-            StripeRun(rank, start // size, -(-stop // size))
-            for rank, sinks in sorted(self._sinks.items())
-            # Not joined over gaps: no rank needs the stripes in a gap.
-            for start, stop in _joined(sorted(sinks, key=_start_of), self._finder.file(rank), size, 0)
+            extent for name in sorted(self._copies) for extent in self._joined(name, self._stripe_bytes, 0)
         ]
 
-    def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
-        # At least one stripe, because stripes are verified whole.
-        max_stripes = max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes)
-        turns = plan_shared(by_rank, max_stripes, coordinator.rank, self._size)
+    def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[Extent]]) -> None:
+        turns = plan_shared(by_rank, self._stripe_bytes, coordinator.rank)
         self._own_turns = [turn for turn in turns if turn.sender == coordinator.rank]
         for turn in turns:
-            self._shared.setdefault(turn.job.saved_rank, set()).update(range(turn.job.first, turn.job.stop))
+            self._shared.setdefault(turn.job.file, set()).update(self._numbers(turn.job))
         self._exchange = Exchange(coordinator, turns, threads=self.storage.far_read_threads)
 
-    def _bounds(self, run: StripeRun) -> tuple[int, int]:
-        """Return the byte range [start, stop) of stripes in their file."""
-        file = self._finder.file(run.saved_rank)
-        return file.stripe(run.first)[0], file.stripe(run.stop - 1)[1]
-
-    def _size(self, run: StripeRun) -> int:
-        """Return the size of stripes in bytes."""
-        start, stop = self._bounds(run)
-        return stop - start
+    def _numbers(self, extent: Extent) -> range:
+        """Return the numbers of the stripes with bytes of an extent."""
+        return range(extent.offset // self._stripe_bytes, -(-extent.stop // self._stripe_bytes))
 
     def open(self) -> None:
-        needed = {turn.job.saved_rank for turn in self._own_turns}
-        needed |= {rank for rank, *_ in self._ranges(self._finder.manifest.stripe_bytes)}
-        for rank in sorted(needed - self._files.keys()):  # may be called again: see `_jobs`
-            self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
+        needed = {turn.job.file for turn in self._own_turns}
+        needed |= {extent.file for extent in self._extents(self._stripe_bytes)}
+        for name in sorted(needed - self._files.keys()):  # may be called again: see `_jobs`
+            self._files[name] = OpenRankFile(self.storage, self._layouts[name])
 
     def close(self) -> None:
         with ExitStack() as closing:  # closes all files, even if closing one of them raises
             while self._files:
                 closing.callback(self._files.popitem()[1].reader.close)
 
+    def _job(self, extent: Extent, copies: Sequence[FileCopy] = ()) -> _ReadJob:
+        return _ReadJob(self._files[extent.file], extent.offset, extent.stop, copies)
+
     def verify(self) -> None:
-        turns = [
-            _ReadJob(self._files[turn.job.saved_rank], *self._bounds(turn.job), ())
-            for turn in self._own_turns
-        ]
-        jobs = [*self._jobs(True), *turns]
+        jobs = [*self._jobs(True), *(self._job(turn.job) for turn in self._own_turns)]
         self._map("verifying", _ReadJob.verify, jobs, sum(job.size_bytes for job in jobs))
 
     def run(self, *, verify: bool) -> None:
-        if (
-            self._exchange is not None
-        ):  # first: a rank that fails in its own reads could not take part afterward
+        # First, because a rank that fails in its own reads could not take part afterward.
+        if self._exchange is not None:
             self._run_shared(self._exchange, verify)
         jobs = list(self._jobs(verify))
         work = _ReadJob.take_verified if verify else _ReadJob.take
@@ -414,58 +412,86 @@ class ReadPlan(Reads):
             far=any(not job.file.reader.is_at_hand(job.start, job.stop) for job in jobs),
         )
 
-    def _run_shared(self, exchange: Exchange[StripeRun], verify: bool) -> None:
+    def _run_shared(self, exchange: Exchange[Extent], verify: bool) -> None:
         """Read, send and receive the shared stripes. A rank that fails takes part to the end, and raises then."""
         kept = FirstError()
-        sinks_of_run: dict[StripeRun, list[Sink]] = {}
-        runs = sorted(turn.job for turn in exchange.turns)  # by file and stripe, as `_Walk` needs
-        for saved_rank, of_file in groupby(runs, key=attrgetter("saved_rank")):
-            walk = _Walk(sorted(self._sinks.get(saved_rank, ()), key=_start_of))
-            sinks_of_run.update({run: walk.within(*self._bounds(run)) for run in of_file})
+        copies_of: dict[Extent, list[FileCopy]] = {}
+        extents = sorted(turn.job for turn in exchange.turns)  # by file and offset, as `_Walk` needs
+        for name, of_file in groupby(extents, key=attrgetter("file")):
+            walk = _Walk(sorted(self._copies.get(name, ()), key=_start_of))
+            copies_of.update({extent: walk.within(extent.offset, extent.stop) for extent in of_file})
 
-        def read(run: StripeRun, data: memoryview) -> None:
+        def read(extent: Extent, data: memoryview) -> None:
             """Read and verify stripes to send."""
-            job = _ReadJob(self._files[run.saved_rank], *self._bounds(run), ())
+            job = self._job(extent)
             job.file.read_at(job.start, [data])
             if verify:
                 job.verify_data(np.frombuffer(data, dtype=np.uint8))
 
-        def take(run: StripeRun, data: memoryview) -> None:
-            """Copy stripes, read or received, to this rank's sinks."""
-            _deliver(*self._bounds(run), np.frombuffer(data, dtype=np.uint8), sinks_of_run[run])
+        def take(extent: Extent, data: memoryview) -> None:
+            """Copy stripes, read or received, to this rank's tensors."""
+            stripes = np.frombuffer(data, dtype=np.uint8)
+            _deliver(extent.offset, extent.stop, stripes, copies_of[extent])
 
-        self.num_bytes_received += exchange.run(read, take, lambda run: kept)
+        self.num_bytes_received += exchange.run(read, take, lambda extent: kept)
         kept.raise_kept()
         self.num_bytes_read += sum(turn.nbytes for turn in self._own_turns)
 
-    def _ranges(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (saved rank, start, stop) of each job of this rank's reads that are not shared.
+    def _extents(self, step: int) -> Iterator[Extent]:
+        """Yield the bytes of each job of this rank's reads that are not shared.
 
         Args:
             step: number of bytes; every job starts at a multiple of it.
         """
         size = max(_JOB_BYTES // step, 1) * step  # whole steps, at least one
-        for rank, sinks in self._sinks.items():
-            file, shared = self._finder.file(rank), self._shared.get(rank, set())
-            for start, stop in _joined(sorted(sinks, key=_start_of), file, step, self.storage.max_gap_bytes):
-                for first, last in _without(start, stop, shared, file.manifest.stripe_bytes):
+        for name in self._copies:
+            for joined in self._joined(name, step, self.storage.max_gap_bytes):
+                for extent in self._without_shared(joined):
                     # No job cuts an element: item sizes fall along a file, so the starts of later jobs are multiples
                     # of the item size.
-                    yield from ((rank, at, min(at + size, last)) for at in range(first, last, size))
+                    yield from (extent.part(at, at + size) for at in range(0, extent.nbytes, size))
 
     def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
         """Yield the jobs of this rank's reads that are not shared."""
-        stripe_bytes = self._finder.manifest.stripe_bytes
-        # Whole stripes also if some are shared, because shared stripes are cut out of the ranges.
-        ranges = list(self._ranges(stripe_bytes if whole_stripes or self._shared else 1))
-        for rank, of_rank in groupby(ranges, key=itemgetter(0)):
+        # Whole stripes also if some are shared, because shared stripes are cut out of the extents.
+        extents = list(self._extents(self._stripe_bytes if whole_stripes or self._shared else 1))
+        for name, of_file in groupby(extents, key=attrgetter("file")):
             self.open()  # for callers that have not called it, such as `CheckpointReader`
-            file = self._files[rank]
-            walk = _Walk(sorted(self._sinks[rank], key=_start_of))
-            for _, start, stop in of_rank:
-                sinks = walk.within(start, stop)
-                if sinks or whole_stripes:
-                    yield _ReadJob(file, start, stop, sinks)
+            walk = _Walk(sorted(self._copies[name], key=_start_of))
+            for extent in of_file:
+                copies = walk.within(extent.offset, extent.stop)
+                if copies or whole_stripes:
+                    yield self._job(extent, copies)
+
+    def _joined(self, name: str, step: int, max_gap: int) -> list[Extent]:
+        """Return the bytes that the copies from a file need, rounded out to whole steps, and joined over small gaps.
+
+        Args:
+            step: number of bytes; extents start and stop at multiples of it, or at the checksum table.
+            max_gap: largest gap in bytes between two extents that are joined.
+        """
+        starts, stops = list[int](), list[int]()
+        for copy in sorted(self._copies[name], key=_start_of):
+            start, stop = copy.start // step * step, copy.stop
+            if step > 1:  # the last stripe ends where the checksum table begins
+                stop = min(round_up(stop, step), self._layouts[name].table_start)
+            if stops and start - stops[-1] <= max_gap:
+                stops[-1] = max(stops[-1], stop)  # a copy may stop before an earlier, longer one
+            else:
+                starts.append(start)
+                stops.append(stop)
+        return [Extent(name, start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+
+    def _without_shared(self, extent: Extent) -> Iterator[Extent]:
+        """Yield the parts of an extent that are in no shared stripe."""
+        shared, size = self._shared.get(extent.file), self._stripe_bytes
+        if not shared:
+            yield extent
+            return
+        for is_shared, numbers in groupby(self._numbers(extent), key=shared.__contains__):
+            if not is_shared:
+                own = list(numbers)
+                yield extent.clip(own[0] * size, (own[-1] + 1) * size)
 
 
 def _interleaved(items: Sequence[T], num_parts: int) -> list[T]:
@@ -477,92 +503,51 @@ def _interleaved(items: Sequence[T], num_parts: int) -> list[T]:
     return [items[at] for first in range(size) for at in range(first, len(items), size)]
 
 
-def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> list[tuple[int, int]]:
-    """Return the byte ranges to read: those of ``sinks``, rounded out to whole steps, and joined over small gaps.
-
-    Args:
-        sinks: sorted by start.
-        step: number of bytes; ranges start and stop at multiples of it, or at the checksum table.
-        max_gap: largest gap in bytes between two ranges that are joined.
-    """
-    joined: list[tuple[int, int]] = []
-    for sink in sinks:
-        start = sink.start // step * step
-        # The last stripe ends where the checksum table begins.
-        stop = min(round_up(sink.stop, step), file.table_start if step > 1 else sink.stop)
-        if joined and start - joined[-1][1] <= max_gap:
-            # `max`: a sink may stop before an earlier, longer one.
-            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def _without(start: int, stop: int, shared: Set[int], size: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a byte range that are in no shared stripe; ``size`` is the size of a stripe in bytes."""
-    if not shared:
-        yield start, stop
-        return
-    for is_shared, numbers in groupby(range(start // size, -(-stop // size)), key=shared.__contains__):
-        if not is_shared:
-            own = list(numbers)
-            yield max(start, own[0] * size), min(stop, (own[-1] + 1) * size)
-
-
-class StripeRun(NamedTuple):
-    """Stripes [first, stop) of the file of a saved rank."""
-
-    saved_rank: int
-    first: int
-    stop: int
-
-
-def plan_shared(
-    by_rank: Sequence[Iterable[StripeRun]],
-    max_stripes: int,
-    rank: int,
-    size_of: Callable[[StripeRun], int],
-) -> list[Turn[StripeRun]]:
+def plan_shared(by_rank: Sequence[Iterable[Extent]], stripe_bytes: int, rank: int) -> list[Turn[Extent]]:
     """Assign the stripes that several ranks request evenly to these ranks. Returns the turns of ``rank``.
 
         requested   0: stripes 0 .. 15 of file 0     2: the same                 (replicas of one shard under HSDP)
         read        0: 0 .. 7                        2: 8 .. 15
 
     Args:
-        by_rank: runs of stripes that each rank requests; the runs of one rank do not overlap.
-        max_stripes: largest number of stripes that are read and sent at once.
-        size_of: returns the size of stripes in bytes.
+        by_rank: the stripes that each rank requests, joined; those of one rank do not overlap.
+        stripe_bytes: size of a stripe; extents start at a stripe, and stop at a stripe or with the file's last one.
     """
-    # Saved rank -> stripe -> (rank, True) if a run of the rank begins at this stripe, (rank, False) if one ends there.
-    edges: dict[int, dict[int, list[tuple[int, bool]]]] = {}
-    for reader, runs in enumerate(by_rank):
-        for run in runs:
-            of_file = edges.setdefault(run.saved_rank, {})
-            of_file.setdefault(run.first, []).append((reader, True))
-            of_file.setdefault(run.stop, []).append((reader, False))
-    own: list[tuple[int, Turn[StripeRun]]] = []  # (number of the turn among its sender's turns, turn)
+    max_bytes = (
+        max(1, _TURN_BYTES // stripe_bytes) * stripe_bytes
+    )  # at least one stripe, which is verified whole
+    # File -> offset -> (rank, True) if an extent of the rank begins there, (rank, False) if one ends there.
+    edges: dict[str, dict[int, list[tuple[int, bool]]]] = {}
+    for reader, extents in enumerate(by_rank):
+        for extent in extents:
+            of_file = edges.setdefault(extent.file, {})
+            of_file.setdefault(extent.offset, []).append((reader, True))
+            of_file.setdefault(extent.stop, []).append((reader, False))
+    own: list[tuple[int, Turn[Extent]]] = []  # (number of the turn among its sender's turns, turn)
     load: Counter[int] = Counter()  # rank -> number of stripes that it reads for others
     num_turns: Counter[int] = Counter()  # rank -> number of its turns
-    for saved_rank, of_file in sorted(edges.items()):  # sorted: all ranks must compute the same plan
-        ranks: set[int] = set()  # the ranks that request stripes [first, stop)
+    for name, of_file in sorted(edges.items()):  # sorted: all ranks must compute the same plan
+        ranks: set[int] = set()  # the ranks that request bytes [first, stop)
         for first, stop in pairwise(sorted(of_file)):
-            # Ends first, because a run of a rank may begin where the rank's previous run ends.
+            # Ends first, because an extent of a rank may begin where the rank's previous extent ends.
             ranks -= {reader for reader, begins in of_file[first] if not begins}
             ranks |= {reader for reader, begins in of_file[first] if begins}
             if len(ranks) < 2:  # a single reader has nothing to share
                 continue
-            at, receivers = first, tuple(sorted(ranks))
+            requested, at, receivers = Extent(name, first, stop - first), 0, tuple(sorted(ranks))
+            num_stripes = -(-requested.nbytes // stripe_bytes)
             # The least loaded ranks first; the rank decides between equal loads, alike on all ranks.
             for number, sender in enumerate(sorted(ranks, key=lambda reader: (load[reader], reader))):
                 # Equal shares; the remainder goes to the first of these ranks.
-                count = (stop - first - number + len(ranks) - 1) // len(ranks)
-                starts = range(at, at + count, max_stripes)
+                count = (num_stripes - number + len(ranks) - 1) // len(ranks)
+                end = at + count * stripe_bytes
+                starts = range(at, end, max_bytes)
                 if rank in ranks:  # turns of other ranks are only counted
                     for nth, start in enumerate(starts, num_turns[sender]):
-                        run = StripeRun(saved_rank, start, min(start + max_stripes, at + count))
-                        own.append((nth, Turn(run, sender, receivers, size_of(run))))
+                        job = requested.part(start, min(start + max_bytes, end))
+                        own.append((nth, Turn(job, sender, receivers, job.nbytes)))
                 load[sender] += count
                 num_turns[sender] += len(starts)
-                at += count
+                at = end
     # The first turn of each sender, then the second of each, and so on, so that all senders work at the same time.
     return [turn for _, turn in sorted(own, key=lambda item: (item[0], item[1].sender))]

@@ -18,16 +18,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.rank_file import ShareFinder
+from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.native.read import ReadPlan, Reads
-from vescale_fsdp.checkpoint.native.targets import Bytes, Sink
+from vescale_fsdp.checkpoint.native.targets import FileCopy, LoadTarget
 from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables
 from vescale_fsdp.checkpoint.native.zarr_live import ZarrReads
 from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
@@ -36,7 +35,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import how_to_download, open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
-from vescale_fsdp.layout.region import Region, whole_region
+from vescale_fsdp.layout.region import Copy, Region, whole_region
 
 _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is no manifest, and is not read into memory
 
@@ -218,7 +217,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         self.storage = storage
         self.manifest = read_manifest(storage) if manifest is None else manifest
         self.metadata: Json = self.manifest.metadata
-        self._finder = ShareFinder(self.manifest, cost)
+        self._finder = CopyFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)
 
     def __getitem__(self, name: str) -> CheckpointTensor:
@@ -318,14 +317,16 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def blobs(self, ranks: list[int]) -> list[memoryview]:
         """Read and verify the packed `PerRank` values of some ranks."""
-        blobs: list[Bytes] = [np.empty(self.manifest.blob_bytes, dtype=np.uint8) for _ in ranks]
+        nbytes = self.manifest.blob_bytes
+        blobs = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in ranks]
         with closing(ReadPlan(self.storage, self._finder)) as reads:
             for rank, blob in zip(ranks, blobs, strict=True):
-                if len(blob):
+                if nbytes:
                     file = self._finder.file(rank)
-                    reads.add(file, Sink(file.blob_start, file.table_start, None, blob))
+                    copy = Copy.run(file.blob_start, 0, nbytes)
+                    reads.add(file, FileCopy(LoadTarget(blob), copy, file.blob_start, file.table_start))
             reads.run(verify=True)
-        return [memoryview(blob.data) for blob in blobs]
+        return [blob.numpy().data for blob in blobs]
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
         """Decode the packed `PerRank` values of one rank. Returns a dict from name to value."""

@@ -1,17 +1,17 @@
 """Destinations of the bytes that a load reads.
 
-A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
+A `LoadTarget` is a tensor to fill. A `FileCopy` is a copy from a file to a target; its bytes reach the tensor
 
-    direct      contiguous in the file and in CPU memory: the file is read into the tensor's memory
-    copied      contiguous in the file, for a tensor on a device: copied through pinned memory of the reading thread
-    strided     strided in the file or in the tensor: copied from a buffer
+    directly            if the copy is a run and the tensor is in CPU memory: the file is read into the tensor's memory
+    through a buffer    if the copy is strided in the file or in the tensor
+    through pinned      if the copy is a run and the tensor is on a device; the reading thread has pinned memory
+    memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_o
 from vescale_fsdp.layout.region import Copy
 
 Bytes = npt.NDArray[np.uint8]
-Deliver = Callable[[int, Bytes], None]
 
 _PINNED_BYTES = 4 << 20  # 4 MiB per copy to a device; each thread has two such buffers in turn
 _slots = PinnedSlots()
@@ -67,6 +66,24 @@ class LoadTarget:
         # A temporary buffer leaves the tensor unchanged until `finish`.
         self.is_overwritten = self.is_overwritten or self._filled is self._tensor
 
+    def fill(self, items: torch.Tensor, copy: Copy) -> None:
+        """Copy ``items``, which are in CPU memory and 1D, to the memory to fill."""
+        if self.stream is None:
+            copy.target_view(self.flat).copy_(copy.source_view(items))
+            return
+        if not copy.is_run:
+            with self.stream.on():
+                copy.target_view(self.flat).copy_(copy.source_view(items))
+            return
+        at = copy.target
+        for values in copy.source_view(items).split(_PINNED_BYTES // self.itemsize):
+            pinned = _slots.lend(values.numel() * self.itemsize).view(values.dtype)
+            pinned.copy_(values)
+            with self.stream.on():
+                self.flat[at : at + values.numel()].copy_(pinned, non_blocking=True)
+            _slots.busy_until(self.stream.record())
+            at += values.numel()
+
     def finish(self) -> None:
         """Complete the tensor after the last read: copy the temporary buffer into it, if there is one."""
         self.is_overwritten = self._filled.numel() > 0  # an empty tensor has nothing to overwrite
@@ -78,85 +95,54 @@ class LoadTarget:
             self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
 
 
-class Sink(NamedTuple):
-    """A half-open byte range of a file and its destination.
+class FileCopy(NamedTuple):
+    """A copy from bytes [start, stop) of a file to a tensor.
 
     Attributes:
-        target: the tensor to fill; None for plain memory.
-        memory: the destination, of the range's length; None if the bytes must be copied.
-        deliver: function that copies a part of the range, called with (offset in the file, bytes). The bytes must be
-            whole elements; the function neither changes nor keeps them. None if ``memory`` is given.
+        target: the tensor to fill.
+        copy: its source is the file, from byte 0 on, as items of the tensor's dtype. Items outside of [start, stop) are
+            copied by another `FileCopy`.
     """
 
+    target: LoadTarget
+    copy: Copy
     start: int
     stop: int
-    target: LoadTarget | None
-    memory: Bytes | None
-    deliver: Deliver | None = None
 
-    def begin(self) -> None:
-        """Note that the target is overwritten from now on. Call it before bytes are written into `memory`."""
-        if self.target is not None:
-            self.target.begin()
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file can be read into the tensor's memory; else its bytes must be copied."""
+        return self.target.memory is not None and self.copy.is_run
 
-    def take(self, at: int, data: Bytes) -> None:
-        """Copy bytes from file offset ``at`` on to their destination."""
-        self.begin()
-        if self.memory is not None:
-            self.memory[at - self.start : at - self.start + len(data)] = data
-        elif self.deliver is not None:
-            self.deliver(at, data)
+    def memory(self, start: int, stop: int) -> Bytes:
+        """Return the memory for bytes [start, stop) of the file; needs `is_direct`."""
+        assert self.target.memory is not None
+        origin = (self.copy.target - self.copy.source) * self.target.itemsize
+        return self.target.memory[origin + start : origin + stop]
+
+    def take(self, start: int, data: Bytes) -> None:
+        """Copy ``data``, the bytes from file offset ``start`` on, to the tensor.
+
+        The data must be inside of [start, stop) and whole elements. They are neither changed nor kept.
+        """
+        self.target.begin()
+        if self.is_direct:
+            self.memory(start, start + len(data))[:] = data
+            return
+        # A copy of read-only bytes, which some stores return: torch does not accept them.
+        items = torch.from_numpy(data if data.flags.writeable else data.copy())
+        items, first = items.view(self.target.flat.dtype), start // self.target.itemsize
+        for copy in self.copy.within(first, first + items.numel()):
+            self.target.fill(items, copy.shift(-first))
 
 
-def sinks_of(copy: Copy, start_bytes: int, target: LoadTarget, *, max_gap_bytes: int) -> Iterator[Sink]:
-    """Yield the sinks of a copy from a stored piece to a target.
+def file_copies(copy: Copy, target: LoadTarget, *, max_gap_bytes: int) -> Iterator[FileCopy]:
+    """Yield the copies from a file to a target, one for each byte range to read.
 
     Args:
-        start_bytes: offset of the piece in its file.
-        max_gap_bytes: ranges of a strided copy with smaller gaps between them become one sink.
+        copy: its source is the file, as items of the target's dtype.
+        max_gap_bytes: byte ranges with smaller gaps between them are joined.
     """
     itemsize = target.itemsize
-    if not copy.is_run:
-        deliver = partial(_copy_strided, target, copy, start_bytes)
-        for first, end in copy.source_ranges(max_gap_bytes // itemsize):
-            yield Sink(start_bytes + first * itemsize, start_bytes + end * itemsize, target, None, deliver)
-        return
-    start = start_bytes + copy.source * itemsize
-    stop = start + copy.numel * itemsize
-    if target.memory is None:
-        yield Sink(start, stop, target, None, partial(_copy_run, target, copy.target, start))
-    else:
-        first = copy.target * itemsize
-        yield Sink(start, stop, target, target.memory[first : first + stop - start])
-
-
-def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
-    """Return bytes as elements of the target."""
-    # A copy of read-only bytes, which some stores return: torch does not accept them.
-    return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
-
-
-def _copy_run(target: LoadTarget, index: int, start: int, at: int, data: Bytes) -> None:
-    """Copy bytes from file offset ``at`` on; the target's element ``index`` is stored at file offset ``start``."""
-    first = index + (at - start) // target.itemsize
-    elements, stream = _elements(target, data), target.stream
-    if stream is None:
-        target.flat[first : first + elements.numel()].copy_(elements)
-        return
-    for piece in elements.split(_PINNED_BYTES // target.itemsize):
-        pinned = _slots.lend(piece.numel() * target.itemsize).view(piece.dtype)
-        pinned.copy_(piece)
-        with stream.on():
-            target.flat[first : first + piece.numel()].copy_(pinned, non_blocking=True)
-        _slots.busy_until(stream.record())
-        first += piece.numel()
-
-
-def _copy_strided(target: LoadTarget, copy: Copy, start_bytes: int, at: int, data: Bytes) -> None:
-    """Copy the items of a copy that ``data``, the bytes from file offset ``at`` on, contains."""
-    elements = _elements(target, data)
-    first = (at - start_bytes) // target.itemsize  # the stored piece's item that is the first in `elements`
-    with nullcontext() if target.stream is None else target.stream.on():
-        for part in copy.within(first, first + elements.numel()):
-            values = part._replace(source=part.source - first).source_view(elements)
-            part.target_view(target.flat).copy_(values)
+    for first, last in copy.source_ranges(max_gap_bytes // itemsize):
+        yield FileCopy(target, copy, first * itemsize, last * itemsize)

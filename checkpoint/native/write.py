@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import replace as replaced
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, callers_level
-from vescale_fsdp.layout.geometry import boxes_of_range, round_up
+from vescale_fsdp.layout.geometry import FlatRange, boxes_of_range, round_up
 
 _RUN_BYTES = 4 << 20  # 4 MiB: consecutive stripes that one thread writes at a time
 _ALIGN_BYTES = 64  # a multiple of every item size, for views of a shared buffer with any dtype
@@ -253,58 +252,23 @@ def _joint_checksum(buffers: Sequence[Buffer]) -> int:
     return digest.intdigest()
 
 
-class _Copied(NamedTuple):
-    """A byte range of a tensor that must be copied before it is written: it is on a device or not contiguous."""
+def _copied(tensor: torch.Tensor, items: FlatRange, pinned: torch.Tensor | None) -> Buffer:
+    """Copy a range of a tensor's row-major items to host memory, and return their bytes.
 
-    tensor: torch.Tensor
-    start_bytes: int
-    stop_bytes: int
-
-    @property
-    def elements(self) -> tuple[int, int]:
-        """(first, end) of the elements that cover the byte range."""
-        itemsize = self.tensor.dtype.itemsize
-        return self.start_bytes // itemsize, -(-self.stop_bytes // itemsize)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes of the copy: whole elements, rounded up so that the next copy in the buffer is aligned."""
-        first, last = self.elements
-        return round_up((last - first) * self.tensor.dtype.itemsize, _ALIGN_BYTES)
-
-    def copy(self, pinned: torch.Tensor | None) -> Buffer:
-        """Copy the range to host memory, and return its bytes.
-
-        Args:
-            pinned: memory for the copy, which then runs on the current stream; None to allocate memory.
-        """
-        (first, last), tensor, itemsize = self.elements, self.tensor, self.tensor.dtype.itemsize
-        if pinned is None:
-            out = torch.empty(last - first, dtype=tensor.dtype, device="cpu")
-        else:
-            out = pinned[: (last - first) * itemsize].view(tensor.dtype)
-        if tensor.is_contiguous():
-            out.copy_(tensor.view(-1)[first:last], non_blocking=pinned is not None)
-        else:
-            boxes = boxes_of_range(tuple(tensor.shape), first, last)
-            for box, part in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
-                part.view(box.sizes).copy_(tensor[box.slices()], non_blocking=pinned is not None)
-        skip = self.start_bytes - first * itemsize
-        return out.view(torch.uint8).numpy()[skip : skip + self.stop_bytes - self.start_bytes]
-
-
-class _Part(NamedTuple):
-    """A byte range of a file, and where its bytes come from.
-
-    Attributes:
-        source: host memory, or a tensor that must be copied.
-        skip: the byte of the source that is the first byte of the range.
+    Args:
+        pinned: memory for the copy, which then runs on the current stream; None to allocate memory.
     """
-
-    start: int
-    stop: int
-    source: Buffer | torch.Tensor
-    skip: int
+    if pinned is None:
+        out = torch.empty(items.numel, dtype=tensor.dtype, device="cpu")
+    else:
+        out = pinned[: items.numel * tensor.dtype.itemsize].view(tensor.dtype)
+    if tensor.is_contiguous():
+        out.copy_(tensor.view(-1)[items.start : items.stop], non_blocking=pinned is not None)
+    else:
+        boxes = boxes_of_range(tuple(tensor.shape), *items)
+        for box, values in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
+            values.view(box.sizes).copy_(tensor[box.slices()], non_blocking=pinned is not None)
+    return out.view(torch.uint8).numpy()
 
 
 class FileImage:
@@ -335,56 +299,72 @@ class FileImage:
         for stream in self._streams.values():
             # Queued kernels may still write the tensors. On this thread, since others have other current streams.
             stream.wait_for_compute()
-        self._parts = [_Part(0, len(file.header), file.header, 0)]
-        for piece in file.pieces:
+        # Bytes from `_starts[i]` to `_starts[i + 1]` of the file are in `_sources[i]`, host memory or a tensor to copy;
+        # byte `_origins[i]` of the file would be the first byte of that source.
+        self._starts, self._origins = [0], [0]
+        self._sources: list[Buffer | torch.Tensor] = [file.header]
+        for piece, start in zip(file.pieces, file.starts.values(), strict=True):
             entry = file.manifest.entries[piece.tensor_index]
             # A lazily conjugated or negated tensor is a view with a flag; the file must have the computed values.
             tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
             in_place = tensor.is_contiguous() and tensor.device not in self._streams
             source = bytes_of(tensor).numpy() if in_place else tensor.view(carrier_of(tensor.dtype))
-            skip = piece.local_start * entry.itemsize
-            self._parts.append(_Part(piece.start_bytes, piece.stop_bytes, source, skip))
+            self._add(start, source, piece.local_start * entry.itemsize)
         if file.chunks:
-            table = np.frombuffer(chunk_table, dtype=np.uint8)
-            self._parts.append(_Part(len(file.header), file.blob_start, table, 0))
+            self._add(len(file.header), np.frombuffer(chunk_table, dtype=np.uint8))
         if file.manifest.blob_bytes:
             # Every file has a blob of the same size, that of the rank with the most bytes.
             padded = np.zeros(file.manifest.blob_bytes, dtype=np.uint8)
             padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
-            self._parts.append(_Part(file.blob_start, file.table_start, padded, 0))
-        self._starts = [part.start for part in self._parts]
+            self._add(file.blob_start, padded)
+        self._starts.append(file.table_start)
+
+    def _add(self, start: int, source: Buffer | torch.Tensor, skip: int = 0) -> None:
+        """Add a source whose byte ``skip`` is byte ``start`` of the file."""
+        self._starts.append(start)
+        self._origins.append(start - skip)
+        self._sources.append(source)
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """Return bytes [start, stop) of the file, in several buffers.
 
         The buffers are valid until the tensors change, or until this thread calls the method again.
+
+        Args:
+            start, stop: ends of stripes, which cut no element: stripes and pieces are aligned.
         """
         buffers: list[Buffer] = []
-        copies: dict[int, _Copied] = {}  # index in `buffers` -> the copy that this buffer needs
-        at = bisect_right(self._starts, start) - 1  # the part that contains `start`
+        pending: list[tuple[int, torch.Tensor, FlatRange]] = []  # (index in `buffers`, tensor, items to copy)
+        at = bisect_right(self._starts, start) - 1  # number of the source that contains `start`
         while start < stop:
-            part = self._parts[at]
-            end = min(stop, part.stop)
-            first, last = start - part.start + part.skip, end - part.start + part.skip
-            if isinstance(part.source, torch.Tensor):
-                copies[len(buffers)] = _Copied(part.source, first, last)
+            end, origin, source = min(stop, self._starts[at + 1]), self._origins[at], self._sources[at]
+            if isinstance(source, torch.Tensor):
+                itemsize = source.dtype.itemsize
+                items = FlatRange((start - origin) // itemsize, (end - origin) // itemsize)
+                pending.append((len(buffers), source, items))
                 buffers.append(b"")  # a placeholder: all copies are made together below
             else:
-                buffers.append(part.source[first:last])
+                buffers.append(source[start - origin : end - origin])
             start = end
             at += 1
         # All copies from devices share one pinned buffer; copies of CPU tensors (size 0 here) get memory of their own.
-        sizes = [copy.num_bytes if copy.tensor.device in self._streams else 0 for copy in copies.values()]
+        sizes = [
+            # Rounded up, so that the next copy in the buffer is aligned.
+            round_up(items.numel * tensor.dtype.itemsize, _ALIGN_BYTES)
+            if tensor.device in self._streams
+            else 0
+            for _, tensor, items in pending
+        ]
         pinned = self._slots.lend(sum(sizes)) if any(sizes) else None
         used: dict[CopyStream, None] = {}
-        for (number, copy), size, end in zip(copies.items(), sizes, accumulate(sizes), strict=True):
+        for (number, tensor, items), size, end in zip(pending, sizes, accumulate(sizes), strict=True):
             if pinned is None or not size:
-                buffers[number] = copy.copy(None)
+                buffers[number] = _copied(tensor, items, None)
                 continue
-            stream = self._streams[copy.tensor.device]
+            stream = self._streams[tensor.device]
             used[stream] = None
             with stream.on():
-                buffers[number] = copy.copy(pinned[end - size : end])
+                buffers[number] = _copied(tensor, items, pinned[end - size : end])
         for stream in used:
             stream.record().synchronize()  # the caller reads the bytes next
         return buffers

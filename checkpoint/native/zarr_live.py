@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 )
 from vescale_fsdp.checkpoint.native.form import Commit, RankShare, root_errors
 from vescale_fsdp.checkpoint.native.read import Reads
-from vescale_fsdp.checkpoint.native.targets import LoadTarget, sinks_of
+from vescale_fsdp.checkpoint.native.targets import LoadTarget, file_copies
 from vescale_fsdp.checkpoint.native.write import (
     FileImage,
     NativeForm,
@@ -269,6 +269,6 @@ class ZarrReads(Reads):
         """Read a chunk into its target. Returns the number of bytes read."""
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
         for share in overlaps(whole, read.wanted):
-            for sink in sinks_of(share, 0, read.target, max_gap_bytes=0):
-                sink.take(sink.start, data[sink.start : sink.stop])
+            for copy in file_copies(share, read.target, max_gap_bytes=0):
+                copy.take(copy.start, data[copy.start : copy.stop])
         return len(data)

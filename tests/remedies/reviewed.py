@@ -18,7 +18,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/formats/zarr/arrays.py": "damaged _Array2._decoded",
         "checkpoint/native/zarr_chunks.py": "read_chunk.corrupt",
         "checkpoint/manifest/manifest.py": "_corrupt",
-        "checkpoint/manifest/rank_file.py": "ShareFinder.shares",
+        "checkpoint/manifest/rank_file.py": "CopyFinder.copies",
         "checkpoint/memory/peer_memory.py": "PeerMemory.bring_manifest PeerMemory._check_disk",
         "conversion/engine/coded_tensors.py": "IndexedView.read_into",
         "conversion/engine/stored_tensor.py": "TensorInfo.__post_init__ StoredTensor._bad_tiling",

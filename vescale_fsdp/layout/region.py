@@ -147,6 +147,11 @@ class Copy(NamedTuple):
         """Whether the items are consecutive in the source and in the target."""
         return self.source_strides == (1,) == self.target_strides
 
+    def shift(self, source_numel: int, target_numel: int = 0) -> Copy:
+        """Return this copy, moved by ``source_numel`` items in the source and ``target_numel`` in the target."""
+        source, target = self.source + source_numel, self.target + target_numel
+        return Copy(self.sizes, source, self.source_strides, target, self.target_strides)
+
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the copy's items in ``flat``, the whole source memory, 1D; a view of shape `sizes`."""
         return flat.as_strided(self.sizes, self.source_strides, flat.storage_offset() + self.source)

@@ -28,11 +28,11 @@ ReadNow = Callable[[TensorRead, Region], torch.Tensor]
 
 
 class Fill(NamedTuple):
-    """A tensor of the state to fill.
+    """A region of a stored tensor, and the local tensor of the state to fill with it.
 
     Attributes:
-        region: the region of the stored tensor that this rank's part has.
-        local: this rank's part of the tensor.
+        region: the region of the stored tensor that ``local`` has.
+        local: this rank's piece or box of the tensor.
     """
 
     read: TensorRead

@@ -222,18 +222,17 @@ def _deferred(
     Args:
         tables: file name -> checksums; filled while the file is written, and read for the table at its end.
     """
-    file = RankFile(manifest, rank, manifest.shares[rank])
+    file = RankFile(manifest, rank, manifest.pieces[rank])
     name, header_bytes, table_start, nbytes = file.name, len(file.header), file.table_start, file.total_bytes
 
     # These functions must not refer to `file`, which would keep its pieces and header in memory.
     def items() -> Iterator[TensorItems]:
-        for index, share, _ in manifest.shares[
-            rank
-        ]:  # the region of a share is one run of the flattened tensor
-            yield TensorItems(views[manifest.entries[index].name], share.span.start, share.span.stop)
+        # The region of each piece is one run of the flattened tensor.
+        for index, region, _ in manifest.pieces[rank]:
+            yield TensorItems(views[manifest.entries[index].name], region.span.start, region.span.stop)
 
     def planned() -> FilePlan:
-        header = FixedBytes(RankFile(manifest, rank, manifest.shares[rank]).header)
+        header = FixedBytes(RankFile(manifest, rank, manifest.pieces[rank]).header)
         table = ComputedBytes(nbytes - table_start, lambda _: tables.pop(name).table())
         return FilePlan(name, (header, *items(), table), _STRIPES_PER_JOB * manifest.stripe_bytes)
 

@@ -41,8 +41,8 @@ def open_native(store: Storage) -> Source:
     # files may be missing: see `_pieces`.
     if manifest.split_bytes is not None:
         store.required_info(manifest.file_name(manifest.world_size - 1))
-    shares = manifest.shares
-    files = [RankFile(manifest, rank, its_shares) for rank, its_shares in enumerate(shares)]
+    pieces = manifest.pieces
+    files = [RankFile(manifest, rank, its_pieces) for rank, its_pieces in enumerate(pieces)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
     ranks = {file.name: file.rank for file in files}
     del files  # frees the pieces and headers of all files, which `chunks` no longer needs
@@ -62,7 +62,7 @@ def open_native(store: Storage) -> Source:
     def checked(name: str) -> OpenRankFile | None:
         """Open a rank's file for its checksums; None for other files."""
         rank = ranks.get(name)
-        return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, shares[rank]))
+        return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, pieces[rank]))
 
     return Source(
         "native",
@@ -104,7 +104,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
             lost.append(file)
             continue
         store.check_size(file.name, file.total_bytes)
-        for place, region, _, start, _ in file.pieces:
+        for (place, region, _), start in zip(file.pieces, file.starts.values(), strict=True):
             if region not in found[place]:  # else listed already: an earlier replica stores it too
                 itemsize = itemsizes[place]
                 # A piece consists of boxes that follow each other in the file.

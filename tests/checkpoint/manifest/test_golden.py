@@ -22,11 +22,13 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import PerRank, load, read_state, verify
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.native.write import FileImage
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Format, Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.distribution import RankSet
 from vescale_fsdp.layout.geometry import boxes_of_range
 
@@ -143,6 +145,22 @@ def test_text_of_a_small_manifest() -> None:
         "user": None,
     }
     assert Manifest.from_bytes(manifest.to_bytes(), where="here") == manifest
+
+
+def test_tensors_in_an_order_that_aligns_no_pieces() -> None:
+    """A tensor of four bytes per item after one of a single byte: its piece would begin inside of an item."""
+    wide, narrow = Entry("wide", "float32", (2,), 0, ()), Entry("narrow", "int8", (3,), 0, ())
+
+    def read(*entries: Entry) -> Manifest:
+        tree = {entry.name: {"$": "tensor", "i": number} for number, entry in enumerate(entries)}
+        classes = [(RankSet.world(1), Structure(tree, entries, ((),), ()))]
+        return Manifest.from_bytes(
+            build_manifest(classes, save_id="0" * 16, world_size=1).to_bytes(), where="here"
+        )
+
+    assert read(wide, narrow).entries == (wide, narrow)
+    with pytest.raises(CorruptCheckpointError):
+        read(narrow, wide)
 
 
 def test_offsets_follow_from_the_manifest_alone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tools.bench.checkpoint import counted_collectives, peak_growth, simulated
 from tools.bench.parts.shards import Settings, Shards
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder, pack_table
+from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.layout.distribution import Axis, Cut, RankSet, ShardCut
 from vescale_fsdp.layout.region import whole_region
@@ -66,20 +66,20 @@ def test_one_shape_in_many_ways() -> None:
     entries = tuple(Entry(f"t{i}", dtype, shape, axes, cuts) for i, (dtype, axes, cuts) in enumerate(ways))
     structure = Structure(None, entries, tables, ())
     manifest = build_manifest([(RankSet.world(4), structure)], save_id="0" * 16, world_size=4)
-    finder = ShareFinder(manifest)
+    finder = CopyFinder(manifest)
 
     stored: dict[str, list[int]] = {entry.name: [0] * 4 for entry in entries}
     for rank in range(4):
         for piece in RankFile(manifest, rank).pieces:
             stored[manifest.entries[piece.tensor_index].name][rank] = piece.region.numel
-    sources = [finder.shares(i, whole_region(shape)) for i in range(len(ways))]
-    found = [{source.rank for source in parts} for parts in sources]
+    copies = [finder.copies(i, whole_region(shape)) for i in range(len(ways))]
+    found = [{file.rank for file, _ in of_tensor} for of_tensor in copies]
     sizes = [RankFile(manifest, 1).piece_of[i].region.box.sizes for i in (0, 1, 3)]
 
     quarters, all_of_it = [6000] * 4, [24_000, 0, 0, 0]
     halves = [12_000, 12_000, 0, 0], [12_000, 0, 12_000, 0]  # of 48,000 bytes, too few for replicas to share
     assert sizes == [(2, 3000), (4, 3000), (8, 750)]
-    assert [parts[0].copy.is_run for parts in sources] == [True, True, True, False, True, True]
+    assert [of_tensor[0][1].is_run for of_tensor in copies] == [True, True, True, False, True, True]
     assert list(stored.values()) == [quarters, *halves, quarters, quarters, all_of_it]
     assert found == [{0, 1, 2, 3}, {0, 1}, {0, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}, {0}]
 
@@ -183,14 +183,14 @@ def test_tensors_and_files_beyond_four_gigabytes(tmp_path: Path) -> None:
         [(RankSet.world(1), Structure(tree, entries, ((),), ()))], save_id="2" * 16, world_size=1
     )
     file = RankFile(manifest, 0)
-    piece = file.piece_of[2]
-    assert piece.start_bytes > 5 << 30 and file.total_bytes > 15 << 29
+    start = file.starts[2]
+    assert start > 5 << 30 and file.total_bytes > 15 << 29
     path = tmp_path / "c" / file.name
     path.parent.mkdir(parents=True)
     tail = bytes(range(1, 101))
     with open(path, "wb") as raw:
         raw.write(file.header)
-        raw.seek(piece.stop_bytes - len(tail))
+        raw.seek(start + numel - len(tail))
         raw.write(tail)
         raw.seek(file.table_start)
         raw.write(pack_table(_checksums_of_a_sparse_file(path, file)))

@@ -19,7 +19,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load
 from vescale_fsdp.checkpoint.load import Read, Verify
 from vescale_fsdp.checkpoint.native import read as native_read
-from vescale_fsdp.checkpoint.native.read import StripeRun, plan_shared
+from vescale_fsdp.checkpoint.native.read import plan_shared
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import Turn
 from vescale_fsdp.checkpoint.save import Saver
@@ -27,6 +27,7 @@ from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.placement import RaggedShard
 
 _STRIPE = 64 << 10
@@ -194,33 +195,53 @@ def test_a_reader_that_fails(tmp_path: Path) -> None:
 
 def test_the_plan_gives_each_wish_one_reader_and_even_work() -> None:
     """What several want has one reader, work is even, and all ranks list their turns in one order."""
-    everyone = [[StripeRun(0, 0, 100), StripeRun(7, 3, 4)] for _ in range(30)]
-    everyone[5] = [StripeRun(0, 10, 20), StripeRun(3, 0, 5)]
-    own = [plan_shared(everyone, 3, rank, lambda run: run.stop - run.first) for rank in range(30)]
+    everyone = [[_stripes(0, 0, 100), _stripes(7, 3, 4)] for _ in range(30)]
+    everyone[5] = [_stripes(0, 10, 20), _stripes(3, 0, 5)]
+    own = [plan_shared(everyone, _LARGE_STRIPE, rank) for rank in range(30)]
     shared = {turn for turns in own for turn in turns}
 
     stripes = {
-        (turn.job.saved_rank, i): turn for turn in shared for i in range(turn.job.first, turn.job.stop)
+        (turn.job.file, number): turn
+        for turn in shared
+        for number in range(turn.job.offset // _LARGE_STRIPE, turn.job.stop // _LARGE_STRIPE)
     }
-    assert set(stripes) == {*((0, i) for i in range(100)), (7, 3)}
-    assert sum(turn.nbytes for turn in shared) == 101 and max(turn.nbytes for turn in shared) == 3
+    assert set(stripes) == {*(("0", number) for number in range(100)), ("7", 3)}
+    assert all(turn.nbytes == turn.job.nbytes for turn in shared)
+    assert sum(turn.nbytes for turn in shared) == 101 * _LARGE_STRIPE
+    assert max(turn.nbytes for turn in shared) == 3 * _LARGE_STRIPE  # 4 MiB hold three stripes
     load_of = Counter[int]()
-    for (saved_rank, number), turn in stripes.items():
+    for (file, number), turn in stripes.items():
         assert turn.sender in turn.receivers and len(set(turn.receivers)) == len(turn.receivers)
-        assert (5 in turn.receivers) == (saved_rank == 0 and 10 <= number < 20)
+        assert (5 in turn.receivers) == (file == "0" and 10 <= number < 20)
         load_of[turn.sender] += 1
     assert max(load_of.values()) <= 5 and len(load_of) >= 29
     for rank, turns in enumerate(own):
         assert set(turns) == {turn for turn in shared if rank in turn.receivers}
     _assert_one_order(own)
     for rank in range(2):
-        runs = [[StripeRun(0, 0, 4)], [StripeRun(0, 4, 9)]]
-        assert plan_shared(runs, 3, rank, lambda run: 1) == []
+        assert plan_shared([[_stripes(0, 0, 4)], [_stripes(0, 4, 9)]], _LARGE_STRIPE, rank) == []
 
 
-def _assert_one_order(own: list[list[Turn[StripeRun]]]) -> None:
+def test_a_short_last_stripe_is_shared_whole() -> None:
+    """The file's last stripe is short; the turns of two readers cover all bytes, and cut no stripe."""
+    for nbytes in (1, _LARGE_STRIPE - 16, _LARGE_STRIPE + 16, 5 * _LARGE_STRIPE + 16):
+        turns = plan_shared([[Extent("0", _LARGE_STRIPE, nbytes)]] * 2, _LARGE_STRIPE, 1)
+        jobs = sorted(turn.job for turn in turns)
+        assert [job.offset % _LARGE_STRIPE for job in jobs] == [0] * len(jobs)
+        assert [job.stop for job in jobs] == [*(job.offset for job in jobs[1:]), _LARGE_STRIPE + nbytes]
+
+
+_LARGE_STRIPE = 5 << 18  # 1.25 MiB
+
+
+def _stripes(file: int, first: int, stop: int) -> Extent:
+    """Stripes [first, stop) of a file."""
+    return Extent(str(file), first * _LARGE_STRIPE, (stop - first) * _LARGE_STRIPE)
+
+
+def _assert_one_order(own: list[list[Turn[Extent]]]) -> None:
     """Assert that some order of all turns contains each rank's list; else ranks would wait in a cycle."""
-    before = {turn: set[Turn[StripeRun]]() for turns in own for turn in turns}
+    before = {turn: set[Turn[Extent]]() for turns in own for turn in turns}
     for turns in own:
         for first, second in pairwise(turns):
             before[second].add(first)
@@ -229,7 +250,7 @@ def _assert_one_order(own: list[list[Turn[StripeRun]]]) -> None:
 
 def test_a_rank_of_many_lists_its_own_turns() -> None:
     """64 shards, each with 16 replicas: a rank lists the turns of its own file alone, not those of all 64."""
-    by_rank = [[StripeRun(rank % 64, 0, 512)] for rank in range(1024)]
-    own = [plan_shared(by_rank, 4, rank, lambda run: run.stop - run.first) for rank in (0, 64, 1023)]
+    by_rank = [[Extent(str(rank % 64), 0, 512 << 20)] for rank in range(1024)]
+    own = [plan_shared(by_rank, 1 << 20, rank) for rank in (0, 64, 1023)]
     assert [len(turns) for turns in own] == [128, 128, 128]  # 512 stripes of one file, four in each turn
-    assert {turn.job.saved_rank for turn in own[2]} == {63} and own[0] == own[1]
+    assert {turn.job.file for turn in own[2]} == {"63"} and own[0] == own[1]
