@@ -16,7 +16,6 @@ The resharder also reads checkpoints of FSDP2 models, and FSDP2 models can use i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch_checkpointing.checkpoint_layout import TorchSerialization
+from torch_checkpointing.default_metadata import DefaultShardingMetadata
 from torch_checkpointing.default_resharder import compute_local_shard_info
 from torch_checkpointing.distributed_metadata import DistributedItemMetadata, ShardingMetadata
 from torch_checkpointing.dtensor_metadata import DTensorShardingMetadata
@@ -38,33 +38,9 @@ from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.torch_private import local_of
 
 KeyPath = tuple[str | int, ...]  # keys and indices that lead from an item to a leaf
-# Attribute of a piece: (global shape, boxes of the global tensor in the order of the piece's elements). Files contain
-# the name.
+# Attribute of a piece: (global shape, offsets of its boxes in the global tensor, sizes of its boxes). Boxes are in the
+# order of the piece's elements. Files contain the name of the attribute.
 _POSITION = "vescale_fsdp_place"
-
-
-@dataclass(frozen=True)
-class RaggedSharding(ShardingMetadata, type_name="vescale_fsdp_v1"):  # type: ignore[call-arg]
-    """The boxes of a global tensor that one rank's tensor contains, one after another."""
-
-    global_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
-        boxes = [[list(box.offsets), list(box.sizes)] for box in self.boxes]
-        return {"global_shape": list(self.global_shape), "boxes": boxes}
-
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> RaggedSharding:
-        """Restore an object from the result of `to_dict`."""
-        boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in d["boxes"])
-        return cls(tuple(d["global_shape"]), boxes)
-
-    @property
-    def equivalent_ranks(self) -> tuple[int, ...] | None:
-        """None, which means that every rank has different elements."""
-        return None
 
 
 def pieces(state: Any) -> Any:
@@ -74,8 +50,8 @@ def pieces(state: Any) -> Any:
         if not isinstance(leaf, RaggedDTensor):
             return leaf
         local = local_of(leaf).detach()  # a new tensor object, which gets the attribute
-        boxes = tuple((box.offsets, box.sizes) for box in leaf.boxes)
-        vars(local)[_POSITION] = (tuple(leaf.shape), boxes)  # torch.save and copies keep attributes
+        offsets, sizes = (tuple(box.offsets for box in leaf.boxes), tuple(box.sizes for box in leaf.boxes))
+        vars(local)[_POSITION] = (tuple(leaf.shape), offsets, sizes)  # torch.save and copies keep attributes
         return local
 
     return _mapped(state, (), piece)
@@ -216,15 +192,18 @@ def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> Sharding
     if isinstance(tensor, DTensor):
         return DTensorShardingMetadata.from_dtensor(tensor)  # type: ignore[no-any-return]
     # A plain tensor without the attribute is whole: one box with all indices.
-    whole = tuple(tensor.shape), (((0,) * tensor.ndim, tuple(tensor.shape)),)
-    shape, boxes = vars(tensor).get(_POSITION, whole)
-    return RaggedSharding(shape, tuple(Box(*box) for box in boxes))
+    whole = tuple(tensor.shape), ((0,) * tensor.ndim,), (tuple(tensor.shape),)
+    shape, offsets, sizes = vars(tensor).get(_POSITION, whole)
+    # torch_checkpointing has one corner per box for the local tensor. A piece is flat, and has none: its boxes follow
+    # one another.
+    corners = ((0,) * len(shape),) * len(offsets)
+    return DefaultShardingMetadata(shape, offsets, corners, sizes, str(tensor.dtype))
 
 
 def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
     """Return the boxes of the global tensor that ``rank`` stores."""
-    if isinstance(sharding, RaggedSharding):
-        return sharding.boxes
+    if isinstance(sharding, DefaultShardingMetadata):
+        return tuple(map(Box, sharding.global_offsets, sharding.local_sizes))
     sizes, offsets = compute_local_shard_info(sharding, rank)
     return (Box(tuple(offsets), tuple(sizes)),)
 
