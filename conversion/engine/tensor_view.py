@@ -7,17 +7,17 @@ renamed, cast or stacked tensor can therefore be streamed in small parts like a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.engine.source import ByteRange, Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
-from vescale_fsdp.layout.geometry import Box, boxes_of_range
-from vescale_fsdp.layout.index_maps import IndexMap, InputPiece, Reshape, Slice
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides
+from vescale_fsdp.layout.index_maps import IndexMap, Reshape, Slice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,25 +168,22 @@ class MappedView(TensorView):
 
         if not box.numel:
             return
-        # Offsets and strides of pieces refer to a row-major array, so any other `out` is filled through a copy.
+        # Copies are into a row-major array, so any other `out` is filled through a copy.
         flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
         if self.map.has_gaps:  # items that no input provides are zeros
             flat[...] = np.zeros((), dtype=out.dtype)
-        # Pieces from the same box of an input share one read.
-        for (number, part), group in groupby(
-            self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)
-        ):
-            pieces = tuple(group)
-            # A single piece without a reshape is read to its final position, without a copy.
-            if len(pieces) == 1 and pieces[0].shape is None:
-                self.inputs[number].read_into(part, _strided(flat, pieces[0], part.sizes))
+        for number, part, copies in self.map.reads(self._shapes, box):
+            first = copies[0]
+            # Items that all go to the output box in their order are read to their final position, without a copy.
+            if first.sizes == part.sizes and first.source_strides == contiguous_strides(part.sizes):
+                into = _strided(flat, part.sizes, first.target, first.target_strides)
+                self.inputs[number].read_into(part, into)
                 continue
-            scratch = np.empty(part.sizes, dtype=out.dtype)
-            self.inputs[number].read_into(part, scratch)
-            for piece in pieces:
-                items = scratch.reshape(piece.shape or part.sizes)
-                taken = items[piece.take.slices()] if piece.take is not None else items
-                _strided(flat, piece, taken.shape)[...] = taken
+            scratch = np.empty(part.numel, dtype=out.dtype)
+            self.inputs[number].read_into(part, scratch.reshape(part.sizes))
+            for copy in copies:
+                values = _strided(scratch, copy.sizes, copy.source, copy.source_strides)
+                _strided(flat, copy.sizes, copy.target, copy.target_strides)[...] = values
         if not out.flags.c_contiguous:
             out[...] = flat.reshape(box.sizes)
 
@@ -194,8 +191,8 @@ class MappedView(TensorView):
         return chain.from_iterable(view.sources() for view in self.inputs)
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        pieces = self.map.pieces(self._shapes, box) if box.numel else ()
-        for number, part in dict.fromkeys((piece.input, piece.box) for piece in pieces):  # each box once
+        reads = self.map.reads(self._shapes, box) if box.numel else ()
+        for number, part in dict.fromkeys((number, part) for number, part, _ in reads):  # each box once
             yield from self.inputs[number].parts(part)
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
@@ -209,11 +206,11 @@ class MappedView(TensorView):
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
 
 
-def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.ndarray:
-    """Return the view of a flattened box that a piece is written to."""
+def _strided(flat: np.ndarray, sizes: Sequence[int], start: int, strides: Sequence[int]) -> np.ndarray:
+    """Return a strided view of a 1D array; ``start`` and ``strides`` count items."""
     from numpy.lib.stride_tricks import as_strided
 
-    return as_strided(flat[piece.offset :], sizes, [n * flat.itemsize for n in piece.strides])
+    return as_strided(flat[start:], sizes, [n * flat.itemsize for n in strides])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Index maps: concatenation, slices, stacks, permutations, reshapes, interleaving and padding of tensors.
 
-An index map only moves items. For a box of its output it computes the boxes of its inputs to read, and the positions of
-their items in the output box. It reads no data. Each map has an inverse:
+An index map only moves items. For a box of its output it computes the boxes of its inputs to read, and the copies from
+their items to the items of the output box. It reads no data. Each map has an inverse:
 
     Concat - Slice     Stack - Index     Permute - Permute     Reshape - Reshape
     Interleave - Interleave with ``back=True``                 Pad - Slice
@@ -12,31 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides, numel_of, run_start
+from vescale_fsdp.layout.region import Copy
 
 Shape = tuple[int, ...]
 
 
-class InputPiece(NamedTuple):
-    """Items of an input that become items of an output box.
-
-    Attributes:
-        input: index of the input.
-        box: the part of the input to read.
-        offset: position of the piece's first item in the row-major output box.
-        strides: distances of the piece's items in the output box, one number per dim of ``shape``.
-        shape: the shape in which the items of the box, row-major, are viewed; None: the shape of the box.
-        take: the part of this view that is used; None: the whole view.
-    """
-
-    input: int
-    box: Box
-    offset: int
-    strides: Shape
-    shape: Shape | None = None
-    take: Box | None = None
+# A job: the index of an input, the box of the input to read, and the copies from the items of this box to the items of
+# the output box, both row-major.
+Read = tuple[int, Box, list[Copy]]
 
 
 class IndexMap(ABC):
@@ -54,8 +40,19 @@ class IndexMap(ABC):
         """Return the shape of the result for inputs of these shapes."""
 
     @abstractmethod
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
-        """Yield the pieces of inputs that fill an output box. Pieces of one input box are consecutive."""
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
+        """Yield the reads of inputs that fill an output box."""
+
+
+def _read(number: int, box: Box, target: int, target_strides: Shape) -> Read:
+    """Return the read of a box whose items, in the box's shape, go to one strided box of the output box."""
+    return number, box, [Copy(box.sizes, 0, contiguous_strides(box.sizes), target, target_strides)]
+
+
+def _shifted(read: Read, by_numel: int) -> Read:
+    """Return a read whose items go ``by_numel`` items further in the output box."""
+    number, box, copies = read
+    return number, box, [copy._replace(target=copy.target + by_numel) for copy in copies]
 
 
 def _replace(values: Shape, dim: int, *new: int) -> Shape:
@@ -87,14 +84,14 @@ class Concat(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim, sum(shape[self.dim] for shape in shapes))
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         start, strides = box.offsets[self.dim], contiguous_strides(box.sizes)
         stop, base = start + box.sizes[self.dim], 0
         for number, shape in enumerate(shapes):
             low, high = max(start, base), min(stop, base + shape[self.dim])
             if low < high:  # the output box has items of this input
                 part = box.with_range(self.dim, low - base, high - low)
-                yield InputPiece(number, part, (low - start) * strides[self.dim], strides)
+                yield _read(number, part, (low - start) * strides[self.dim], strides)
             base += shape[self.dim]
 
 
@@ -114,9 +111,9 @@ class Slice(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim, self.size)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         part = box.with_range(self.dim, box.offsets[self.dim] + self.start, box.sizes[self.dim])
-        yield InputPiece(0, part, 0, contiguous_strides(box.sizes))
+        yield _read(0, part, 0, contiguous_strides(box.sizes))
 
 
 @dataclass(frozen=True)
@@ -135,12 +132,12 @@ class Stack(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return (*shapes[0][: self.dim], len(shapes), *shapes[0][self.dim :])
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         strides = contiguous_strides(box.sizes)
         part = Box(_replace(box.offsets, self.dim), _replace(box.sizes, self.dim))
         for index in range(box.sizes[self.dim]):
             offset = index * strides[self.dim]
-            yield InputPiece(box.offsets[self.dim] + index, part, offset, _replace(strides, self.dim))
+            yield _read(box.offsets[self.dim] + index, part, offset, _replace(strides, self.dim))
 
 
 @dataclass(frozen=True)
@@ -157,13 +154,13 @@ class Index(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         def with_dim(values: Shape, value: int) -> Shape:
             return (*values[: self.dim], value, *values[self.dim :])
 
         part = Box(with_dim(box.offsets, self.index), with_dim(box.sizes, 1))
         # The stride 0 is never used, because the dim has one item.
-        yield InputPiece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
+        yield _read(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
 
 
 @dataclass(frozen=True)
@@ -180,11 +177,11 @@ class Permute(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return tuple(shapes[0][dim] for dim in self.dims)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         def back(values: Shape) -> Shape:
             return tuple(values[self.dims.index(dim)] for dim in range(len(self.dims)))
 
-        yield InputPiece(0, Box(back(box.offsets), back(box.sizes)), 0, back(contiguous_strides(box.sizes)))
+        yield _read(0, Box(back(box.offsets), back(box.sizes)), 0, back(contiguous_strides(box.sizes)))
 
 
 @dataclass(frozen=True)
@@ -200,18 +197,18 @@ class Reshape(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return self.new
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         start = run_start(self.new, box)
         if start is None:  # not one run of items: split along the first dim of size > 1
             dim = next(d for d, size in enumerate(box.sizes) if size > 1)
             step = contiguous_strides(box.sizes)[dim]
             for index in range(box.sizes[dim]):
-                for piece in self.pieces(shapes, box.with_range(dim, box.offsets[dim] + index, 1)):
-                    yield piece._replace(offset=piece.offset + index * step)
+                for read in self.reads(shapes, box.with_range(dim, box.offsets[dim] + index, 1)):
+                    yield _shifted(read, index * step)
             return
         position = 0
         for part in boxes_of_range(tuple(shapes[0]), start, start + box.numel):
-            yield InputPiece(0, part, position, contiguous_strides(part.sizes))
+            yield _read(0, part, position, contiguous_strides(part.sizes))
             position += part.numel
 
 
@@ -239,38 +236,37 @@ class Interleave(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return tuple(shapes[0])
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         group, strides = shapes[0][self.dim] // self.groups, contiguous_strides(box.sizes)
         start = position = box.offsets[self.dim]
         stop = start + box.sizes[self.dim]
         in_group = self._back_in_group if self.back else self._in_group
         while position < stop:
             inside = position % group
-            # All whole groups are one part. A group that the box contains only in part is a part of its own.
+            # All whole groups are read at once. A group of which the box has only some items is read alone.
             size = group - inside if inside or stop - position < group else (stop - position) // group * group
             part = box.with_range(self.dim, position, min(size, stop - position))
             if part.sizes[self.dim] % group == 0:
-                pieces = self._groups(part, group, strides)
+                reads = iter([self._groups(part, group, strides)])
             else:
-                pieces = in_group(part, inside, group, strides)
-            for piece in pieces:
-                yield piece._replace(offset=piece.offset + (position - start) * strides[self.dim])
+                reads = in_group(part, inside, group, strides)
+            for read in reads:
+                yield _shifted(read, (position - start) * strides[self.dim])
             position += part.sizes[self.dim]
 
-    def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Yield the piece of whole groups: the box of the input at the same place, with its items in another order."""
+    def _groups(self, box: Box, group: int, strides: Shape) -> Read:
+        """Return the read of whole groups: the box of the input at the output's place, with its items reordered."""
         dim, run = self.dim, group // self.parts
         # The input's group is viewed in the shape ``runs``; ``apart`` are the distances of these items in the output.
         runs, apart = ((run, self.parts), (1, run)) if self.back else ((self.parts, run), (1, self.parts))
-        shape = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
-        yield InputPiece(
-            0, box, 0, _replace(strides, dim, *(n * strides[dim] for n in (group, *apart))), shape
-        )
+        sizes = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
+        into = _replace(strides, dim, *(n * strides[dim] for n in (group, *apart)))
+        return 0, box, [Copy(sizes, 0, contiguous_strides(sizes), 0, into)]
 
-    def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Yield the pieces of a part of one group, which begins at item ``low`` of the group.
+    def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[Read]:
+        """Yield the reads of some items of one group, which begin at item ``low`` of the group.
 
-        The pieces have only items of this part, because a group may be the whole tensor.
+        Only these items are read, because a group may be the whole tensor.
         """
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
@@ -280,10 +276,10 @@ class Interleave(IndexMap):
             if first < last:
                 inner = box.with_range(dim, base + p * run + first, last - first)
                 offset = (first * parts + p - low) * strides[dim]
-                yield InputPiece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
+                yield _read(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
 
-    def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
-        """Yield the pieces for the inverse of `_in_group`. They read at most ``parts`` times the needed items."""
+    def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[Read]:
+        """Yield the read for the inverse of `_in_group`, of at most ``parts`` times the needed items."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
         # The input is viewed as rows of ``parts`` items; column p is output run p. If all output items are in one run,
@@ -291,13 +287,15 @@ class Interleave(IndexMap):
         within_one = low // run == (high - 1) // run
         first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
         inner = box.with_range(dim, base + first * parts, (last - first) * parts)
-        shape = _replace(box.sizes, dim, last - first, parts)
+        source_strides = contiguous_strides(inner.sizes)
+        copies = []
         for p in range(low // run, (high - 1) // run + 1):
             begin, end = max(low, p * run), min(high, (p + 1) * run)
-            corner = _replace((0,) * len(box.sizes), dim, begin - p * run - first, p)
-            take = Box(corner, _replace(box.sizes, dim, end - begin, 1))
-            offset = (begin - low) * strides[dim]
-            yield InputPiece(0, inner, offset, _replace(strides, dim, strides[dim], 0), shape, take)
+            source = ((begin - p * run - first) * parts + p) * source_strides[dim]
+            along_rows = _replace(source_strides, dim, parts * source_strides[dim])
+            sizes = _replace(box.sizes, dim, end - begin)
+            copies.append(Copy(sizes, source, along_rows, (begin - low) * strides[dim], strides))
+        yield 0, inner, copies
 
 
 @dataclass(frozen=True)
@@ -315,9 +313,9 @@ class Pad(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim, self.size)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
+    def reads(self, shapes: Sequence[Shape], box: Box) -> Iterator[Read]:
         # Number of items that are not padding; 0 or less if the whole box is padding.
         filled = min(box.sizes[self.dim], shapes[0][self.dim] - box.offsets[self.dim])
         if filled > 0:
             part = box.with_range(self.dim, box.offsets[self.dim], filled)
-            yield InputPiece(0, part, 0, contiguous_strides(box.sizes))
+            yield _read(0, part, 0, contiguous_strides(box.sizes))
