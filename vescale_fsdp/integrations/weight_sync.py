@@ -14,7 +14,7 @@ are not receivers get tensors on the meta device.
 
     for bucket in tensors.buckets():        checkpoint-engine: its workers read a shared buffer
         buffer.copy_(bucket.data)           1D bytes
-        socket.send_pyobj([part._asdict() for part in bucket.parts])
+        socket.send_pyobj(bucket.metadata())
 
     for bucket in tensors.buckets():        SGLang's update_weights_from_tensor and _from_distributed
         flattened = sglang_bucket(bucket)
@@ -65,10 +65,11 @@ _WHOLE = Distribution((), ())  # no axis cuts the tensor
 
 
 class WholeTensor(NamedTuple):
-    """The name, dtype and shape of a whole tensor, and the part of it that each receiver gets.
+    """The name, dtype and shape of a whole tensor, and the chunk that each receiver gets.
 
     Attributes:
-        shard_dim: the dim of which the i-th receiver gets the i-th of ``num_shards`` equal chunks; None: it gets all.
+        shard_dim: the dim of which the i-th receiver gets the i-th of ``num_shards`` equal chunks; None: each receiver
+            gets the whole tensor.
     """
 
     name: str
@@ -95,35 +96,43 @@ class WholeTensor(NamedTuple):
         return self._replace(shard_dim=dims[0], num_shards=num_shards) if dims else self
 
 
-class BucketPart(NamedTuple):
-    """A tensor's name, shape, dtype, and position in a bucket."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    offset: int  # in bytes
-
-
 class TensorBucket(NamedTuple):
-    """Several tensors in one buffer."""
+    """Several whole tensors, or chunks of whole tensors, in one buffer.
 
-    data: torch.Tensor  # 1D uint8; on the meta device if this rank receives nothing
-    parts: list[BucketPart]
+    Attributes:
+        data: 1D uint8; on the meta device if this rank receives nothing.
+        offsets: the first byte of each tensor in ``data``, in the order of the tensors.
+    """
+
+    data: torch.Tensor
+    offsets: Mapping[WholeTensor, int]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name of each tensor, and the tensor as a view of the bucket."""
-        for name, shape, dtype, offset in self.parts:
+        for tensor, offset in self.offsets.items():
+            shape, dtype = tensor.local_shape, tensor.dtype
             if self.data.is_meta:
-                yield name, torch.empty(shape, dtype=dtype, device="meta")
+                yield tensor.name, torch.empty(shape, dtype=dtype, device="meta")
                 continue
-            nbytes = shape.numel() * dtype.itemsize
-            yield name, self.data[offset : offset + nbytes].view(dtype).view(shape)
+            yield tensor.name, self.data[offset : offset + tensor.nbytes].view(dtype).view(shape)
+
+    def metadata(self) -> list[dict[str, Any]]:
+        """Return name, shape, dtype and first byte of each tensor, as checkpoint-engine's workers read them."""
+        return [
+            {
+                "name": tensor.name,
+                "shape": torch.Size(tensor.local_shape),
+                "dtype": tensor.dtype,
+                "offset": offset,
+            }
+            for tensor, offset in self.offsets.items()
+        ]
 
 
 class _PlannedBucket(NamedTuple):
     """A bucket and the transfer that fills it."""
 
-    parts: list[BucketPart]
+    offsets: dict[WholeTensor, int]
     nbytes: int
     reads: list[str]  # names of the source tensors that the transfer reads
     transfer: Transfer
@@ -139,7 +148,7 @@ class WholeTensors:
             `vescale_fsdp.transfer`). Default: every tensor of the state.
         dtype: dtype of floating-point results other than codes and scales. Default: the dtype of the source.
         receivers: the ranks that get the values of whole tensors. Default: all ranks.
-        bucket_bytes: size of a bucket; a larger tensor gets a bucket of its own.
+        bucket_bytes: size of a bucket. A larger tensor gets a bucket of its own.
         budget_bytes: memory for messages, as for `plan_transfer`.
         sharded: give each receiver a chunk of each tensor instead of the whole: of the first dim that the number of
             receivers divides (`WholeTensor.shard_dim`). Tensors without such a dim stay whole.
@@ -210,11 +219,11 @@ class WholeTensors:
                 group=group,
                 pool=pool,
             )
-            parts, offset = [], 0
+            offsets, nbytes = {}, 0
             for tensor in bucket:
-                parts.append(BucketPart(tensor.name, torch.Size(tensor.local_shape), tensor.dtype, offset))
-                offset += round_up(tensor.nbytes, _ALIGN_BYTES)
-            self._buckets.append(_PlannedBucket(parts, offset, names, transfer))
+                offsets[tensor] = nbytes
+                nbytes += round_up(tensor.nbytes, _ALIGN_BYTES)
+            self._buckets.append(_PlannedBucket(offsets, nbytes, names, transfer))
 
     def _described(self, source: StateDescription, name: str, dtype: torch.dtype | None) -> WholeTensor:
         """Return the dtype and shape of the whole tensor called ``name``; placeholders if its link is not valid."""
@@ -291,7 +300,7 @@ class WholeTensors:
                 data = torch.empty(
                     planned.nbytes, dtype=torch.uint8, device=device if receives else torch.device("meta")
                 )
-                bucket = TensorBucket(data, planned.parts)
+                bucket = TensorBucket(data, planned.offsets)
             state = {name: self._state[name] for name in planned.reads if name in self._state}
             planned.transfer.run(state or None, dict(bucket.tensors()) if receives else None)
             yield bucket
@@ -349,10 +358,9 @@ def sglang_bucket(bucket: TensorBucket) -> FlattenedTensorBucket:
 
     check_version("sglang")
     metadata = []
-    for part in bucket.parts:
-        nbytes = part.shape.numel() * part.dtype.itemsize
-        stop = part.offset + nbytes
-        metadata.append(FlattenedTensorMetadata(part.name, part.shape, part.dtype, part.offset, stop, nbytes))
+    for tensor, start in bucket.offsets.items():
+        shape, stop = torch.Size(tensor.local_shape), start + tensor.nbytes
+        metadata.append(FlattenedTensorMetadata(tensor.name, shape, tensor.dtype, start, stop, tensor.nbytes))
     return FlattenedTensorBucket(flattened_tensor=bucket.data, metadata=metadata)
 
 

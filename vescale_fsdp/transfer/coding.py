@@ -1,4 +1,4 @@
-"""Codes and scales of a tensor, computed by each rank from the part that it stores.
+"""Codes and scales of a tensor, computed by each rank from its piece.
 
     measure    the largest magnitude of each block, over the items of this rank
     agree      on the largest magnitude of each block that spans ranks (`memory.CutBlocks`)
@@ -20,8 +20,7 @@ its band, and only real lines have items:
     2 matrices of 3 lines, blocks of 2 lines      lines 0 1 | 2 .      bands 0 and 1
                                                   lines 4 5 | 6 .      bands 2 and 3; lines 3 and 7 do not exist
 
-The codes and scales are, bit for bit, this rank's part of those that the codec computes from the whole tensor, one
-matrix after the other.
+The codes and scales are, bit for bit, those that the codec computes from the whole tensor, one matrix after another.
 """
 
 from __future__ import annotations
@@ -36,19 +35,22 @@ import torch
 import torch.nn.functional as F
 
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides, numel_of
-from vescale_fsdp.layout.region import Region
+from vescale_fsdp.layout.region import Copy, Region
 
 if TYPE_CHECKING:
     from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
 
 Shape = tuple[int, ...]
+# A box of a quantized tensor that a rank stores, and a copy of the box's items: from the rank's flat memory to the
+# rank's codes, which are numbered through all of the rank's boxes.
+StoredBox = tuple[Box, Copy]
 
 _SLAB_NUMEL = 1 << 18  # items that are processed at once: intermediate results stay in a CPU cache
 
 
 @dataclass(frozen=True)
 class MatrixGrid:
-    """The blocks of a tensor: the same grid for each of its matrices. A tensor of fewer than two dims is one matrix.
+    """The blocks of a tensor: one grid for each matrix. A tensor of fewer than two dims is one matrix.
 
     Args:
         matrix: the codec's grid of one matrix.
@@ -81,9 +83,8 @@ class MatrixGrid:
     @property
     def lines(self) -> int:
         """Lines of one matrix."""
-        return -(
-            -self.matrix.numel // self.matrix.line_numel
-        )  # rounded up, since a vector's last line may be short
+        # Rounded up, since a vector's last line may be short.
+        return -(-self.matrix.numel // self.matrix.line_numel)
 
     @property
     def bands(self) -> int:
@@ -103,10 +104,8 @@ class MatrixGrid:
     def cuts_no_block(self, block_numel: int) -> bool:
         """Return whether cuts of the flat tensor at multiples of ``block_numel`` cut no block."""
         band_numel = self.matrix.band_numel
-        if (
-            self.stack_shape and self.lines % self.rows
-        ):  # bands have two sizes, so only whole matrices are regular
-            band_numel = self.matrix.numel
+        if self.stack_shape and self.lines % self.rows:
+            band_numel = self.matrix.numel  # bands have two sizes, so only whole matrices are regular
         return block_numel % band_numel == 0
 
     def first_items(self, scales: Box) -> Box:
@@ -120,23 +119,10 @@ class MatrixGrid:
         return Box(offsets, sizes)
 
 
-class CodedPart(NamedTuple):
-    """A box of a quantized tensor that a rank stores.
-
-    Attributes:
-        box: the box, in indices of the quantized tensor.
-        start: number of items in the rank's earlier parts: codes are numbered through all parts.
-        at, strides: index of the box's first item in the rank's flat memory, and the box's strides there.
-    """
-
-    box: Box
-    start: int
-    at: int
-    strides: Shape
-
-
 class MatrixBox(NamedTuple):
-    """Lines [row, row + rows) of one or several matrices, and columns [col, col + cols) of these lines.
+    """A box: lines [row, row + rows) of one or several matrices, and columns [col, col + cols) of these lines.
+
+    Also where the box's items are in the rank's flat memory and among the rank's codes.
 
     Attributes:
         row: number of the first line, counted through all matrices.
@@ -162,18 +148,18 @@ class MatrixBox(NamedTuple):
         )
 
 
-def matrix_boxes(parts: Iterable[CodedPart], grid: MatrixGrid) -> Iterator[MatrixBox]:
-    """Yield the boxes of lines and columns that tile a rank's parts of a tensor, in the order of the codes."""
-    for part in parts:
+def matrix_boxes(stored: Iterable[StoredBox], grid: MatrixGrid) -> Iterator[MatrixBox]:
+    """Yield the boxes of lines and columns that tile a rank's boxes of a tensor, in the order of the codes."""
+    for box, copy in stored:
         if len(grid.shape) < 2:
-            yield from _boxes_of_vector(part, grid)
+            yield from _boxes_of_vector(box, copy, grid)
             continue
-        col, cols, col_stride = part.box.offsets[-1], part.box.sizes[-1], part.strides[-1]
+        col, cols, col_stride = box.offsets[-1], box.sizes[-1], copy.source_strides[-1]
         steps = contiguous_strides((*grid.stack_shape, grid.numbered_lines))
-        first = sum(offset * step for offset, step in zip(part.box.offsets[:-1], steps, strict=True))
+        first = sum(offset * step for offset, step in zip(box.offsets[:-1], steps, strict=True))
         # Adjacent dims are one where they have regular numbers of lines and regular addresses: size, step, stride.
         dims: list[tuple[int, int, int]] = []
-        for size, step, stride in zip(part.box.sizes[:-1], steps, part.strides[:-1], strict=True):
+        for size, step, stride in zip(box.sizes[:-1], steps, copy.source_strides[:-1], strict=True):
             if size == 1:
                 continue
             if dims and dims[-1][1:] == (step * size, stride * size):
@@ -184,29 +170,29 @@ def matrix_boxes(parts: Iterable[CodedPart], grid: MatrixGrid) -> Iterator[Matri
         outer = dims[:-1] if rows > 1 else dims
         for number, index in enumerate(np.ndindex(*(size for size, _, _ in outer))):
             row = first + sum(at * step for at, (_, step, _) in zip(index, outer, strict=True))
-            at = part.at + sum(at * stride for at, (_, _, stride) in zip(index, outer, strict=True))
-            yield MatrixBox(
-                row, rows, col, cols, part.start + number * rows * cols, at, row_stride, col_stride
-            )
+            at = copy.source + sum(at * stride for at, (_, _, stride) in zip(index, outer, strict=True))
+            start = copy.target + number * rows * cols
+            yield MatrixBox(row, rows, col, cols, start, at, row_stride, col_stride)
 
 
-def _boxes_of_vector(part: CodedPart, grid: MatrixGrid) -> Iterator[MatrixBox]:
-    """Yield the boxes of a part of a tensor without rows, which is cut into lines."""
+def _boxes_of_vector(stored: Box, copy: Copy, grid: MatrixGrid) -> Iterator[MatrixBox]:
+    """Yield the boxes of a stored box of a tensor without rows, which is cut into lines."""
     line = grid.matrix.line_numel
-    first, stride = (part.box.offsets[0], part.strides[0]) if part.box.offsets else (0, 1)
+    # A scalar is a vector of one item.
+    first, stride = (stored.offsets[0], copy.source_strides[0]) if stored.offsets else (0, 1)
     done = 0
-    for box in boxes_of_range((grid.lines, line), first, first + part.box.numel):
+    for box in boxes_of_range((grid.lines, line), first, first + stored.numel):
         (row, col), (rows, cols) = box.offsets, box.sizes
-        start, at = part.start + done, part.at + done * stride
+        start, at = copy.target + done, copy.source + done * stride
         yield MatrixBox(row, rows, col, cols, start, at, line * stride, stride)
         done += box.numel
 
 
-def scale_regions(parts: Iterable[CodedPart], grid: MatrixGrid) -> list[Region]:
-    """Return the regions of the tensor of scales that a rank owns, if it stores ``parts`` of the quantized tensor."""
+def scale_regions(stored: Iterable[StoredBox], grid: MatrixGrid) -> list[Region]:
+    """Return the regions of the tensor of scales that a rank owns which stores these boxes of the quantized tensor."""
     num_dims = len(grid.scales_shape)
     regions = []
-    for box in matrix_boxes(parts, grid):
+    for box in matrix_boxes(stored, grid):
         # Rounded up at both ends: the rank owns the scales of blocks whose first item is in the box.
         bands = range(-(-box.row // grid.rows), -(-(box.row + box.rows) // grid.rows))
         cols = range(-(-box.col // grid.cols), -(-(box.col + box.cols) // grid.cols))
@@ -219,10 +205,10 @@ def scale_regions(parts: Iterable[CodedPart], grid: MatrixGrid) -> list[Region]:
     return regions
 
 
-def cut_blocks_of(parts: Iterable[CodedPart], grid: MatrixGrid) -> set[int]:
-    """Return the numbers (band by band) of the blocks of which a rank's parts may contain only some items.
+def cut_blocks_of(stored: Iterable[StoredBox], grid: MatrixGrid) -> set[int]:
+    """Return the numbers (band by band) of the blocks that a rank's boxes may cut.
 
-    Some of these blocks may be whole, since several boxes can together cover a block.
+    The result may include whole blocks that no single box covers.
     """
 
     def cut(blocks: range, is_first_cut: bool, is_last_cut: bool) -> set[int]:
@@ -231,7 +217,7 @@ def cut_blocks_of(parts: Iterable[CodedPart], grid: MatrixGrid) -> set[int]:
         return {block for block, is_cut in edges if is_cut}
 
     numbers: set[int] = set()
-    for box in matrix_boxes(parts, grid):
+    for box in matrix_boxes(stored, grid):
         bands, cols = box.blocks(grid)
         bottom, right = box.row + box.rows, box.col + box.cols
         # The last band of a matrix and the last block of a line may be short, and are then not cut.
@@ -245,41 +231,27 @@ def cut_blocks_of(parts: Iterable[CodedPart], grid: MatrixGrid) -> set[int]:
     return numbers
 
 
-class _Slab(NamedTuple):
-    """Rows [row, row + rows) of a matrix box: several whole bands, or part of one band.
-
-    Attributes:
-        bands: the rows of `CodedTensor.amax` for the slab's bands.
-        num_bands: number of these bands.
-    """
-
-    row: int
-    rows: int
-    bands: slice
-    num_bands: int
-
-
 class CodedTensor:
-    """One rank's part of a tensor that a codec quantizes. Measures the largest magnitudes when it is created.
+    """One rank's piece of a tensor that a codec quantizes. The constructor measures the largest magnitudes.
 
     Args:
         grid: the blocks of the whole tensor.
-        parts: the parts that the rank stores.
-        local: 1D, the rank's flat memory that has the parts' items.
+        stored: the boxes of the tensor that the rank stores.
+        local: the rank's flat memory that has the boxes' items.
 
     Attributes:
         amax: 2D [bands, blocks per band], the largest magnitude of each block, for the bands that have items on this
-            rank. Ranks agree on the blocks that they share before codes or scales are computed.
+            rank. Before codes or scales are computed, ranks agree on the magnitudes of blocks that span ranks.
         first_block: number, in the whole tensor, of the first block of ``amax``.
     """
 
     def __init__(
-        self, codec: BlockCodec, grid: MatrixGrid, parts: Iterable[CodedPart], local: torch.Tensor
+        self, codec: BlockCodec, grid: MatrixGrid, stored: Iterable[StoredBox], local: torch.Tensor
     ) -> None:
         self._codec = codec
         self._grid = grid
         self._local = local
-        self._boxes = list(matrix_boxes(parts, grid))
+        self._boxes = list(matrix_boxes(stored, grid))
         bands = [box.blocks(grid)[0] for box in self._boxes]
         self._first_band = min((band.start for band in bands), default=0)  # default: this rank has no items
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
@@ -287,46 +259,51 @@ class CodedTensor:
         self.first_block = self._first_band * per_band
         self.amax = torch.zeros(num_bands, per_band, dtype=torch.float32, device=local.device)
         for box in self._boxes:
-            for slab in self._slabs(box):
-                self._measure(box, slab)
+            for rows in self._slabs(box):
+                self._measure(box, rows)
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _items(self, box: MatrixBox, slab: _Slab, col: int, cols: int) -> torch.Tensor:
+    def _items(self, box: MatrixBox, rows: range, col: int, cols: int) -> torch.Tensor:
         """Return a view of a slab's items in columns [col, col + cols): 3D [bands, lines per band, cols]."""
-        height = slab.rows // slab.num_bands
-        start = box.at + (slab.row - box.row) * box.row_stride + (col - box.col) * box.col_stride
+        num_bands = max(len(rows) // self._grid.rows, 1)
+        height = len(rows) // num_bands
+        start = box.at + (rows.start - box.row) * box.row_stride + (col - box.col) * box.col_stride
         # `as_strided` counts from the start of the storage, not of the tensor.
         return self._local.as_strided(
-            (slab.num_bands, height, cols),
+            (num_bands, height, cols),
             (height * box.row_stride, box.row_stride, box.col_stride),
             self._local.storage_offset() + start,
         )
 
-    def _slabs(self, box: MatrixBox) -> Iterator[_Slab]:
-        """Split the rows of a box into slabs: as many whole bands as fit a CPU cache; each cut band is a slab."""
+    def _bands(self, rows: range) -> slice:
+        """Return the rows of `amax` for the bands of a slab."""
+        first = rows.start // self._grid.rows - self._first_band
+        return slice(first, first + max(len(rows) // self._grid.rows, 1))
+
+    def _slabs(self, box: MatrixBox) -> Iterator[range]:
+        """Split the rows of a box into *slabs*: as many whole bands as fit a CPU cache; each cut band is a slab."""
         height = self._grid.rows
-        # At least one band, even if it exceeds the cache. max(box.cols, 1): no division by zero for empty boxes.
+        # At least one band, even if a band exceeds the cache. max(box.cols, 1): no division by zero for empty boxes.
         many = max(1, _SLAB_NUMEL // (max(box.cols, 1) * height)) * height
         row, stop = box.row, box.row + box.rows
         while row < stop:
             within = row % height
             whole = (stop - row) // height * height
             rows = min(many, whole) if not within and whole else min(height - within, stop - row)
-            first, num_bands = row // height - self._first_band, max(rows // height, 1)
-            yield _Slab(row, rows, slice(first, first + num_bands), num_bands)
+            yield range(row, row + rows)
             row += rows
 
-    def _measure(self, box: MatrixBox, slab: _Slab) -> None:
+    def _measure(self, box: MatrixBox, rows: range) -> None:
         """Update ``amax`` with the magnitudes of a slab's items."""
         # The cast comes last, when few items are left.
-        by_col = self._items(box, slab, box.col, box.cols).abs().amax(1).float()
+        by_col = self._items(box, rows, box.col, box.cols).abs().amax(1).float()
         cols = box.blocks(self._grid)[1]
         before = box.col - cols.start * self._grid.cols
         behind = len(cols) * self._grid.cols - before - box.cols
         # Pad to whole blocks. Zeros do not change a maximum of magnitudes.
-        largest = F.pad(by_col, (before, behind)).view(slab.num_bands, len(cols), -1).amax(2)
+        largest = F.pad(by_col, (before, behind)).view(len(by_col), len(cols), -1).amax(2)
         # A block may get items from several boxes and slabs.
-        known = self.amax[slab.bands, cols.start : cols.stop]
+        known = self.amax[self._bands(rows), cols.start : cols.stop]
         known.copy_(torch.maximum(known, largest))
 
     @property
@@ -339,7 +316,7 @@ class CodedTensor:
     def scales(self, regions: Sequence[tuple[Region, int]]) -> torch.Tensor:
         """Return the scales of all ``regions`` of the tensor of scales, concatenated, 1D."""
         scales = self._factors_and_scales[1]
-        parts = []
+        chosen = []
         num_dims = len(self._grid.stack_shape) + 1  # dims of a box of scales that together number bands
         steps = contiguous_strides((*self._grid.stack_shape, self._grid.bands))
         for region, _ in regions:
@@ -350,15 +327,15 @@ class CodedTensor:
             bands, first = numel_of(region.box.sizes[:num_dims]), band - self._first_band
             # A vector's scales have no dim for columns: column 0, one column.
             col, cols = (*region.box.offsets, 0)[num_dims], (*region.box.sizes, 1)[num_dims]
-            parts.append(scales[first : first + bands, col : col + cols].reshape(-1))
-        return torch.cat(parts) if parts else scales.new_empty(0)
+            chosen.append(scales[first : first + bands, col : col + cols].reshape(-1))
+        return torch.cat(chosen) if chosen else scales.new_empty(0)
 
     def encode(self, out: torch.Tensor, sizes: Shape, strides: Shape, start: int) -> None:
         """Write the codes of a strided box of this rank's codes into ``out``.
 
         Args:
             out: uint8 of shape ``sizes``.
-            strides, start: strides of the box in the numbers of this rank's codes, and the number of its first code.
+            strides, start: strides of the box in the numbers of this rank's codes, and the number of the first code.
         """
         if strides == (1,):  # consecutive codes may span several matrix boxes
             self._encode_run(out, start, start + sizes[0])
@@ -367,10 +344,10 @@ class CodedTensor:
             out, sizes, strides = out.view(-1, 1), (*sizes, 1), (*strides, 1)
         box = self._box_at(start)
         row, col = divmod(start - box.start, box.cols)
-        # The dim of ``sizes`` that runs over lines, if the other one runs over columns of the same lines.
+        # The dim of ``sizes`` that runs over lines, if the second dim runs over columns of these lines.
         line_dim = 0 if strides == (box.cols, 1) else 1 if strides == (1, box.cols) else None
         if line_dim is None or col + sizes[1 - line_dim] > box.cols:
-            # Neither lines nor columns of one box, such as the same line of several experts: index by index.
+            # Neither lines nor columns of one box, such as line 0 of several experts: index by index.
             for index in range(sizes[0]):
                 self.encode(out[index], sizes[1:], strides[1:], start + index * strides[0])
             return
@@ -390,20 +367,20 @@ class CodedTensor:
         while at < stop:
             box = self._box_at(at)
             end = min(stop, box.start + box.rows * box.cols)
-            for part in boxes_of_range((box.rows, box.cols), at - box.start, end - box.start):
-                (row, col), (rows, cols) = part.offsets, part.sizes
-                into = out[at - start : at - start + part.numel].view(rows, cols)
+            for inner in boxes_of_range((box.rows, box.cols), at - box.start, end - box.start):
+                (row, col), (rows, cols) = inner.offsets, inner.sizes
+                into = out[at - start : at - start + inner.numel].view(rows, cols)
                 self._encode_box(into, box, row, col, (rows, cols))
-                at += part.numel
+                at += inner.numel
 
     def _encode_box(
         self, out: torch.Tensor, box: MatrixBox, row: int, col: int, sizes: tuple[int, int]
     ) -> None:
-        """Write the codes of a part of a matrix box into ``out``.
+        """Write the codes of some lines and columns of a matrix box into ``out``.
 
         Args:
-            row, col: the first item of the part, relative to the box.
-            sizes: lines and columns of the part.
+            row, col: the first line and the first column, relative to the box.
+            sizes: number of lines and number of columns.
         """
         rows, cols = sizes
         factors = self._factors_and_scales[0]
@@ -412,7 +389,7 @@ class CodedTensor:
         block_of = indices // self._grid.cols
         for slab in self._slabs(box._replace(row=first_row, rows=rows, col=first_col, cols=cols)):
             values = self._items(box, slab, first_col, cols).float()
-            by_col = factors[slab.bands].index_select(1, block_of)
+            by_col = factors[self._bands(slab)].index_select(1, block_of)
             codes = self._codec.codes_of(values, by_col[:, None, :])
-            here = slab.row - first_row
-            out[here : here + slab.rows].copy_(codes.view(slab.rows, cols))
+            here = slab.start - first_row
+            out[here : here + len(slab)].copy_(codes.view(len(slab), cols))

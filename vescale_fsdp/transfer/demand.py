@@ -1,9 +1,9 @@
 """Demand: the bytes that each rank of a target takes from each set of ranks of a source.
 
-A *set* is all ranks of the source that store the same part of a tensor. A *cell* is the number of a part: the row-major
-index of its coordinates on the axes that cut the tensor. `Distribution.region` computes the region of one cell. Totals
-over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares. Both have
-closed formulas, which numpy evaluates without a loop over ranks.
+A *set* is all ranks of the source that store one piece of a tensor. A *cell* is the number of a piece: the row-major
+index of the piece's coordinates on the axes that cut the tensor. `Distribution.region` computes the region of one cell.
+Totals over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares.
+Both have closed formulas, which numpy evaluates without a loop over ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Demand:
     Attributes:
         sets: the sets of source ranks from which bytes are sent, ascending.
         targets: the ranks of the target, ascending.
-        sent: 2D [sets, targets], bytes; zero if the target rank is in the set, since it then has the bytes already.
+        sent: 2D [sets, targets], bytes; zero if the target rank is in the set, since the rank then has the bytes.
         kept: 1D [targets], bytes that each rank copies within its own memory.
     """
 
@@ -66,8 +66,8 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     """Compute the bytes that each rank of a target takes from each set of ranks of a source."""
     overlaps = _OverlapCache(source, target)
     ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks that store each cell
-    # Matrices of bytes, 2D [source cells, target cells], each summed over all leaves whose cells are on the same ranks:
-    # most tensors of a state share one matrix, so the loop over cells below runs once for them.
+    # Matrices of bytes, 2D [source cells, target cells]. Each is a sum over all leaves whose cells are on equal ranks.
+    # Most tensors of a state share one matrix, so the loop over cells below runs once for most tensors.
     sums: dict[tuple[Holders, Holders], Ints] = {}
     for leaf in leaves:
         key = leaf.source.holders, target.holders_of(leaf.target)
@@ -80,7 +80,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
             sums[key] = np.zeros([len(ranks_at[holders]) for holders in key], np.int64)
         stored_at, wanted_at, numels = overlaps.of(leaf)
         pairs = stored_at * sums[key].shape[1] + wanted_at
-        # A pair of cells may occur several times. `add.at` adds all of its values; ``+=`` would add only one of them.
+        # A pair of cells may occur several times. `add.at` adds all values of the pair; ``+=`` would add only one.
         np.add.at(sums[key].reshape(-1), pairs, numels * leaf.itemsize)
 
     targets = target.all_ranks
@@ -88,7 +88,7 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
     rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
     for (owners, takers), matrix in sums.items():
-        cell_of = np.full(len(targets), -1)  # cell of each target rank; -1 if a rank has none of them
+        cell_of = np.full(len(targets), -1)  # cell of each target rank; -1 if a rank has no cell
         for cell, ranks in enumerate(ranks_at[takers]):
             cell_of[[columns[rank] for rank in ranks]] = cell
         for cell, ranks in enumerate(ranks_at[owners]):
@@ -128,9 +128,8 @@ class _OverlapCache:
         key = (source_key, target_key, leaf.box, leaf.corner, leaf.dims)
         if key in self._overlaps:
             return self._overlaps[key]
-        if (
-            source_key not in self._tables and not source.is_whole
-        ):  # no closed formula for scales and for parts
+        if source_key not in self._tables and not source.is_whole:
+            # Scales, and boxes of a tensor, have no closed formula.
             cells = enumerate(source.all_coordinates())
             regions = [(cell, region) for cell, at in cells for region, _ in source.regions(at)]
             self._tables[source_key] = RegionTable.of(regions, len(source.shape))
@@ -193,7 +192,7 @@ class RegionTable(NamedTuple):
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def boxes(self) -> RegionTable:
-        """Return a table with the same items, in which the range of every row is its whole box."""
+        """Return a table of equal items, in which the range of every row is the whole box of the row."""
         whole = (self.starts == 0) & (self.stops == self.sizes.prod(1))
         if whole.all():
             return self
@@ -207,7 +206,7 @@ class RegionTable(NamedTuple):
         return RegionTable(*(np.concatenate(pair) for pair in parts))
 
     def flat(self, shape: tuple[int, ...]) -> RegionTable | None:
-        """Return a table with the same items, as 1D boxes of the flattened tensor of ``shape``.
+        """Return a table of equal items, as 1D boxes of the flattened tensor of ``shape``.
 
         Returns:
             None if the items of some row are not contiguous in the flattened tensor.
@@ -320,7 +319,7 @@ def _mapped(target: RegionTable, leaf: Leaf) -> RegionTable:
 
 
 def _shared(source: RegionTable, wanted: RegionTable) -> Overlaps:
-    """Return the overlaps of the rows of ``source`` and of ``wanted``, which must be whole boxes of the same tensor."""
+    """Return the overlaps of the rows of ``source`` and of ``wanted``, which must be whole boxes of one tensor."""
     parts: list[Overlaps] = [(_NO_INTS, _NO_INTS, _NO_INTS)]
     for row, wanted_row in _candidates(source, wanted):
         numels = shared_numels(source.chosen(row), wanted.offsets[wanted_row], wanted.sizes[wanted_row])
@@ -354,23 +353,23 @@ def _candidates(source: RegionTable, wanted: RegionTable) -> Iterator[tuple[Ints
     start = 0
     while start < len(counts):
         totals = np.cumsum(counts[start:])
-        # At least one row of ``wanted``, even if its pairs alone exceed the limit: the loop must advance.
+        # At least one row of ``wanted``, even if the pairs of one row exceed the limit: the loop must advance.
         stop = start + max(1, int(np.searchsorted(totals, _MAX_PAIRS, "right")))
-        part = counts[start:stop]
-        wanted_row = np.repeat(np.arange(start, stop), part)
+        chosen = counts[start:stop]
+        wanted_row = np.repeat(np.arange(start, stop), chosen)
         # 0, 1, .. for each row of ``wanted``: the number of the candidate.
-        within = np.arange(len(wanted_row)) - np.repeat(np.cumsum(part) - part, part)
-        yield order[np.repeat(first[start:stop], part) + within], wanted_row
+        within = np.arange(len(wanted_row)) - np.repeat(np.cumsum(chosen) - chosen, chosen)
+        yield order[np.repeat(first[start:stop], chosen) + within], wanted_row
         start = stop
 
 
 def shared_numels(source: RegionTable, offsets: Ints, sizes: Ints) -> Ints:
-    """Count the items that each row of ``source`` shares with the box in the same row of ``offsets`` and ``sizes``."""
+    """Count, for each row, the items that ``source`` shares with the box of ``offsets`` and ``sizes`` in this row."""
     low = np.maximum(source.offsets, offsets) - source.offsets
     high = np.minimum(source.offsets + source.sizes, offsets + sizes) - source.offsets
     high = np.maximum(high, low)  # size 0 instead of a negative one where boxes are disjoint
     numels = (high - low).prod(1)
-    # If a row is only a part of its box: shared items before the row's stop, minus those before its start.
+    # Of rows that are not their whole box: shared items before the row's stop, minus shared items before its start.
     cut = np.flatnonzero((numels > 0) & ((source.starts > 0) | (source.stops < source.sizes.prod(1))))
     if len(cut):
         within = (source.sizes[cut], low[cut], high[cut])

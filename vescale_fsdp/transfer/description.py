@@ -39,11 +39,11 @@ class DescribedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Which ranks store which parts of a state. The size of a description does not depend on the number of ranks.
+    """Which ranks store which pieces of a state. The size of a description does not depend on the number of ranks.
 
     Args:
-        structure: the tensors, and the tables of axes and layouts that they index; without a tree of nested keys.
-        ranks: for each tensor, the ranks that store parts of it.
+        structure: the tensors, and the tables of axes and layouts that tensors index; without a tree of nested keys.
+        ranks: for each tensor, the ranks that store pieces of the tensor.
 
     Examples:
         >>> import torch
@@ -86,7 +86,7 @@ class StateDescription:
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """Ranks that store anything, ascending."""
-        # `set` first: most tensors are on the same ranks, so few sets of ranks are left to expand.
+        # `set` first: most tensors are on equal ranks, so few sets of ranks are left to expand.
         return tuple(sorted({rank for ranks in set(self.ranks) for rank in ranks.ranks}))
 
     @cached_property
@@ -95,7 +95,7 @@ class StateDescription:
         return {}  # a cached property, since a frozen dataclass cannot set attributes
 
     def holders_of(self, number: int) -> Holders:
-        """Return which rank stores which part of a tensor; one object for all tensors with equal ranks and axes."""
+        """Return which rank stores which piece of a tensor; one object for all tensors with equal ranks and axes."""
         key = (self.ranks[number], self.entries[number].axes)
         if key not in self._holders:
             self._holders[key] = Holders(self.ranks[number], self.structure.axes[key[1]])
@@ -113,7 +113,7 @@ class StateDescription:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values, which are equal exactly if descriptions are."""
-        table: dict[RankSet, int] = {}  # distinct sets only: most tensors are on the same ranks
+        table: dict[RankSet, int] = {}  # distinct sets only: most tensors are on equal ranks
         numbers = [table.setdefault(ranks, len(table)) for ranks in self.ranks]
         return {
             "tensors": [entry.to_json() for entry in self.entries],
@@ -177,9 +177,9 @@ def describe_states(
 
     Args:
         source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of the source. A plain
-            tensor is assumed to have the same values on all ranks that store it. Wrap plain shards with
+            tensor is assumed to have equal values on all ranks that store the tensor. Wrap plain shards with
             ``DTensor.from_local``.
-        target: the state that is filled, in the same form.
+        target: the state that is filled, in the form of ``source``.
         ranks: the ranks of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
             descriptions use the rank numbers of this group.
 
@@ -211,7 +211,7 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
     joined, ranks = merge_structures(classes)
     check_complete(joined, ranks, classes)
     # A tensor has several entries if ranks distribute it in several ways. `check_complete` has checked each entry
-    # alone, but not that entries of one name describe the same tensor.
+    # alone, but not that entries of one name describe one tensor.
     first_entries: dict[str, Entry] = {}
     for entry in joined.entries:
         first = first_entries.setdefault(entry.name, entry)
@@ -227,10 +227,10 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
 
 
 def _local_structure(state: Any | None, rank_of: dict[int, int] | None) -> Structure:
-    """Make the structure of the tensors of a state of which this rank stores a part.
+    """Make the structure of the tensors of a state of which this rank stores a piece.
 
     Raises:
-        CheckpointError: if two tensors have the same name.
+        CheckpointError: if two tensors have one name.
     """
     describer = Describer(rank_of)
     tensors: dict[str, Described] = {}

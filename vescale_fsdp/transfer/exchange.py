@@ -1,8 +1,10 @@
 """Sends and receives the messages of one transfer, through reused buffers or in place.
 
-    packed     the shares of a message are copied into a buffer of the pool, while earlier messages are sent
+All tensor bytes that a transfer sends from device to device go through `Exchange`.
+
+    packed     the items of a message are copied into a buffer of the pool, while earlier messages are sent
     unpacked   a received message is copied out of its buffer, the oldest first, while later messages arrive
-    in place   without a buffer: a message is started in its turn, and the rank waits for all such messages at the end
+    in place   without a buffer: messages are started in order, and the rank waits for all messages in place at the end
 
 A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. The collective
 that ends the transfer raises the error on all ranks.
@@ -27,7 +29,7 @@ from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
-from vescale_fsdp.transfer.rank_transfers import Batch, Message, Share
+from vescale_fsdp.transfer.rank_transfers import Batch, LeafCopy, Message
 
 
 class StagingPool:
@@ -49,7 +51,7 @@ class StagingPool:
 
         No buffer may be in use.
         """
-        # Larger buffers of another transfer are reused as they are.
+        # Larger buffers, which another transfer has allocated, are reused unchanged.
         if buffer_bytes > self._buffer_bytes or device != self.device:
             self._free.clear()
             self._buffer_bytes, self.device = buffer_bytes, device
@@ -73,7 +75,7 @@ class _Started(NamedTuple):
     """A message that has been started.
 
     Attributes:
-        work: the send or receive in progress; None if it could not be started.
+        work: the send or receive in progress; None if the connection was lost before.
         data: the bytes of the message, in the buffer or in a tensor of this rank.
         buffer: the pool's buffer; None for a message in place.
     """
@@ -85,11 +87,11 @@ class _Started(NamedTuple):
 
 
 class _Checksum(NamedTuple):
-    """This rank's checksum of one message, with the message's `Message.number` and shares."""
+    """This rank's checksum of one message, with the message's `Message.number` and copies."""
 
     number: int
     value: int
-    shares: Sequence[Share]
+    copies: Sequence[LeafCopy]
 
 
 @dataclass
@@ -126,7 +128,7 @@ class Exchange:
         in_place: list[_Started] = []
         staged: dict[bool, deque[_Started]] = {True: deque(), False: deque()}  # by direction
         for message in messages:
-            if message.is_in_place:
+            if message.in_place is not None:
                 in_place.append(self._start(message))
                 continue
             queue = staged[message.is_sent]
@@ -144,12 +146,11 @@ class Exchange:
         self.errors.raise_kept()
 
     def _start(self, message: Message) -> _Started:
-        """Start to send or receive a message; a message to send is packed first, unless it is in place."""
+        """Start to send or receive a message. A message to send is packed first, unless the message is in place."""
         buffer: torch.Tensor | None = None
-        if message.is_in_place:
-            first = message.shares[0]
+        if message.in_place is not None:
             memory = self.origin if message.is_sent else self.destination
-            data = memory.run(first, message.nbytes // first.itemsize)
+            data = memory.bytes_of(message.in_place)
         else:
             buffer = self.pool.take()
             data = buffer[: message.nbytes]
@@ -168,7 +169,7 @@ class Exchange:
 
     @contextmanager
     def _noting_loss_of(self, peer: int) -> Iterator[None]:
-        """Suppress an error of the connection to ``peer``, and keep it: other ranks still wait for messages."""
+        """Suppress an error of the connection to ``peer``, and keep the error: other ranks still wait for messages."""
         try:
             yield
         except RuntimeError as lost:  # torch's error for lost connections and time-outs
@@ -196,7 +197,7 @@ class Exchange:
             self.pool.give_back(started.buffer)
 
     def _copy_kept(self, kept: Sequence[Sequence[Batch]]) -> None:
-        """Copy shares from the source to the target on this rank, chunk by chunk through a buffer.
+        """Make copies from the source to the target on this rank, chunk by chunk through a buffer.
 
         Raises:
             CorruptCheckpointError: with ``verify``, if the target's bytes differ from the source's.
@@ -210,31 +211,31 @@ class Exchange:
             if self.verify:
                 _each(self.destination.read_back, batches, data)
                 if _checksum_of(data) != checksum:
-                    raise self._differs(self.rank, [share for batch in batches for share in batch.shares])
+                    raise self._differs(self.rank, [item for batch in batches for item in batch.sent])
         self.pool.give_back(buffer)
 
     def _note_checksum(self, message: Message, data: torch.Tensor) -> None:
         """With ``verify``, keep the checksum of a sent message, or of the target's items that a message has filled."""
         if not self.verify:
             return
-        if not message.is_sent and not message.is_in_place:
+        if not message.is_sent and message.in_place is None:
             # Read back what `unpack` has stored, so that the checksum covers that copy too.
             self.errors.attempt(lambda: _each(self.destination.read_back, message.batches, data))
         noted = self._checksums.setdefault((message.peer, message.is_sent), [])
-        noted.append(_Checksum(message.number, _checksum_of(data), message.shares))
+        noted.append(_Checksum(message.number, _checksum_of(data), message.copies))
 
     def _compare_checksums(self) -> None:
         """Send the checksums of sent messages to their receivers, and compare those of received messages."""
         started = []
 
-        def turn(of: tuple[int, bool]) -> tuple[int, int, int]:
+        def order(key: tuple[int, bool]) -> tuple[int, int, int]:
             # One order for all ranks: on NCCL two ranks that both send first would wait for each other.
-            peer, is_sent = of
+            peer, is_sent = key
             return min(self.rank, peer), max(self.rank, peer), self.rank if is_sent else peer
 
-        for peer, is_sent in sorted(self._checksums, key=turn):
+        for peer, is_sent in sorted(self._checksums, key=order):
             noted = self._checksums[peer, is_sent]
-            # Sender and receiver must use the same order, and messages end in another order than they start.
+            # Sender and receiver must use one order. Messages do not end in the order in which they start.
             noted.sort(key=lambda item: item.number)
             sent = torch.tensor([item.value for item in noted], dtype=torch.int64, device=self.pool.device)
             data = sent if is_sent else torch.empty_like(sent)
@@ -244,12 +245,12 @@ class Exchange:
                 wait_for(work)
             for value, own in zip(data.tolist(), self._checksums[peer, is_sent], strict=True):
                 if value != own.value and self.errors.error is None:
-                    self.errors.error = self._differs(peer, own.shares)
+                    self.errors.error = self._differs(peer, own.copies)
 
-    def _differs(self, peer: int, shares: Sequence[Share]) -> CorruptCheckpointError:
+    def _differs(self, peer: int, copies: Sequence[LeafCopy]) -> CorruptCheckpointError:
         """Make the error for a message from ``peer`` whose checksums differ; names at most 8 tensors."""
         target = self.plan.target.entries
-        names = {target[self.plan.leaves[share.leaf].target].name for share in shares}
+        names = {target[placed.target].name for placed, _ in copies}
         return CorruptCheckpointError(
             "Data changed between two ranks.",
             expected="equal checksums on both ranks",
@@ -260,7 +261,7 @@ class Exchange:
 
 
 def _each(work: Callable[[Batch, torch.Tensor], None], batches: Iterable[Batch], data: torch.Tensor) -> None:
-    """Call ``work`` with each batch and the batch's part of ``data``, the bytes of a message."""
+    """Call ``work`` with each batch and the batch's bytes in ``data``, the bytes of a message."""
     start = 0
     for batch in batches:
         work(batch, data[start : start + batch.nbytes])

@@ -5,7 +5,7 @@
     stack("expert0.w", "expert1.w")           tensors along a new dim; `index` is the inverse
     permute("w")                              one tensor with its dims in another order
     codes("w", Fp8Blocks())                   the codes that a codec computes from a tensor; `scales` gives its scales
-    codes(index("experts.w", 3), Fp8Blocks())       of a part that `slice` and `index` select, as if it were the tensor
+    codes(index("experts.w", 3), Fp8Blocks())       of a selected box, quantized as a tensor of its own
 
 Links nest. `leaves_of` resolves a link into *leaves*. A leaf is a box of one source tensor, with the corner and the
 dims of the target where the box's items go. The maps are classes of `vescale_fsdp.layout.index_maps`.
@@ -27,8 +27,8 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, stored_dty
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 from vescale_fsdp.layout.index_maps import Concat, Index, Permute, Slice, Stack
-from vescale_fsdp.layout.region import Region
-from vescale_fsdp.transfer.coding import CodedPart, MatrixGrid, scale_regions
+from vescale_fsdp.layout.region import Copy, Region
+from vescale_fsdp.transfer.coding import MatrixGrid, StoredBox, scale_regions
 from vescale_fsdp.transfer.description import StateDescription
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
 
 Shape = tuple[int, ...]
-Map = Concat | Index | Permute | Slice | Stack  # only maps under which a box stays a box; others would cut it
+Map = Concat | Index | Permute | Slice | Stack  # the maps that turn every box into one box
 
 # For the dtype of a codec's codes or scales: other dtypes that a target may declare for the same bytes. Some kernels
 # expect uint8 for fp8 codes, or float8_e8m0fnu for scales that are exponents.
@@ -48,10 +48,10 @@ _MAX_SHOWN = 20  # problems that an error lists
 
 @dataclass(frozen=True)
 class Coded:
-    """The codes or the scales of a source tensor, or of a part of it that `slice` and `index` select.
+    """The codes or the scales of a source tensor, or of a box of a source tensor that `slice` and `index` select.
 
     Raises:
-        PlacementError: if ``of`` has other maps.
+        PlacementError: if ``of`` is not a name, or a slice or index of one.
     """
 
     of: Link
@@ -137,7 +137,7 @@ def codes(of: Link, codec: BlockCodec) -> Link:
     Each matrix (the last two dims) of a tensor is quantized by itself, so no block spans two experts of a fused tensor.
 
     Args:
-        of: the name of a source tensor, or `slice` and `index` of one. Blocks begin at the first item of the part.
+        of: the name of a source tensor, or `slice` and `index` of one. Blocks begin at the first selected item.
 
     Raises:
         PlacementError: for other links, such as `concatenate`.
@@ -171,7 +171,7 @@ def scales(of: Link, codec: BlockCodec) -> Link:
 
 
 class Leaf(NamedTuple):
-    """A box of one source tensor that is copied into a target tensor.
+    """A box of one source tensor, and where its items go in a target tensor.
 
     Attributes:
         source: name of the source tensor, or its codes or scales.
@@ -281,13 +281,13 @@ def _moved(leaf: Leaf, map: Map, number: int, shapes: Sequence[Shape]) -> Leaf |
 
 
 def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | None:
-    """Return the part of a leaf whose target indices along ``dim`` are in [start, start + size), moved to start at 0.
+    """Cut a leaf to the target indices [start, start + size) along ``dim``, and move the cut leaf to index 0.
 
     Args:
         shape: shape of the leaf's target.
 
     Returns:
-        The smaller leaf; None if the leaf has no items there.
+        The cut leaf; None if the leaf has no items at these indices.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = start, size
@@ -312,16 +312,16 @@ class SourceTensor:
 
     Args:
         description: the description of the source.
-        link: the name of a tensor, or a link to the codes or scales of a tensor or of a part of it.
+        link: the name of a tensor, or a link to the codes or scales of a tensor or of a box of a tensor.
 
     Raises:
         KeyError: if the source has no tensor of this name.
-        PlacementError: if the part of the tensor does not exist.
+        PlacementError: if the link selects indices that the tensor lacks.
 
     Attributes:
         number: index of the tensor in the description.
         name, stored_shape: name and shape of the tensor that ranks store.
-        distribution, holders: how the tensor is cut, and which ranks store its parts.
+        distribution, holders: how the tensor is cut, and which ranks store the pieces.
         codec, grid: the codec and its blocks; None if leaves read the tensor itself.
         coded_key: identifies what is quantized, so that codes and scales of it are computed together.
         is_scales: whether leaves read the scales.
@@ -334,13 +334,13 @@ class SourceTensor:
         of = link.of if isinstance(link, Coded) else link
 
         def shape_of(item: str | Coded) -> Shape:
-            assert isinstance(item, str)  # `Coded` admits no other
+            assert isinstance(item, str)  # `Coded` accepts only names, and slices and indices of names
             numbers = description.numbers_by_name
             self.number = numbers[item if item in numbers else dotted_name(item)]  # slashes are accepted too
             return description.entries[self.number].shape
 
         self.shape, leaves = leaves_of(of, shape_of)
-        # The part that is read or quantized: a box of the tensor. None if it is empty.
+        # The box of the tensor that is read or quantized, as a leaf; None if the box is empty.
         self._selected = leaves[0] if leaves else None
         self.distribution = description.distributions[self.number]
         self.holders = description.holders_of(self.number)
@@ -372,37 +372,38 @@ class SourceTensor:
         """Return the region of the tensor that the ranks at ``coordinates`` store."""
         return self._description.region(self.number, coordinates)
 
-    def parts(self, coordinates: Shape) -> Iterator[CodedPart]:
-        """Yield the boxes of the selected part that the ranks at ``coordinates`` store."""
-        start = 0
-        for piece, at in self.stored_region(coordinates).pieces() if self._selected else ():
-            assert self._selected is not None
-            box = self._selected.to_target(piece)
-            if box is None:
+    def stored_boxes(self, coordinates: Shape) -> Iterator[StoredBox]:
+        """Yield the boxes of the selected box that the ranks at ``coordinates`` store, and where their items are."""
+        if self._selected is None:
+            return
+        number = 0  # of the box's first code
+        for piece, first in self.stored_region(coordinates).pieces():
+            box, shared = self._selected.to_target(piece), piece.intersect(self._selected.box)
+            if box is None or shared is None:  # both are None, or neither is
                 continue
-            shared = piece.intersect(self._selected.box)
-            assert shared is not None  # for type checkers: `box` is the same items
             strides = contiguous_strides(piece.sizes)
-            first = zip(shared.offsets, piece.offsets, strides, strict=True)
-            at += sum((offset - corner) * stride for offset, corner, stride in first)
-            yield CodedPart(box, start, at, tuple(strides[dim] for dim in self._selected.dims))
-            start += box.numel
+            corners = zip(shared.offsets, piece.offsets, strides, strict=True)
+            first += sum((offset - corner) * stride for offset, corner, stride in corners)
+            along_box = tuple(strides[dim] for dim in self._selected.dims)
+            # Not `Copy.of`, which joins dims: these are the dims of the box.
+            yield box, Copy(box.sizes, first, along_box, number, contiguous_strides(box.sizes))
+            number += box.numel
 
     def regions(self, coordinates: Shape) -> list[tuple[Region, int]]:
         """Return the regions that leaves can read from ranks at ``coordinates``, each with its offset in flat memory.
 
-        Scales, and codes of a part of a tensor, may have several regions; they are concatenated.
+        Scales, and codes of a selected box, may have several regions. The regions are concatenated.
         """
         known = self._regions.get(coordinates)
         if known is not None:
             return known
         if self.is_scales:
             assert self.grid is not None
-            regions = scale_regions(self.parts(coordinates), self.grid)
+            regions = scale_regions(self.stored_boxes(coordinates), self.grid)
         elif self.is_whole:
             regions = [self.stored_region(coordinates)]
         else:
-            regions = [Region.of_box(part.box) for part in self.parts(coordinates)]
+            regions = [Region.of_box(box) for box, _ in self.stored_boxes(coordinates)]
         starts = accumulate((region.numel for region in regions), initial=0)
         # Not strict: `starts` has one more item, the total.
         self._regions[coordinates] = list(zip(regions, starts, strict=False))
@@ -418,21 +419,22 @@ class SourceTensor:
             yield from self._description.touching(self.number, Region.of_box(stored))
 
     def touching_all(self) -> Iterator[Shape]:
-        """Yield the coordinates whose ranks may have items of the selected part, at least those that have some."""
+        """Yield the coordinates whose ranks may have items of the selected box; more than needed, but never fewer."""
         if self._selected is not None:
             yield from self._description.touching(self.number, Region.of_box(self._selected.box))
 
     def all_coordinates(self) -> Iterator[Shape]:
-        """Return the coordinates of all parts of the tensor, in row-major order."""
+        """Return the coordinates of all pieces of the tensor, in row-major order."""
         return np.ndindex(*(axis.size for axis in self.distribution.axes))
 
 
 class PlacedLeaf(NamedTuple):
-    """A leaf of a plan, with the source tensor that it reads and the target tensor that it fills.
+    """A leaf of a plan, with the source tensor that the leaf reads and the target tensor that it fills.
 
     Attributes:
         target: index of the target tensor in the target's description.
         wire_dtype: dtype of items as they are sent: of the dtypes of source and target, the one with fewer bytes.
+        itemsize: bytes of an item as it is sent.
         narrowed: whether the sender casts items to ``wire_dtype``.
         widened: whether the receiver casts items from ``wire_dtype``.
     """
@@ -441,13 +443,9 @@ class PlacedLeaf(NamedTuple):
     source: SourceTensor
     target: int
     wire_dtype: str
+    itemsize: int
     narrowed: bool
     widened: bool
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an item as it is sent."""
-        return stored_dtype(self.wire_dtype).itemsize
 
 
 def resolve_links(
@@ -460,7 +458,7 @@ def resolve_links(
         cast: whether floats may be rounded to the target's dtype.
 
     Raises:
-        PlacementError: if names, shapes or dtypes do not match, or a part of a tensor is on no rank; lists all
+        PlacementError: if names, shapes or dtypes do not match, or a piece of a tensor is on no rank; lists all
             problems.
     """
     problems: list[str] = []
@@ -503,14 +501,14 @@ def resolve_links(
             # Items are sent in the narrower dtype, which takes fewer bytes.
             wire = entry.dtype if want.itemsize <= have.itemsize else item.dtype
             casts = (is_cast and wire != item.dtype, is_cast and wire != entry.dtype)
-            placed.append(PlacedLeaf(leaf, item, number, wire, *casts))
+            placed.append(PlacedLeaf(leaf, item, number, wire, min(have.itemsize, want.itemsize), *casts))
     # Each source once; a dict instead of a set keeps the order of the messages.
     for item in dict.fromkeys(leaf.source for leaf in placed):
         missing_cell = item.holders.missing_cell()
         if missing_cell is not None:
             sizes = [axis.size for axis in item.distribution.axes]
             where = [int(at) for at in np.unravel_index(missing_cell, sizes)] if sizes else []
-            problems.append(f"{item.name!r}: no rank of the source has the part at {where} of {sizes}")
+            problems.append(f"{item.name!r}: no rank of the source has the piece at {where} of {sizes}")
     if problems:
         shown = [f"{len(problems)} problems", *problems[:_MAX_SHOWN]]
         if len(problems) > _MAX_SHOWN:

@@ -1,18 +1,18 @@
 """One rank's source and target tensors in a transfer, as bytes that are sent and received.
 
-`Origin` packs boxes of the source, cast or quantized as planned. `Destination` fills the target. With ``keep_old``, it
-fills a second copy, and copies that into the target at the end. Without ``keep_old``, it fills the target in place. A
-failure then leaves old and new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in
-every float dtype and -1 in every signed integer dtype. Such weights cannot be served by mistake.
+`Origin` packs boxes of the source, cast or quantized as planned. `Destination` fills the target in place; or, with
+``keep_old``, a second copy that is copied into the target at the end. A failure of a transfer in place leaves old and
+new weights mixed, so the whole target is poisoned: every byte becomes 0xFF, which is NaN in every float dtype and -1 in
+every signed integer dtype. Such weights cannot be served by mistake.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,120 +22,83 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.distribution import LayoutCut
+from vescale_fsdp.layout.geometry import round_up
+from vescale_fsdp.layout.region import Region
 from vescale_fsdp.torch_private import foreach_copy_, local_of, storage_id, storage_ids, versions_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import CodedKey, SourceTensor
 from vescale_fsdp.transfer.packing import gather, scatter
 from vescale_fsdp.transfer.plan import ALIGN_BYTES, TransferPlan
-from vescale_fsdp.transfer.rank_transfers import Batch, Share
+from vescale_fsdp.transfer.rank_transfers import Batch, LeafCopy
 
 # Dtypes that all copy kernels support. A view in another dtype costs as much as the copy of a small tensor.
 _COPIED_AS_IS = frozenset(
     {torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32, torch.int64}
 )
-_SMALL_BYTES = (
-    64 << 10
-)  # 64 KiB: a copy of this costs less than the views and calls for several parts of a tensor
+# 64 KiB: a copy of this costs less than the views and calls for several copies of a tensor's items.
+_SMALL_BYTES = 64 << 10
 
 
-class PlannedPart(NamedTuple):
-    """The part of a described tensor that one rank stores.
-
-    Attributes:
-        number: index of the tensor in its description.
-        name, dtype, shape: name, dtype and shape of the whole tensor.
-        local_shape: shape of the part; None if it is no box.
-        numel: number of items of the part.
-    """
-
-    number: int
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...] | None
-    numel: int
-
-
-def parts_of(description: StateDescription, numbers: Iterable[int], rank: int) -> list[PlannedPart]:
-    """Return a rank's parts of the tensors with these ``numbers``, ascending. Parts without items are omitted."""
-    parts = []
+def regions_of(description: StateDescription, numbers: Iterable[int], rank: int) -> dict[int, Region]:
+    """Return the regions that a rank stores of the tensors with these ``numbers``, ascending, without empty regions."""
+    regions = {}
     for number in sorted(set(numbers)):
         position = description.holders_of(number).position(rank)
         region = None if position is None else description.region(number, position[0])
         if region is not None and region.numel:
-            entry = description.entries[number]
-            local_shape = region.box.sizes if region.numel == region.box.numel else None
-            dtype = dtype_named(entry.dtype)
-            parts.append(PlannedPart(number, entry.name, dtype, entry.shape, local_shape, region.numel))
-    return parts
+            regions[number] = region
+    return regions
 
 
-def local_parts(
-    tensors: Mapping[str, torch.Tensor], parts: Sequence[PlannedPart], rank: int
+def local_pieces(
+    tensors: Mapping[str, torch.Tensor],
+    description: StateDescription,
+    regions: Mapping[int, Region],
+    rank: int,
 ) -> dict[int, torch.Tensor]:
-    """Compare a state with its description, and return this rank's local tensors by tensor number.
+    """Compare a state with the state's description, and return this rank's local tensors by tensor number.
 
     Args:
         tensors: the tensors of the state, by name.
-        parts: the parts that this rank should store.
+        regions: the regions that this rank should store, by tensor number.
 
     Raises:
         CheckpointError: if a tensor is missing, or has another dtype, global shape or number of local items.
     """
     locals_by_number = {}
-    for number, name, dtype, shape, local_shape, numel in parts:
+    for number, region in regions.items():
+        entry = description.entries[number]
+        dtype, numel = dtype_named(entry.dtype), region.numel
+        tensor = tensors.get(entry.name)
         got = "no such tensor"
-        if name in tensors:
-            tensor = tensors[name]
+        if tensor is not None:
             local = local_of(tensor)
-            # A plan may be made for plain tensors that are parts, although `describe_states` takes them for whole.
-            is_planned = tensor.shape == shape or (tensor is local and tensor.shape == local_shape)
+            # A hand-made plan may describe a plain tensor as a part; `describe_states` never does.
+            is_planned = tensor.shape == entry.shape or (
+                tensor is local and numel == region.box.numel and tensor.shape == region.box.sizes
+            )
             if is_planned and tensor.dtype is dtype and local.numel() == numel:
-                # A parameter is a leaf of autograd; others are used as they are, since there may be thousands.
+                # A parameter is a leaf of autograd. Tensors without a gradient are used as they are: there may be
+                # thousands.
                 locals_by_number[number] = local.detach() if local.requires_grad else local
                 continue
             got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}, {local.numel()} items here"
         raise CheckpointError(
             "The transfer was planned for another state.",
-            expected=f"{dtype_name(dtype)} {shape}, {numel} items here",
+            expected=f"{entry.dtype} {entry.shape}, {numel} items here",
             got=got,
-            where=f"{name}, rank {rank}",
+            where=f"{entry.name}, rank {rank}",
             todo="describe the state again, and plan a new transfer",
         )
     return locals_by_number
 
 
-class _Flat(NamedTuple):
-    """A tensor whose items are in order in memory, for views of any boxes of it.
-
-    Attributes:
-        items: the tensor, in its own dtype.
-        carrier: the same memory in a dtype that every copy kernel supports, for copies of bits.
-        offset: index in the storage of the first item.
-    """
-
-    items: torch.Tensor
-    carrier: torch.Tensor
-    offset: int
-
-    @classmethod
-    def of(cls, local: torch.Tensor) -> _Flat:
-        """Return the items of a tensor: itself if the memory has them in order, else a copy."""
-        if not _is_plain_memory(local):
-            local = local.resolve_conj().resolve_neg().contiguous()
-        return cls(local, _as_carrier(local), int(local.storage_offset()))
-
-    def view(self, casts: bool) -> tuple[torch.Tensor, int]:
-        """Return the tensor of which boxes are viewed (the items if a copy casts them, else the carrier), and `offset`.
-
-        Its caller makes the views, since a call for each of thousands of boxes costs as much as their copies.
-        """
-        return (self.items if casts else self.carrier), self.offset
-
-    def run(self, start: int, numel: int) -> torch.Tensor:
-        """Return the bytes of ``numel`` items, 1D."""
-        return self.items.as_strided((numel,), (1,), self.offset + start).view(torch.uint8)
+def _in_order(local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has the items in order: the tensor, or a copy if its memory has another order."""
+    if _is_plain_memory(local):
+        return local
+    return local.resolve_conj().resolve_neg().contiguous()
 
 
 def _is_plain_memory(local: torch.Tensor) -> bool:
@@ -151,11 +114,11 @@ def _as_carrier(local: torch.Tensor) -> torch.Tensor:
 class Stage:
     """A buffer with copies of a rank's small tensors of one state, reused by all runs of a transfer.
 
-    A view and a copy for each part of each tensor would take longer than sending. In the buffer, tensors of one shape
-    are at regular distances, so that one operator copies their parts to or from a message.
+    A view and a call for each copy of each tensor would take longer than sending. In the buffer, tensors of one shape
+    are at regular distances, so that one operator copies items of many tensors to or from a message.
 
     Args:
-        parts: the rank's parts of the state.
+        regions: the regions of the state that the rank stores, by tensor number.
         limit_bytes: largest size of the buffer. Tensors that do not fit are not staged.
 
     Attributes:
@@ -164,39 +127,41 @@ class Stage:
         flats: each staged tensor in the buffer, by tensor number; filled by `fit`.
     """
 
-    def __init__(self, parts: Iterable[PlannedPart], limit_bytes: int) -> None:
+    def __init__(
+        self, description: StateDescription, regions: Mapping[int, Region], limit_bytes: int
+    ) -> None:
         self.starts: dict[int, int] = {}
         self.nbytes = 0
-        self.flats: dict[int, _Flat] = {}
+        self.flats: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # of the staged tensors, in their shapes in the state
+        dtypes = {number: dtype_named(description.entries[number].dtype) for number in regions}
         small = [
-            part
-            for part in parts
-            if part.dtype in _COPIED_AS_IS and part.numel * part.dtype.itemsize <= _SMALL_BYTES
+            number
+            for number, region in regions.items()
+            if dtypes[number] in _COPIED_AS_IS and region.numel * dtypes[number].itemsize <= _SMALL_BYTES
         ]
-        # One shape after the other. `sorted` keeps the order of tensors of one shape, in which they are sent too.
-        for part in sorted(small, key=lambda part: (str(part.dtype), part.numel)):
-            nbytes = -(-part.numel * part.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        # One shape after another. `sorted` keeps the order of tensors of one shape, in which they are sent too.
+        for number in sorted(small, key=lambda number: (str(dtypes[number]), regions[number].numel)):
+            itemsize = dtypes[number].itemsize
+            nbytes = round_up(regions[number].numel * itemsize, ALIGN_BYTES)
             if self.nbytes + nbytes > limit_bytes:
                 break
-            self.starts[part.number] = self.nbytes // part.dtype.itemsize
+            self.starts[number] = self.nbytes // itemsize
             self.nbytes += nbytes
-        self._parts = [part for part in small if part.number in self.starts]
+        self._numbers = [number for number in small if number in self.starts]
 
     def fit(self, locals_by_number: Mapping[int, torch.Tensor]) -> None:
         """Allocate the buffer at first use, and view it in the shapes of this rank's tensors."""
-        if not self._parts:
+        if not self._numbers:
             return
-        locals_ = [locals_by_number[part.number] for part in self._parts]
+        locals_ = [locals_by_number[number] for number in self._numbers]
         if not self.flats or self._views[0].device != locals_[0].device:
             buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=locals_[0].device)
-            typed = {part.dtype: buffer.view(part.dtype) for part in self._parts}
-            self._views = []
-            for part in self._parts:
-                start = self.starts[part.number]
-                view = typed[part.dtype][start : start + part.numel]
-                self.flats[part.number] = _Flat(view, view, start)
-                self._views.append(view)
+            typed = {local.dtype: buffer.view(local.dtype) for local in locals_}
+            for number, local in zip(self._numbers, locals_, strict=True):
+                start = self.starts[number]
+                self.flats[number] = typed[local.dtype][start : start + local.numel()]
+            self._views = [self.flats[number] for number in self._numbers]
         self._views = [
             view if view.shape == local.shape else view.view(local.shape)
             for view, local in zip(self._views, locals_, strict=True)
@@ -204,13 +169,13 @@ class Stage:
 
     def fill(self, locals_by_number: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors of the state into the buffer."""
-        if self._parts:
-            foreach_copy_(self._views, [locals_by_number[part.number] for part in self._parts])
+        if self._numbers:
+            foreach_copy_(self._views, [locals_by_number[number] for number in self._numbers])
 
     def empty(self, locals_by_number: Mapping[int, torch.Tensor]) -> None:
         """Copy the buffer into the tensors of the state."""
-        if self._parts:
-            foreach_copy_([locals_by_number[part.number] for part in self._parts], self._views)
+        if self._numbers:
+            foreach_copy_([locals_by_number[number] for number in self._numbers], self._views)
 
 
 _watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()  # weak: a watch ends with its run of a transfer
@@ -313,8 +278,8 @@ class CutBlocks:
                 slot = layouts[cuts[0].layout].slots[cuts[0].slot]
                 if grid.cuts_no_block(slot.block_numel):
                     continue  # no rank boundary cuts a block of the layout
-            parts = map(source.parts, source.touching_all())
-            cut = {block for part in parts for block in cut_blocks_of(part, grid)}
+            stored = map(source.stored_boxes, source.touching_all())
+            cut = {block for boxes in stored for block in cut_blocks_of(boxes, grid)}
             self.blocks[key] = sorted(cut)  # the all-reduce needs the same order on all ranks
         self.total = sum(map(len, self.blocks.values()))
 
@@ -324,7 +289,7 @@ class CutBlocks:
         A collective, unless there are no such blocks. If it fails on any rank, it fails on all.
 
         Args:
-            tensors: this rank's parts of quantized tensors.
+            tensors: this rank's pieces of quantized tensors.
         """
         if not self.total:  # the same on all ranks
             return
@@ -365,7 +330,7 @@ class Origin:
         stage: the buffer for small tensors, which is filled here.
 
     Attributes:
-        coded: this rank's parts of quantized tensors, with the largest magnitude of each block.
+        coded: this rank's pieces of quantized tensors, with the largest magnitude of each block.
     """
 
     def __init__(
@@ -378,46 +343,44 @@ class Origin:
         self._flats = dict(stage.flats)
         for number, local in locals_by_number.items():
             if number not in stage.starts:
-                self._flats[number] = _Flat.of(local)
-        self._scales: dict[CodedKey, _Flat] = {}
+                self._flats[number] = _in_order(local)
+        self._scales: dict[CodedKey, torch.Tensor] = {}
         self.coded: dict[CodedKey, CodedTensor] = {}
         for key, source in _coded_sources(plan).items():
             position = source.holders.position(rank)
             if position is not None and source.number in self._flats:
                 assert source.codec is not None and source.grid is not None
-                parts, items = source.parts(position[0]), self._flats[source.number].items
-                self.coded[key] = CodedTensor(source.codec, source.grid, parts, items)
+                stored, items = source.stored_boxes(position[0]), self._flats[source.number]
+                self.coded[key] = CodedTensor(source.codec, source.grid, stored, items)
 
-    def run(self, share: Share, numel: int) -> torch.Tensor:
-        """Return a view of the bytes of ``numel`` contiguous source items, from the first item of ``share`` on."""
-        return self._flats[self._plan.leaves[share.leaf].source.number].run(share.source, numel)
+    def bytes_of(self, run: LeafCopy) -> torch.Tensor:
+        """Return a view of the bytes of a run of source items, 1D."""
+        placed, copy = run
+        return copy.source_view(self._flats[placed.source.number]).view(torch.uint8)
 
     def pack(self, batch: Batch, out: torch.Tensor) -> None:
         """Write a batch's bytes as they are sent, cast or quantized if planned, into ``out`` (1D uint8)."""
-        leaves, placed = self._plan.leaves, self._plan.leaves[batch.leaf]
+        placed, first = batch.copies[0]
         key = placed.source.coded_key
-        if key is not None and not placed.source.is_scales:
-            for share in batch.shares:  # one
-                self.coded[key].encode(out.view(share.sizes), share.sizes, share.source_strides, share.source)
+        if key is not None and not placed.source.is_scales:  # the only copy of its batch
+            self.coded[key].encode(out.view(first.sizes), first.sizes, first.source_strides, first.source)
             return
         # Only the side with the wider dtype casts, so that the narrower one is sent; here, the sender.
         casts = placed.narrowed
         boxes = []
-        for leaf, sizes, strides, start in batch.sources:
-            tensor = leaves[leaf].source
-            flat = self._flats[tensor.number] if key is None else self._scales_of(tensor)
-            items, offset = flat.view(casts)
-            boxes.append(items.as_strided(sizes, strides, offset + start))
+        for each, copy in batch.copies:
+            items = self._flats[each.source.number] if key is None else self._scales_of(each.source)
+            boxes.append(copy.source_view(items if casts else _as_carrier(items)))
         gather(boxes, out.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype))
 
-    def _scales_of(self, source: SourceTensor) -> _Flat:
+    def _scales_of(self, source: SourceTensor) -> torch.Tensor:
         """Return the scales that this rank owns of a tensor, 1D."""
         key = source.coded_key
         assert key is not None
         if key not in self._scales:  # computed once per run
             position = source.holders.position(self._rank)
             assert position is not None
-            self._scales[key] = _Flat.of(self.coded[key].scales(source.regions(position[0])))
+            self._scales[key] = self.coded[key].scales(source.regions(position[0]))
         return self._scales[key]
 
 
@@ -450,22 +413,25 @@ class Destination:
         stage.fit(locals_by_number)
         self._stage = stage
         self._flats = dict(stage.flats)
-        self._copied: list[tuple[torch.Tensor, _Flat]] = []  # tensors that have a second copy
+        self._copied: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # tensors that have a second copy, and the copy
         for number, local in locals_by_number.items():
             if number in stage.starts:
                 continue
             if not keep_old and _is_plain_memory(local):
-                self._flats[number] = _Flat(local, _as_carrier(local), int(local.storage_offset()))
+                self._flats[number] = local
                 continue
             # Fill a second copy: with `keep_old`, or because the target's items are not in order in memory.
             if number not in copies:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
-            self._flats[number] = _Flat.of(copies[number])
-            self._copied.append((local, self._flats[number]))
+            self._flats[number] = copies[number]
+            self._copied.append((local, copies[number]))
 
-    def run(self, share: Share, numel: int) -> torch.Tensor:
-        """Return a view of the bytes of ``numel`` contiguous items to fill, from the first item of ``share`` on."""
-        return self._flats[self._plan.leaves[share.leaf].target].run(share.target, numel)
+    def bytes_of(self, run: LeafCopy) -> torch.Tensor:
+        """Return a view of the bytes of a run of items to fill, 1D."""
+        placed, copy = run
+        return copy.target_view(self._flats[placed.target]).view(torch.uint8)
 
     def unpack(self, batch: Batch, data: torch.Tensor) -> None:
         """Copy a batch's items from the bytes of a message into the target or its second copy, cast if planned."""
@@ -478,20 +444,20 @@ class Destination:
 
     def _wire_and_boxes(self, batch: Batch, data: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the items of a batch in ``data``, 1D, and its boxes in the target or its second copy."""
-        leaves, placed = self._plan.leaves, self._plan.leaves[batch.leaf]
+        placed = batch.copies[0][0]
         casts = placed.widened
         boxes = []
-        for leaf, sizes, strides, start in batch.targets:
-            items, offset = self._flats[leaves[leaf].target].view(casts)
-            boxes.append(items.as_strided(sizes, strides, offset + start))
+        for each, copy in batch.copies:
+            items = self._flats[each.target]
+            boxes.append(copy.target_view(items if casts else _as_carrier(items)))
         return data.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype), boxes
 
     def commit(self) -> None:
         """Copy second copies, if there are any, into the target, and reset `is_mixed`."""
         self.is_mixed = True  # an interruption between two copies leaves a mixture
         self._stage.empty(self._locals)
-        for local, flat in self._copied:
-            _as_carrier(local).copy_(flat.carrier.view(local.shape))
+        for local, copied in self._copied:
+            _as_carrier(local).copy_(_as_carrier(copied).view(local.shape))
         self.is_mixed = False
 
     def poison(self) -> None:

@@ -5,7 +5,7 @@
     print(plan), plan.pair_bytes()  totals of all ranks, and bytes by sender and receiver; needs no running ranks
     RankTransfers(plan, rank)       what one rank sends, receives and keeps, as strided boxes (`rank_transfers`)
 
-Ranks that store the same part of a tensor are a *set*. The target's ranks take bytes from a set; these bytes, in the
+Ranks that store one piece of a tensor are a *set*. The target's ranks take bytes from a set; these bytes, in the
 rank order of the receivers, are divided into one equal byte range per rank of the set:
 
     set (0, 4), taken by ranks 8, 9, 10        8888888899999999....10101010
@@ -66,7 +66,7 @@ class TransferPlan:
 
     @property
     def message_bytes(self) -> int:
-        """Size of the largest message: half of what `staged_bytes` leaves is for sending, half for receiving."""
+        """Size of the largest message. Half of the budget without `staged_bytes` is for sending, half for receiving."""
         left = self.budget_bytes - 2 * self.staged_bytes
         return max(left // (2 * IN_FLIGHT) // ALIGN_BYTES, 1) * ALIGN_BYTES
 
@@ -100,7 +100,7 @@ class TransferPlan:
         number, total = ranks.index(sender), int(self.demand.starts[row, -1])
 
         def edge(number: int) -> int:
-            """Limit a share's start to the receiver's bytes, and round it down so that no item is cut."""
+            """Return where sender ``number`` starts in the receiver's bytes, rounded down so that no item is cut."""
             position = total * number // len(ranks) - start
             return stop - start if position >= stop - start else max(position, 0) // ALIGN_BYTES * ALIGN_BYTES
 
@@ -209,7 +209,7 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan how the ranks of a target get their tensors from the ranks of a source. Communicates nothing.
 
-    A rank does not receive data that it stores itself. Ranks that store the same part send equal amounts of it.
+    A rank does not receive data that it stores itself. Ranks that store one piece of a tensor send equal amounts.
 
     Args:
         source, target: the two descriptions that `describe_states` returns. The target need not use all source tensors.
@@ -220,7 +220,7 @@ def plan_transfer(
         budget_bytes: memory that each rank may use for messages, at least 4 KiB.
 
     Raises:
-        PlacementError: if names, shapes or dtypes do not match, or a part of a tensor is on no rank; lists all
+        PlacementError: if names, shapes or dtypes do not match, or a piece of a tensor is on no rank; lists all
             problems. Also if ``budget_bytes`` is too small.
 
     Examples:

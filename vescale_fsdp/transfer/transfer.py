@@ -55,11 +55,11 @@ from vescale_fsdp.transfer.memory import (
     Origin,
     SourceWatch,
     Stage,
-    local_parts,
-    parts_of,
+    local_pieces,
+    regions_of,
 )
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import RankTransfers, Staged
+from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
 _POISONED = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
@@ -153,15 +153,18 @@ class Transfer:
         # Compared between ranks here and in each run: ranks with different plans would wait for each other's messages.
         self._alike = {"plan": plan.digest, "keep_old": keep_old, "verify": verify}
         with own.together("planning a transfer", _UNTOUCHED, self._alike):
-            self._read_parts = parts_of(plan.source, (leaf.source.number for leaf in plan.leaves), own.rank)
-            self._read_names = {part.name for part in self._read_parts}
-            self._filled_parts = parts_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
-            self._stages = tuple(
-                Stage(parts, plan.staged_bytes) for parts in (self._read_parts, self._filled_parts)
+            self._read_regions = regions_of(
+                plan.source, (leaf.source.number for leaf in plan.leaves), own.rank
             )
-            transfers = RankTransfers(plan, own.rank, Staged(*(stage.starts for stage in self._stages)))
+            self._read_names = {plan.source.entries[number].name for number in self._read_regions}
+            self._filled_regions = regions_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
+            self._stages = (
+                Stage(plan.source, self._read_regions, plan.staged_bytes),
+                Stage(plan.target, self._filled_regions, plan.staged_bytes),
+            )
+            transfers = RankTransfers(plan, own.rank, (self._stages[0].starts, self._stages[1].starts))
             self._messages, self._kept = transfers.messages(), transfers.kept_batches()
-            packed = [message.nbytes for message in self._messages if not message.is_in_place]
+            packed = [message.nbytes for message in self._messages if message.in_place is None]
             # At least one message if this rank copies within its own memory, since these copies use a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
@@ -381,8 +384,8 @@ class Transfer:
             CheckpointError: if a state or a device does not fit, or the states share memory and ``keep_old`` is False.
         """
         plan, rank = self.plan, self._coordinator.rank
-        sources = local_parts(read, self._read_parts, rank)
-        targets = local_parts(_named(into), self._filled_parts, rank)
+        sources = local_pieces(read, plan.source, self._read_regions, rank)
+        targets = local_pieces(_named(into), plan.target, self._filled_regions, rank)
         # Filling the target in place would overwrite source items that are not read yet.
         shared = set()
         if sources and targets and not self._keep_old:

@@ -63,7 +63,7 @@ def whole_tensors() -> list[int]:
     every = WholeTensors(state, verify=True)
     assert [tensor.name for tensor in made.tensors] == list(links)
     assert {tensor.name for tensor in every.tensors} == set(full) and len(list(every.buckets())) == 1
-    real = rank_transfers.shares_between
+    real = rank_transfers.copies_between
     sizes = []
     for step in range(2):
         for local in map(local_of, state.values()):
@@ -80,8 +80,8 @@ def whole_tensors() -> list[int]:
             assert tensor.is_meta if dist.get_rank() == 0 else bytes_of(tensor).equal(bytes_of(wanted[name]))
         assert all(tensor.equal(now[name]) and tensor.any() for name, tensor in dict(every).items())
         sizes = [bucket.data.numel() for bucket in made.buckets()]
-        rank_transfers.shares_between = None  # type: ignore[assignment]  # a second pass asks nothing of the plan
-    rank_transfers.shares_between = real
+        rank_transfers.copies_between = None  # type: ignore[assignment]  # a second pass asks nothing of the plan
+    rank_transfers.copies_between = real
     return sizes
 
 
@@ -131,7 +131,7 @@ def one_sender_and_checkpoint_engine() -> None:
     seen: Full = {}
     for bucket in WholeTensors(state).buckets():
         shared[: bucket.data.numel()].copy_(bucket.data)
-        for name, tensor in extract_weights([part._asdict() for part in bucket.parts], shared):
+        for name, tensor in extract_weights(bucket.metadata(), shared):
             seen[name] = tensor.clone()
     assert seen.keys() == full.keys() and all(tensor.equal(full[name]) for name, tensor in seen.items())
 

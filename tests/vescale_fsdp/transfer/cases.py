@@ -27,7 +27,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import RankTransfers, Share
+from vescale_fsdp.transfer.rank_transfers import LeafCopy, RankTransfers
 
 Shape = tuple[int, ...]
 MESHES = ((1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 1, 2))
@@ -149,22 +149,20 @@ def moved(
             if region is not None:
                 targets[rank][place] = torch.full((region.numel,), -1, dtype=dtype)
 
-    def copy(share: Share, sender: int, taker: int) -> None:
-        placed = plan.leaves[share.leaf]
+    def move(item: LeafCopy, sender: int, taker: int) -> None:
+        placed, copy = item
         held = region_of(plan.source, placed.source.number, sender)
         assert held is not None
         source = part_of(full[placed.source.name], held)
-        box = source.as_strided(share.sizes, share.source_strides, share.source)
-        into = targets[taker][placed.target]
-        into.as_strided(share.sizes, share.target_strides, share.target).copy_(box)
+        copy.target_view(targets[taker][placed.target]).copy_(copy.source_view(source))
 
     for sender in range(world_size):
-        for share in parts[sender].kept:
-            copy(share, sender, sender)
+        for item in parts[sender].kept:
+            move(item, sender, sender)
         assert set(parts[sender].sends) == {r for r in range(world_size) if sender in parts[r].receives}
         for taker, stream in parts[sender].sends.items():
             messages = stream.messages(plan.message_bytes)
             assert messages == parts[taker].receives[sender].messages(plan.message_bytes)
-            for share in (share for message in messages for share in message):
-                copy(share, sender, taker)
+            for item in (item for message in messages for item in message):
+                move(item, sender, taker)
     return targets

@@ -203,15 +203,15 @@ def plans_once() -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("planned again")
 
-    real = rank_transfers.shares_between
-    rank_transfers.shares_between = refuse  # type: ignore[assignment]
+    real = rank_transfers.copies_between
+    rank_transfers.copies_between = refuse  # type: ignore[assignment]
     try:
         transfer.run(state, into)
         handle = transfer.start(state, into)
         handle.wait(60)
         assert handle.done()
     finally:
-        rank_transfers.shares_between = real
+        rank_transfers.copies_between = real
     assert sorted(known) == sorted(buffer.data_ptr() for buffer in pool._free)
 
 

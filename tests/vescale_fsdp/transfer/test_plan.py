@@ -20,7 +20,7 @@ from vescale_fsdp.transfer import demand, rank_transfers
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription, describe_states
 from vescale_fsdp.transfer.links import Link, codes, concatenate, scales
 from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
-from vescale_fsdp.transfer.rank_transfers import RankTransfers
+from vescale_fsdp.transfer.rank_transfers import RankTransfers, nbytes_of
 
 SEARCH = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 SHAPES = st.sampled_from([(), (7,), (4, 6), (3, 5), (2, 3, 4), (5, 1, 2), (0, 3), (8, 8)])
@@ -107,7 +107,7 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
         "'narrow': dtype bfloat16, but the source makes float32",
         "'misfit': Tensors cannot be concatenated.",
         "'nowhere' is linked, but the target has no such tensor",
-        "'lost': no rank of the source has the part at [2] of [3]",
+        "'lost': no rank of the source has the piece at [2] of [3]",
     ):
         assert told in str(raised.value)
     assert "6 problems" in str(raised.value)
@@ -174,13 +174,13 @@ def test_totals_of_all_ranks_cost_little(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_rank_asks_for_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The work of one rank does not grow with ranks that it does not communicate with."""
     asked = []
-    real = rank_transfers.shares_between
+    real = rank_transfers.copies_between
 
     def counted(*args: Any) -> Any:
         asked.append(1)
         return real(*args)
 
-    monkeypatch.setattr(rank_transfers, "shares_between", counted)
+    monkeypatch.setattr(rank_transfers, "copies_between", counted)
     counts = []
     for num_sources in (32, 128):
         plan = simulated(num_sources, 16, 40)
@@ -227,7 +227,7 @@ def test_the_report_is_what_ranks_do() -> None:
         assert abs(sum(sends.values()) - plan.sent_bytes.get(rank, 0)) <= 32
         received = sum(stream.nbytes for stream in transfers.receives.values())
         assert received == plan.received_bytes.get(rank, 0)
-        assert sum(share.nbytes for share in transfers.kept) == plan.kept_bytes.get(rank, 0)
+        assert nbytes_of(transfers.kept) == plan.kept_bytes.get(rank, 0)
     assert plan.total_bytes == sum(pairs.values()) > 0 and plan.kept_bytes and plan.imbalance > 1
     assert f"{plan.imbalance:.2f} " in str(plan) and "copied" in str(plan)
 
