@@ -58,7 +58,7 @@ def pieces(state: Any) -> Any:
 
 
 def rejoin(state: Any, loaded: Any) -> Any:
-    """Replace pieces in ``loaded`` by the ragged tensors of ``state`` with the same memory: the inverse of `pieces`.
+    """Replace pieces in ``loaded`` by the ragged tensors of ``state`` that share their memory: the inverse of `pieces`.
 
     Args:
         state: the state that was passed to `pieces`.
@@ -99,7 +99,7 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
     ) -> bool:
         """Return whether to load an item by `load`: always, if the item has tensors.
 
-        Even on the same number of ranks, a rank's own file may contain other elements than the rank's tensors have now.
+        Even on an equal number of ranks, a rank's file need not contain the elements of the rank's tensors.
 
         Raises:
             CheckpointError: if the checkpoint does not contain the positions of tensors.
@@ -135,9 +135,10 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
         """
         stored = source_metadata.nested_path_to_metadata
         own = dist.get_rank() if dist.is_initialized() else 0
-        # The file for values that are not tensors. Rank 0's if the checkpoint has fewer ranks.
+        # The file for values that are not tensors: rank 0's if the checkpoint has fewer ranks.
         rank_of_values = own if own in source_metadata.rank_to_layout_info else 0
-        # By the rank whose file is read: the tensor's path, a box of the file, a box of this rank, and what they share.
+        # By the rank whose file is read: the tensor's path, a box of the file, a box of this rank, and their
+        # intersection.
         copies: dict[int, list[tuple[KeyPath, Box, Box, Box]]] = {rank_of_values: []}
         boxes = {path: _boxes_of(sharding, own) for path, sharding in target_metadata.items()}
         for path, sharding in target_metadata.items():
@@ -153,8 +154,8 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
                 metadata = source_metadata.get_metadata_for_path_and_rank(path, rank)
                 source = _view(leaves[path], _boxes_of(metadata, rank), stored_box)
                 with torch.no_grad():  # the target may be a parameter, which requires a gradient
-                    part = _view(targets[path], boxes[path], box)[shared.slices(box.offsets)]
-                    part.copy_(source[shared.slices(stored_box.offsets)])
+                    into = _view(targets[path], boxes[path], box)[shared.slices(box.offsets)]
+                    into.copy_(source[shared.slices(stored_box.offsets)])
         return [path for path in target_metadata if path not in stored]
 
 
@@ -194,8 +195,8 @@ def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> Sharding
     # A plain tensor without the attribute is whole: one box with all indices.
     whole = tuple(tensor.shape), ((0,) * tensor.ndim,), (tuple(tensor.shape),)
     shape, offsets, sizes = vars(tensor).get(_POSITION, whole)
-    # torch_checkpointing has one corner per box for the local tensor. A piece is flat, and has none: its boxes follow
-    # one another.
+    # torch_checkpointing wants the offsets of each box in the local tensor. A piece is flat, one box after another, and
+    # has no such offsets: they are zeros.
     corners = ((0,) * len(shape),) * len(offsets)
     return DefaultShardingMetadata(shape, offsets, corners, sizes, str(tensor.dtype))
 
@@ -211,11 +212,11 @@ def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
 def _overlaps(
     path: KeyPath, target: ShardingMetadata, own: Sequence[Box], groups: Sequence[Any]
 ) -> Iterator[tuple[int, Box, Box, Box]]:
-    """Find the boxes of a checkpoint that overlap this rank's boxes of one tensor, each by the first rank that has it.
+    """Find the boxes of a checkpoint that overlap this rank's boxes of one tensor, each with one rank that stores it.
 
     Args:
         own: this rank's boxes.
-        groups: the positions of the tensor in the checkpoint, each with the ranks that it applies to.
+        groups: the positions of the tensor in the checkpoint, each with the ranks of the position.
 
     Yields:
         The rank whose file contains a box, this box, this rank's box, and their intersection.
@@ -268,7 +269,7 @@ def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadat
 def _view(tensor: torch.Tensor, boxes: Sequence[Box], box: Box) -> torch.Tensor:
     """Return the elements of one box of a tensor whose boxes are stored one after another, in the box's shape."""
     memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    # A tensor that has the shape of its only box needs no reshaping, which would fail if it is not contiguous.
+    # A tensor in the shape of its only box needs no reshaping, which fails for tensors that are not contiguous.
     if len(boxes) == 1 and memory.shape == torch.Size(box.sizes):
         return memory
     start = sum(before.numel for before in boxes[: boxes.index(box)])

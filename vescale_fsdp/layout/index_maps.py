@@ -186,7 +186,7 @@ class Permute(IndexMap):
 
 @dataclass(frozen=True)
 class Reshape(IndexMap):
-    """The same items, row-major, in another shape."""
+    """All items, row-major, in another shape."""
 
     new: Shape
     problem = "A tensor cannot have this shape."
@@ -282,8 +282,8 @@ class Interleave(IndexMap):
         """Yield the read for the inverse of `_in_group`, of at most ``parts`` times the needed items."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
-        # The input is viewed as rows of ``parts`` items; column p is output run p. If all output items are in one run,
-        # only the rows of these items are read, otherwise all rows.
+        # The input is viewed as rows of ``parts`` items. Column p is output run p. If all output items are in one run,
+        # only the rows of these items are read, else all rows.
         within_one = low // run == (high - 1) // run
         first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
         inner = box.with_range(dim, base + first * parts, (last - first) * parts)

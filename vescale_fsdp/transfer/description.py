@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, check_complete, merge_structures
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.state.tensor_description import Described, Describer
 from vescale_fsdp.errors import CheckpointError
@@ -71,6 +72,11 @@ class StateDescription:
     def entries(self) -> tuple[Entry, ...]:
         """Name, dtype, shape, axes and cuts of each tensor."""
         return self.structure.entries
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of each tensor."""
+        return tuple(dtype_named(entry.dtype) for entry in self.entries)
 
     @cached_property
     def distributions(self) -> tuple[Distribution, ...]:

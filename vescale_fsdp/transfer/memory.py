@@ -67,9 +67,9 @@ def local_pieces(
         CheckpointError: if a tensor is missing, or has another dtype, global shape or number of local items.
     """
     locals_by_number = {}
+    entries, dtypes = description.entries, description.dtypes
     for number, region in regions.items():
-        entry = description.entries[number]
-        dtype, numel = dtype_named(entry.dtype), region.numel
+        entry, numel = entries[number], region.numel
         tensor = tensors.get(entry.name)
         got = "no such tensor"
         if tensor is not None:
@@ -78,7 +78,7 @@ def local_pieces(
             is_planned = tensor.shape == entry.shape or (
                 tensor is local and numel == region.box.numel and tensor.shape == region.box.sizes
             )
-            if is_planned and tensor.dtype is dtype and local.numel() == numel:
+            if is_planned and tensor.dtype is dtypes[number] and local.numel() == numel:
                 # A parameter is a leaf of autograd. Tensors without a gradient are used as they are: there may be
                 # thousands.
                 locals_by_number[number] = local.detach() if local.requires_grad else local
@@ -134,7 +134,7 @@ class Stage:
         self.nbytes = 0
         self.flats: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # of the staged tensors, in their shapes in the state
-        dtypes = {number: dtype_named(description.entries[number].dtype) for number in regions}
+        dtypes = description.dtypes
         small = [
             number
             for number, region in regions.items()

@@ -111,7 +111,7 @@ class CopyStream:
             return -placed.itemsize, not is_alone, () if is_alone else copy.sizes
 
         self.copies = sorted(copies, key=order)
-        self._stops = list(accumulate(nbytes_of([item]) for item in self.copies))
+        self._stops = list(accumulate(copy.numel * placed.itemsize for placed, copy in self.copies))
 
     @property
     def nbytes(self) -> int:

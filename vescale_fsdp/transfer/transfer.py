@@ -2,7 +2,7 @@
 
     transfer = Transfer(plan)                    once, on all ranks
     transfer.run(state, into)                    every step; plans nothing
-    handle = transfer.start(state, into)         the same in the background
+    handle = transfer.start(state, into)         runs in the background
 
 One transfer, on every rank:
 
@@ -62,9 +62,9 @@ from vescale_fsdp.transfer.plan import TransferPlan
 from vescale_fsdp.transfer.rank_transfers import RankTransfers
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
-_POISONED = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
+_POISONED = "the target was filled in part and is unusable: all values are NaN until a transfer succeeds"
 
-# Stands for a missing version in a collective of int64: above every valid version, and its negative fits int64 too.
+# Stands for a missing version in a collective of int64: above every valid version; the negative number fits int64 too.
 _NO_VERSION = 2**62
 _logger = logging.getLogger("vescale_fsdp")
 
@@ -114,9 +114,9 @@ class Transfer:
     Args:
         plan: the plan, equal on all ranks.
         ranks: the ranks of both states, as passed to `describe_states`.
-        keep_old: fill a second copy, and copy it into the target when all ranks have received everything. After a
-            failure the target has its old weights. Otherwise the target is filled in place, and a failure makes all
-            values NaN.
+        keep_old: fill a second copy, which is copied into the target when all ranks have received everything. After a
+            failure the target has its old weights. Without ``keep_old`` the target is filled in place, and a failure
+            makes all values NaN.
         verify: compare the sender's checksum of each message with a checksum of the items that the receiver has stored.
         group: the process group for messages, if tensors are on an accelerator. Nothing else may use the group during
             a transfer. Default: a gloo group of ``ranks``, for tensors on the CPU.
@@ -165,13 +165,13 @@ class Transfer:
             transfers = RankTransfers(plan, own.rank, (self._stages[0].starts, self._stages[1].starts))
             self._messages, self._kept = transfers.messages(), transfers.kept_batches()
             packed = [message.nbytes for message in self._messages if message.in_place is None]
-            # At least one message if this rank copies within its own memory, since these copies use a buffer too.
+            # At least the size of a message if this rank copies within its own memory: these copies use a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
-        self._name = own.new_name()  # part of the keys of this transfer's decisions in the ranks' store
+        self._name = own.new_name()  # in the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
-        # Not an RLock: a run in the background takes it on the caller's thread, and releases it on the worker's.
+        # Not an RLock: a run in the background takes the lock on the caller's thread, and releases it on the worker's.
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._stream: Stream | None = None  # of transfers in the background
@@ -184,10 +184,10 @@ class Transfer:
     @property
     def version(self) -> int | None:
         """The version of the target's weights; None before the first transfer, while the target is changed, and after a
-        failure that has made it unusable.
+        failure that has made the target unusable.
 
-        An engine serves while this is a number. Ranks that serve together should compare it after an error or a
-        restart, since it may differ if the ranks' store was lost at the end of a transfer.
+        An engine serves while the version is a number. Ranks that serve together should compare their versions after an
+        error or a restart, since versions may differ if the ranks' store was lost at the end of a transfer.
         """
         return self._version
 
@@ -246,9 +246,9 @@ class Transfer:
     def _beside(self) -> Callable[[_SourceRead, Any | None, int | None], None]:
         """Return `_run` for the worker's thread: on an accelerator, on a stream behind the caller's work so far.
 
-        The thread's own stream would be the default stream, on which training runs. There a message would wait for the
-        collectives that training has queued before it, and on another rank, whose threads took turns otherwise, these
-        collectives for the message: a deadlock.
+        The thread's own stream would be the default stream, on which training runs. There a message would wait for
+        collectives that training has queued before the message. On another rank, whose threads ran in another order,
+        these collectives would wait for the message: a deadlock.
         """
         kind = None if self._on_cpu_only else torch.accelerator.current_accelerator(check_available=True)
         streams = None if kind is None else streams_of(current_device(kind.type))
@@ -290,7 +290,7 @@ class Transfer:
         Returns an error instead of raising it: `_run` raises it in the first collective, in which other ranks wait.
         """
         try:
-            # Without tensors that this rank does not read: writes to them do no harm.
+            # Only tensors that this rank reads: writes to other tensors do no harm.
             names = self._read_names
             tensors = {name: tensor for name, tensor in _named(state).items() if name in names}
             if snapshot:
@@ -303,7 +303,7 @@ class Transfer:
     def _run(self, read: _SourceRead, into: Any | None, version: int | None) -> None:
         """Do steps 1 to 6 of a transfer (see the top of this file)."""
         own = self._coordinator
-        # Before anything can fail: the number is part of a key that must be equal on all ranks.
+        # Before anything can fail: a key that must be equal on all ranks contains the number.
         self._num_runs += 1
         self._lost = None
         destination: Destination | None = None
@@ -345,7 +345,7 @@ class Transfer:
         """Find out which ranks were lost, and close this transfer's connections, so that no rank waits for this one.
 
         Args:
-            rank: the rank that this rank waited for, if it waited for one.
+            rank: the rank that this rank waited for; None if it waited for no single rank.
         """
         if self._lost is None:
             name = f"transfer {self._name} {self._num_runs} lost"
@@ -398,7 +398,7 @@ class Transfer:
                 where=f"rank {rank}",
                 todo="pass keep_old=True, which fills the target after everything is read",
             )
-        # A rank without tensors uses the CPU; it sends no messages.
+        # A rank without tensors sends no messages, and uses the CPU.
         devices = {local.device for local in (*sources.values(), *targets.values())} or {torch.device("cpu")}
         if len(devices) > 1 or (self._on_cpu_only and devices != {torch.device("cpu")}):
             raise CheckpointError(
@@ -455,7 +455,8 @@ class Transfer:
             are_all_ready = True
             own.wait_for_all("committing a state")
         except BaseException as failure:  # Ctrl-C too: other ranks may wait for this one
-            # An error that the collective has reported is raised on all ranks. So is that of a rank that was not ready.
+            # An error that the collective has reported is raised on all ranks, and so is an error before this rank was
+            # ready.
             is_reported = isinstance(failure, CheckpointError) and not isinstance(failure, UnreachableError)
             if not is_ready or is_reported:
                 raise
