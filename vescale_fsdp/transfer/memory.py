@@ -413,9 +413,8 @@ class Destination:
         stage.fit(locals_by_number)
         self._stage = stage
         self._flats = dict(stage.flats)
-        self._copied: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # tensors that have a second copy, and the copy
+        # The tensors that have a second copy, each with the copy.
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, local in locals_by_number.items():
             if number in stage.starts:
                 continue
