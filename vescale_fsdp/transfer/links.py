@@ -428,8 +428,9 @@ class SourceTensor:
         return np.ndindex(*(axis.size for axis in self.distribution.axes))
 
 
-class PlacedLeaf(NamedTuple):
-    """A leaf of a plan, with the source tensor that the leaf reads and the target tensor that it fills.
+@dataclass(frozen=True, eq=False, slots=True)  # compared by identity: a plan has one object per leaf
+class PlacedLeaf:
+    """A leaf of a plan, with the source tensor that the leaf reads and the target tensor that the leaf fills.
 
     Attributes:
         target: index of the target tensor in the target's description.
