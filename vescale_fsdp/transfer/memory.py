@@ -69,10 +69,11 @@ def local_pieces(
     locals_by_number = {}
     entries, dtypes = description.entries, description.dtypes
     for number, region in regions.items():
-        entry, numel = entries[number], region.numel
-        tensor = tensors.get(entry.name)
+        (start, stop), entry = region.span, entries[number]
+        numel = stop - start  # not `Region.numel`: every run checks thousands of tensors
         got = "no such tensor"
-        if tensor is not None:
+        if entry.name in tensors:
+            tensor = tensors[entry.name]
             local = local_of(tensor)
             # A hand-made plan may describe a plain tensor as a part; `describe_states` never does.
             is_planned = tensor.shape == entry.shape or (
