@@ -152,9 +152,9 @@ class RaggedResharder(Resharder):  # type: ignore[misc]
             leaves = _leaves(item)
             for path, stored_box, box, shared in overlaps:
                 metadata = source_metadata.get_metadata_for_path_and_rank(path, rank)
-                source = _view(leaves[path], _boxes_of(metadata, rank), stored_box)
+                source = _view(path, leaves[path], _boxes_of(metadata, rank), stored_box)
                 with torch.no_grad():  # the target may be a parameter, which requires a gradient
-                    into = _view(targets[path], boxes[path], box)[shared.slices(box.offsets)]
+                    into = _view(path, targets[path], boxes[path], box)[shared.slices(box.offsets)]
                     into.copy_(source[shared.slices(stored_box.offsets)])
         return [path for path in target_metadata if path not in stored]
 
@@ -204,7 +204,11 @@ def _sharding_of(tensor: torch.Tensor, item_key: str, path: KeyPath) -> Sharding
 def _boxes_of(sharding: ShardingMetadata, rank: int) -> tuple[Box, ...]:
     """Return the boxes of the global tensor that ``rank`` stores."""
     if isinstance(sharding, DefaultShardingMetadata):
-        return tuple(map(Box, sharding.global_offsets, sharding.local_sizes))
+        boxes = zip(
+            sharding.local_offsets, map(Box, sharding.global_offsets, sharding.local_sizes), strict=True
+        )
+        # In the order of memory, for tensors that another resharder has saved. `sorted` keeps the order of a piece.
+        return tuple(box for _, box in sorted(boxes, key=lambda pair: pair[0]))
     sizes, offsets = compute_local_shard_info(sharding, rank)
     return (Box(tuple(offsets), tuple(sizes)),)
 
@@ -266,12 +270,24 @@ def _read(folder: Path, item_key: str, rank: int, source: DistributedItemMetadat
     return load_torch_serialized_from_storage(folder / layout.file_path, storage, map_location="cpu")
 
 
-def _view(tensor: torch.Tensor, boxes: Sequence[Box], box: Box) -> torch.Tensor:
-    """Return the elements of one box of a tensor whose boxes are stored one after another, in the box's shape."""
+def _view(path: KeyPath, tensor: torch.Tensor, boxes: Sequence[Box], box: Box) -> torch.Tensor:
+    """Return the elements of one box of a tensor whose boxes are stored one after another, in the box's shape.
+
+    Raises:
+        CheckpointError: if the boxes are not stored one after another, as another resharder may store them.
+    """
     memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     # A tensor in the shape of its only box needs no reshaping, which fails for tensors that are not contiguous.
     if len(boxes) == 1 and memory.shape == torch.Size(box.sizes):
         return memory
+    if memory.ndim != 1 or memory.numel() != sum(each.numel for each in boxes):
+        raise CheckpointError(
+            "A tensor does not have its boxes one after another.",
+            expected=f"a 1D tensor of the elements of {len(boxes)} boxes",
+            got=f"shape {tuple(memory.shape)}",
+            where=".".join(map(str, path)),
+            todo="load with the resharder that saved the checkpoint",
+        )
     start = sum(before.numel for before in boxes[: boxes.index(box)])
     return memory.view(-1)[start : start + box.numel].view(box.sizes)
 

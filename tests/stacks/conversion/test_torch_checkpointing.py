@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.default_metadata import DefaultShardingMetadata
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
@@ -113,6 +114,14 @@ def test_any_layout_on_other_ranks(tmp_path: Path) -> None:
                 assert sum((before[name] != value).any() for name, value in wanted.items()) > 10
 
 
+class _InTwoDims(RaggedResharder):
+    """Another library's resharder: two boxes of a matrix, each at a place of its own in a 2D tensor."""
+
+    def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[Any, Any]:
+        offsets, sizes = ((0, 0), (2, 0)), ((2, 8), (3, 8))
+        return {(name,): DefaultShardingMetadata((5, 8), offsets, offsets, sizes, "x") for name in item_value}
+
+
 def _refused(out: Path) -> list[str]:
     model, optimizer = _model(fully_shard, seed=1)
     state, _ = get_state_dict(model, optimizer)
@@ -130,12 +139,15 @@ def _refused(out: Path) -> list[str]:
     _manager().save(str(out / "good"), {"model": pieces(state), "optimizer": empty})
     other = {"0.weight": torch.zeros(5, 8)}
     refuse(lambda: _manager().load(str(out / "good"), into={"model": other, "optimizer": empty}))
+    _manager(resharder=_InTwoDims()).save(str(out / "foreign"), {"model": other, "optimizer": empty})
+    refuse(lambda: _manager().load(str(out / "foreign"), into={"model": other, "optimizer": empty}))
     return said
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """A ragged tensor as it is, a checkpoint that knows no places, and another shape."""
-    for whole, silent, shape in run_ranks(2, _refused, tmp_path):
+    """A ragged tensor as it is, a checkpoint that knows no places, another shape, and boxes side by side."""
+    for whole, silent, shape, foreign in run_ranks(2, _refused, tmp_path):
         assert "pieces" in whole and "model." in whole
         assert "resharder" in silent
         assert "shape (5, 8)" in shape and "0.weight" in shape
+        assert "resharder" in foreign and "0.weight" in foreign
