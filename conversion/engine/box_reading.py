@@ -39,17 +39,17 @@ def read_box(tensor: StoredTensor, box: Box, out: np.ndarray, locate: Locate, re
         if part is not None:
             # The ellipsis makes indexing of a 0-d array return an array instead of a scalar.
             index: tuple[Any, ...] = (*part.slices(box.offsets), ...)
-            _read_part(locate(chunk) if chunk.file else chunk, part, out[index], read)
+            _read_part(locate(chunk) if chunk.extent.file else chunk, part, out[index], read)
 
 
 def _read_part(chunk: StoredChunk, part: Box, view: np.ndarray, read: ReadBytes) -> None:
     """Read a part of one chunk into ``view``."""
-    if not chunk.file:  # a chunk of zeros, which is not stored
+    if not chunk.extent.file:  # a chunk of zeros, which is not stored
         view[...] = np.zeros((), dtype=view.dtype)
         return
     first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, chunk.steps, strict=True))
-    offset = chunk.offset + first * view.dtype.itemsize
-    _read_strided(partial(read, chunk.file), offset, part.sizes, chunk.steps, view)
+    offset = chunk.extent.offset + first * view.dtype.itemsize
+    _read_strided(partial(read, chunk.extent.file), offset, part.sizes, chunk.steps, view)
     if chunk.signs:
         _flip(view, chunk.signs)
 

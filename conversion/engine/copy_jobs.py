@@ -1,17 +1,17 @@
-"""Plan the jobs that fill an output file: the bytes to read, their order, and their offsets in the output.
+r"""Plan the jobs that fill an output file: the bytes to read, their order, and their offsets in the output.
 
-Most conversions change no byte of a tensor: they copy runs of bytes from source files to offsets in the output. These
-jobs follow the order of the *source*. The disk then reads forward, many small tensors share a read, and each stripe of
-a file with checksums is read and hashed once, whichever tensors are in it:
+Most conversions change no byte of a tensor: they copy runs of bytes from source files to offsets in the output. Their
+`CopyJob`\ s follow the order of the *source*. The disk then reads forward, many small tensors share a read, and each
+stripe of a file with checksums is read and hashed once, whichever tensors are in it:
 
-    source file   |  q  |  k  | v |     o     |  gap  | up ...       one Move per run of bytes
-                  '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: moves are cut at its ends
+    source file   |  q  |  k  | v |     o     |  gap  | up ...       one copy per run of bytes
+                  '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: copies are cut at its ends
     output        | header |  k  |     o     |  q  | ...
 
-Computed tensors (casts, concatenations, strided boxes) are split into *segments* instead: runs of items of the result.
-An output file that stores checksums of its own stripes is split into *stretches*: byte ranges of the output. One thread
-assembles, hashes and writes each stretch front to back; the table of checksums is written last. Usually the source has
-the same order, and is then read forward too.
+Other jobs are extents of the *output*, whose bytes one thread assembles and writes front to back. Computed tensors
+(casts, concatenations, strided boxes) are split into extents of one buffer. An output file that stores checksums of its
+own stripes is split into *stretches*, which are hashed while they are written; the table of checksums is written last.
+Usually the source has the order of a stretch, and is then read forward too.
 
     file         | header |   a   |       b       |    c    | table |
     stretches    |------ 0 -------|------ 1 -------|-- 2 ---|           ends at multiples of `FilePlan.stretch_bytes`
@@ -23,15 +23,15 @@ writes, which its digests depend on.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.storage.base import reading_source
 from vescale_fsdp.conversion.engine.plan import FilePlan, FixedBytes, TensorItems
-from vescale_fsdp.conversion.engine.source import ByteRange, Source
+from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import TensorView, read_range
 from vescale_fsdp.conversion.engine.verified_reads import Begun, VerifiedReads
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import round_up
 
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
@@ -40,83 +40,99 @@ _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written at a time, so that it s
 _MAX_GAP_BYTES = 64 * 2**10
 
 
-class Segment(NamedTuple):
-    """Items [start, stop) of the flattened tensor that is content number ``content`` of a file."""
-
-    content: int
-    start: int
-    stop: int
-
-    def place(self, plan: FilePlan) -> tuple[int, int]:
-        """Return the byte offset in the output, and the size in bytes."""
-        items = plan.tensor(self.content)
-        itemsize = items.view.info.dtype.itemsize
-        offset = plan.offsets[self.content] + (self.start - items.start) * itemsize
-        return offset, (self.stop - self.start) * itemsize
-
-
-class Move(NamedTuple):
-    """A run of bytes, of content number ``content``, that is copied unchanged from a source file to the output."""
+class ByteCopy(NamedTuple):
+    """A copy of bytes: a run that is contiguous in the source file and in the output."""
 
     offset: int  # byte offset in the source file
     target: int  # byte offset in the output
     nbytes: int
-    content: int
+
+    @property
+    def stop(self) -> int:
+        """End in the source file."""
+        return self.offset + self.nbytes
+
+    def clip(self, start: int, stop: int) -> ByteCopy:
+        """Return the copy of the bytes in [start, stop) of the source file."""
+        low = max(start, self.offset)
+        return ByteCopy(low, self.target + low - self.offset, min(stop, self.stop) - low)
 
 
-class MoveJob(NamedTuple):
-    """Bytes [start, stop) of a source file, and the moves that copy them to the output.
+class CopyJob(NamedTuple):
+    """A job: an extent of a source file, and the copies of its bytes to the output.
 
     Attributes:
-        moves: sorted by offset; they may overlap or have gaps between them.
+        copies: sorted by offset; they may overlap or have gaps between them.
     """
 
     source: Source
-    file: str
-    start: int
-    stop: int
-    moves: tuple[Move, ...]
+    extent: Extent
+    copies: tuple[ByteCopy, ...]
 
 
-Job = Segment | MoveJob
+Job = CopyJob | Extent
+"""A `CopyJob`, or an extent of the output to assemble."""
 
 
-def jobs_in_order(plan: FilePlan, buffer_bytes: int) -> Iterator[Segment]:
-    """Return the jobs of a file front to back, for outputs that are streams."""
-    for index, items in plan.tensors:
-        yield from _segments(index, items, buffer_bytes)
+def jobs_of(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Job]:
+    """Return the jobs of a file: its stretches, or the jobs in the order of the source.
+
+    Args:
+        in_order: whether the output is a stream, which is written front to back.
+    """
+    if in_order:
+        yield from jobs_in_order(plan, buffer_bytes)
+    elif plan.stretch_bytes:
+        # Without the last content, the table that is computed from the bytes of the stretches.
+        yield from _split(Extent(plan.name, 0, plan.offsets[-1]), plan.stretch_bytes)
+    else:
+        yield from _jobs_by_source(plan, buffer_bytes)
 
 
-def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
+def jobs_in_order(plan: FilePlan, buffer_bytes: int) -> Iterator[Extent]:
+    """Return the extents of a file's tensors front to back, for outputs that are streams."""
+    for index, _ in plan.tensors:
+        yield from _tensor_extents(plan, index, buffer_bytes)
+
+
+def _jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
     """Return the jobs of a file in the order of the source, followed by the jobs of computed tensors."""
     sources: dict[tuple[int, str], Source] = {}
-    moves: dict[tuple[int, str], list[Move]] = {}
-    computed: list[tuple[int, TensorItems]] = []
+    copies: dict[tuple[int, str], list[ByteCopy]] = {}
+    computed: list[int] = []
     for index, items in plan.tensors:
-        ranges = items.view.byte_ranges(items.start, items.stop)
-        if ranges is None:
-            computed.append((index, items))
+        stored = items.view.extents(items.start, items.stop)
+        if stored is None:
+            computed.append(index)
             continue
-        target = plan.offsets[index]
-        for source, file, offset, nbytes in ranges:
+        target, (source, extents) = plan.offsets[index], stored
+        for file, offset, nbytes in extents:
             sources[id(source), file] = source  # by id: a `Source` is not hashable
-            moves.setdefault((id(source), file), []).append(Move(offset, target, nbytes, index))
+            copies.setdefault((id(source), file), []).append(ByteCopy(offset, target, nbytes))
             target += nbytes
-    for key, file_moves in moves.items():
-        yield from _move_jobs(sources[key], key[1], sorted(file_moves), min(_CELL_BYTES, buffer_bytes))
-    for index, items in computed:
-        yield from _segments(index, items, buffer_bytes)
+    for key, of_file in copies.items():
+        yield from _copy_jobs(sources[key], key[1], of_file, min(_CELL_BYTES, buffer_bytes))
+    for index in computed:
+        yield from _tensor_extents(plan, index, buffer_bytes)
 
 
-def _segments(index: int, items: TensorItems, buffer_bytes: int) -> Iterator[Segment]:
-    """Split the items of a content into segments of at most one buffer."""
-    step = buffer_bytes // items.view.info.dtype.itemsize
-    for start in range(items.start, items.stop, step):
-        yield Segment(index, start, min(start + step, items.stop))
+def _tensor_extents(plan: FilePlan, index: int, buffer_bytes: int) -> Iterator[Extent]:
+    """Split the extent of a tensor in the output into whole items of at most one buffer."""
+    items = plan.tensor(index)
+    itemsize = items.view.info.dtype.itemsize
+    yield from _split(
+        Extent(plan.name, plan.offsets[index], items.nbytes), buffer_bytes // itemsize * itemsize
+    )
 
 
-def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) -> Iterator[MoveJob]:
-    """Return the jobs for the moves from one source file, in the order of the file."""
+def _split(extent: Extent, nbytes: int) -> Iterator[Extent]:
+    """Split an extent into parts of ``nbytes``; the last part may be smaller."""
+    for start in range(0, extent.nbytes, nbytes):
+        yield extent.part(start, start + nbytes)
+
+
+def _copy_jobs(source: Source, file: str, copies: list[ByteCopy], cell_bytes: int) -> Iterator[CopyJob]:
+    """Return the jobs for the copies from one source file, in the order of the file."""
     checked = source.checked(file)
     unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES  # no stripes: jobs need no alignment
     if checked is not None:
@@ -124,102 +140,62 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
         # stripes in a gap would be read and hashed in vain.
         unit, end, max_gap = checked.stripe_bytes, checked.checked_bytes, 0
     size = unit * max(1, cell_bytes // unit)
-    cells: dict[int, list[Move]] = {}
-    for move in moves:
-        for piece in _cut(move, size):
-            cells.setdefault(piece.offset // size, []).append(piece)
-    for cell in sorted(cells):  # in file order, so that the disk reads forward
-        for start, stop, group in _groups(cells[cell], unit, end, max_gap):
-            yield MoveJob(source, file, start, stop, tuple(group))
+    cells: dict[int, list[ByteCopy]] = {}
+    for copy in copies:
+        for cell in range(copy.offset // size, -(-copy.stop // size)):
+            cells.setdefault(cell, []).append(copy.clip(cell * size, (cell + 1) * size))
+    for _, of_cell in sorted(cells.items()):  # in file order, so that the disk reads forward
+        group: list[ByteCopy] = []
+        first = last = 0  # the bytes to read for the group
+        for copy in sorted(of_cell):  # by offset, the first field
+            start, stop = copy.offset // unit * unit, min(round_up(copy.stop, unit), end)
+            if group and start - last > max_gap:
+                yield CopyJob(source, Extent(file, first, last - first), tuple(group))
+                group = []
+            first, last = (first, max(last, stop)) if group else (start, stop)
+            group.append(copy)
+        yield CopyJob(source, Extent(file, first, last - first), tuple(group))
 
 
-def _cut(move: Move, size: int) -> Iterator[Move]:
-    """Split a move at multiples of ``size`` in the source file."""
-    offset, stop = move.offset, move.offset + move.nbytes
-    while offset < stop:
-        end = min(stop, (offset // size + 1) * size)
-        yield Move(offset, move.target + offset - move.offset, end - offset, move.content)
-        offset = end
-
-
-def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """Group moves, so that no group has a gap of more than ``max_gap`` bytes.
-
-    Returns:
-        (first byte, end, moves) of each group. First byte and end are rounded outward to multiples of ``unit``, but the
-        end is at most ``end``.
-    """
-    group: list[Move] = []
-    first = last = 0
-    for move in sorted(moves):  # by offset, the first field
-        start = move.offset // unit * unit
-        stop = min(round_up(move.offset + move.nbytes, unit), end)
-        if group and start - last > max_gap:
-            yield first, last, group
-            group = []
-        first, last = (first, max(last, stop)) if group else (start, stop)
-        group.append(move)
-    yield first, last, group
-
-
-def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """Return the reads of a job: (first byte, end, moves clipped to this range). They cover all bytes of the job."""
-    size = min(_STEP_BYTES, buffer_bytes)
+def reads_of(job: CopyJob, buffer_bytes: int) -> Iterator[tuple[Extent, list[ByteCopy]]]:
+    """Return the reads of a job: (extent, copies clipped to it). They cover all bytes of the job."""
     first = 0
-    for start in range(job.start, job.stop, size):
-        stop = min(start + size, job.stop)
-        clipped = []
-        # Moves that end before this range are skipped for good, so that a job takes linear time.
-        while first < len(job.moves) and job.moves[first].offset + job.moves[first].nbytes <= start:
+    for extent in _split(job.extent, min(_STEP_BYTES, buffer_bytes)):
+        # Copies that end before this extent are skipped for good, so that a job takes linear time.
+        while first < len(job.copies) and job.copies[first].stop <= extent.offset:
             first += 1
-        for move in job.moves[first:]:
-            if move.offset >= stop:
+        clipped = []
+        for copy in job.copies[first:]:
+            if copy.offset >= extent.stop:
                 break
-            low, high = max(start, move.offset), min(stop, move.offset + move.nbytes)
-            if low < high:
-                clipped.append(Move(low, move.target + low - move.offset, high - low, move.content))
-        yield start, stop, clipped
+            if copy.stop > extent.offset:
+                clipped.append(copy.clip(extent.offset, extent.stop))
+        yield extent, clipped
 
 
-def writes(plan: FilePlan, jobs: Iterator[Job], buffer_bytes: int) -> list[tuple[int, int]]:
-    """Return the output's byte offset and the size of every write of the jobs, in file order."""
-    written: list[tuple[int, int]] = []
-    for job in jobs:
-        if isinstance(job, Segment):
-            written.append(job.place(plan))
-        else:
-            for _, _, moves in steps(job, buffer_bytes):
-                written += [(move.target, move.nbytes) for move in moves]
-    return sorted(written)
-
-
-class Stretch(NamedTuple):
-    """Bytes [start, stop) of the output, which one thread assembles and writes front to back."""
-
-    start: int
-    stop: int
-
-
-def stretches(plan: FilePlan) -> Iterator[Stretch]:
-    """Return the stretches of a file. They exclude its last content, the table that is computed from their bytes."""
-    end = plan.offsets[-1]
-    for start in range(0, end, plan.stretch_bytes):
-        yield Stretch(start, min(start + plan.stretch_bytes, end))
-
-
-def stretch_steps(plan: FilePlan, stretch: Stretch, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-    """Return first byte and end of each write of a stretch.
+def steps(plan: FilePlan, job: Extent, buffer_bytes: int) -> Iterator[Extent]:
+    """Return the extent of each write of an extent of the output.
 
     If the file has computed tensors, writes are as large as the buffer, because a small write may have to read many
     source bytes for a few items.
     """
-    step = _STEP_BYTES if plan.is_moved else buffer_bytes
-    for start in range(stretch.start, stretch.stop, step):
-        yield start, min(start + step, stretch.stop)
+    yield from _split(job, _STEP_BYTES if plan.stretch_bytes and plan.is_moved else buffer_bytes)
 
 
-class StretchFiller:
-    """Assembles the bytes of one stretch.
+def writes(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> list[Extent]:
+    """Return the extent of every write of the jobs of `jobs_of`, in file order."""
+    written: list[Extent] = []
+    for job in jobs_of(plan, buffer_bytes, in_order=in_order):
+        if isinstance(job, CopyJob):
+            for _, copies in reads_of(job, buffer_bytes):
+                written += (Extent(plan.name, copy.target, copy.nbytes) for copy in copies)
+        else:
+            written += steps(plan, job, buffer_bytes)
+    return sorted(written)
+
+
+class Assembler:
+    """Assembles the bytes of one extent of the output, front to back.
 
     Args:
         plan: the file's plan.
@@ -232,8 +208,8 @@ class StretchFiller:
     def fill(self, start: int, data: memoryview) -> int:
         """Fill ``data`` with the file's bytes from ``start`` on; returns the number of tensor bytes in them."""
         plan, stop, nbytes = self._plan, start + len(data), 0
-        runs: list[tuple[int, ByteRange]] = []  # offset in `data`, and the source bytes to read there
-        for index in range(bisect_right(plan.offsets, start) - 1, len(plan.contents)):
+        runs: list[tuple[int, Source, Extent]] = []  # offset in `data`, and the source bytes to read there
+        for index in range(plan.content_at(start), len(plan.contents)):
             content, offset = plan.contents[index], plan.offsets[index]
             if offset >= stop:
                 break
@@ -243,31 +219,33 @@ class StretchFiller:
             if isinstance(content, FixedBytes):
                 data[low - start : high - start] = content.data[low - offset : high - offset]
                 continue
-            # Only the last content is computed, which stretches exclude.
+            # No job has computed bytes.
             assert isinstance(content, TensorItems), f"{plan.name}: content {index} is computed"
             itemsize, position = content.view.info.dtype.itemsize, low - start
             first, end = (content.start + (at - offset) // itemsize for at in (low, high))
-            ranges = content.view.byte_ranges(first, end)
-            if ranges is None:
-                compute_items(content.view, first, end, data[position : high - start])
-            for piece in ranges or ():
-                _append(runs, position, piece)
-                position += piece.nbytes
+            stored = content.view.extents(first, end)
+            if stored is None:
+                _compute_items(content.view, first, end, data[position : high - start])
+            else:
+                source, extents = stored
+                for extent in extents:
+                    _append(runs, position, source, extent)
+                    position += extent.nbytes
             nbytes += high - low
         with reading_source():
-            for position, run in runs:
-                reads, part = run.source.reads, data[position : position + run.nbytes]
-                reads.read(run.file, run.offset, part, self._begun.setdefault(reads, {}))
+            for position, source, run in runs:
+                part = data[position : position + run.nbytes]
+                source.reads.read(run.file, run.offset, part, self._begun.setdefault(source.reads, {}))
         return nbytes
 
     def finish(self) -> None:
-        """Verify the stripes of the source that this stretch has read only in part."""
+        """Verify the stripes of the source that this assembler has read only in part."""
         with reading_source():
             for reads, begun in self._begun.items():
                 reads.finish(begun)
 
 
-def compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> None:
+def _compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> None:
     """Fill ``data`` with items [first, stop) of a view whose items are computed."""
     import numpy as np  # imported late, because most conversions compute nothing
 
@@ -275,20 +253,16 @@ def compute_items(view: TensorView, first: int, stop: int, data: memoryview) -> 
         read_range(view, first, stop, np.frombuffer(data, dtype=np.uint8))
 
 
-def _append(runs: list[tuple[int, ByteRange]], position: int, piece: ByteRange) -> None:
-    """Add a run of source bytes that is to be read into ``position``.
+def _append(runs: list[tuple[int, Source, Extent]], position: int, source: Source, extent: Extent) -> None:
+    """Add an extent of a source that is to be read into ``position``.
 
-    A run that continues the last run, in the source and in the output, is merged with it: adjacent small tensors then
-    take one read.
+    An extent that continues the last one, in the source and in the output, is joined with it: adjacent small tensors
+    then take one read.
     """
     if runs:
-        at, last = runs[-1]
-        follows = (last.file, last.offset + last.nbytes, at + last.nbytes) == (
-            piece.file,
-            piece.offset,
-            position,
-        )
-        if follows and last.source is piece.source:
-            runs[-1] = at, last._replace(nbytes=last.nbytes + piece.nbytes)
+        at, before, last = runs[-1]
+        joined = last.joined(extent)
+        if joined is not None and before is source and at + last.nbytes == position:
+            runs[-1] = at, source, joined
             return
-    runs.append((position, piece))
+    runs.append((position, source, extent))

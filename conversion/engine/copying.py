@@ -30,19 +30,16 @@ from vescale_fsdp.checkpoint.ranks.threads import Shared, for_each, in_threads
 from vescale_fsdp.checkpoint.storage.base import FileWriter, SourceError, reading_source
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.conversion.engine.copy_jobs import (
+    Assembler,
+    CopyJob,
     Job,
-    Segment,
-    Stretch,
-    StretchFiller,
-    compute_items,
-    jobs_by_source,
     jobs_in_order,
+    jobs_of,
+    reads_of,
     steps,
-    stretch_steps,
-    stretches,
     writes,
 )
-from vescale_fsdp.conversion.engine.plan import ComputedBytes, DataFile, FilePlan, FixedBytes
+from vescale_fsdp.conversion.engine.plan import ComputedBytes, DataFile, FilePlan, FixedBytes, TensorItems
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.verified_reads import Begun
 from vescale_fsdp.errors import ConversionError, option
@@ -142,59 +139,42 @@ class _WorkingFile:
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3) of each write
 
-    def do(self, job: Job | Stretch, buffer: memoryview) -> tuple[int, bool]:
+    def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
         """Do one job; returns its number of tensor bytes, and whether it was the file's last unfinished job."""
         nbytes = 0
-        if isinstance(job, Segment):
-            nbytes = self._compute(job, buffer)
-        elif isinstance(job, Stretch):
-            nbytes = self._put_together(job, buffer)
-        else:
+        if isinstance(job, CopyJob):
             begun: Begun = {}  # empty again at the end of the job, because jobs cover complete stripes
-            for start, stop, moves in steps(job, len(buffer)):
-                data = buffer[: stop - start]
-                job.source.reads.read(job.file, start, data, begun)
-                for move in moves:
-                    at = move.offset - start
-                    self._write(move.target, data[at : at + move.nbytes], move.content)
-                    nbytes += move.nbytes
+            for extent, copies in reads_of(job, len(buffer)):
+                data = buffer[: extent.nbytes]
+                job.source.reads.read(extent.file, extent.offset, data, begun)
+                for copy in copies:
+                    at = copy.offset - extent.offset
+                    self._write(copy.target, data[at : at + copy.nbytes])
+                    nbytes += copy.nbytes
+        else:
+            assembler = Assembler(self.plan)
+            for step in steps(self.plan, job, len(buffer)):
+                data = buffer[: step.nbytes]
+                nbytes += assembler.fill(step.offset, data)
+                self._write(step.offset, data)
+            assembler.finish()
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0
 
-    def _put_together(self, stretch: Stretch, buffer: memoryview) -> int:
-        """Assemble and write a range of the output front to back; returns its number of tensor bytes."""
-        filler, nbytes = StretchFiller(self.plan), 0
-        for start, stop in stretch_steps(self.plan, stretch, len(buffer)):
-            data = buffer[: stop - start]
-            nbytes += filler.fill(start, data)
-            self._write(start, data)
-        filler.finish()
-        return nbytes
-
-    def _compute(self, segment: Segment, buffer: memoryview) -> int:
-        """Compute and write the items of a segment; returns its number of bytes."""
-        offset, nbytes = segment.place(self.plan)
-        view = self.plan.tensor(segment.content).view
-        compute_items(view, segment.start, segment.stop, buffer[:nbytes])
-        self._write(offset, buffer[:nbytes], segment.content)
-        return nbytes
-
-    def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
-        """Write bytes and update the checksums.
-
-        Args:
-            content: number of the content that the bytes belong to; None for a stretch, whose file needs no CRCs.
-        """
+    def _write(self, offset: int, data: memoryview) -> None:
+        """Write bytes and update the checksums. Bytes of a tensor with a CRC belong to this tensor alone."""
         self.out.write_at(offset, [data])
         # Outside of the lock, so that threads hash at the same time.
         digest = checksum_of(data)
-        kind = None if content is None else self.plan.tensor(content).crc
+        index = self.plan.content_at(offset)
+        content = self.plan.contents[index]
+        kind = content.crc if isinstance(content, TensorItems) else None
         crc = kind.of(data) if kind else 0
         with self._lock:
             self._digests.append((offset, digest))
-            if kind and content is not None:
-                self._crcs.setdefault(content, []).append((offset, crc, len(data)))
+            if kind:
+                self._crcs.setdefault(index, []).append((offset, crc, len(data)))
 
     def write_known(self, first: int, stop: int) -> None:
         """Write the fixed and computed bytes of contents [first, stop)."""
@@ -237,13 +217,8 @@ def written_digest(
         buffer_bytes: buffer size of the run that wrote the file, which determines the bounds of its writes.
         in_order: whether the file was written front to back.
     """
-    if plan.stretch_bytes and not in_order:
-        bounds = (step for each in stretches(plan) for step in stretch_steps(plan, each, buffer_bytes))
-        written = [(start, stop - start) for start, stop in bounds]
-    else:
-        jobs = (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
-        written = writes(plan, jobs, buffer_bytes)
-    return _join_digests(checksum_of(read(offset, nbytes)) for offset, nbytes in written)
+    written = writes(plan, buffer_bytes, in_order=in_order)
+    return _join_digests(checksum_of(read(extent.offset, extent.nbytes)) for extent in written)
 
 
 @dataclass
@@ -290,19 +265,17 @@ class Copier:
         with self._lock:
             self.on_finished(file.plan, file.digest)
 
-    def _jobs(self, plans: Sequence[DataFile]) -> Iterator[tuple[_WorkingFile, Job | Stretch]]:
+    def _jobs(self, plans: Sequence[DataFile]) -> Iterator[tuple[_WorkingFile, Job]]:
         """Return the jobs of files that are written in any order; a file is created when its first job is taken."""
         for plan in (each.planned() for each in plans):
-            jobs: list[Job | Stretch] = [
-                *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
-            ]
+            jobs = [*jobs_of(plan, self.limits.buffer_bytes, in_order=False)]
             file = _WorkingFile(plan, self.create(plan), len(jobs))
             if not jobs:  # usually the last job finishes the file
                 self._finish(file)
             for job in jobs:
                 yield file, job
 
-    def _work(self, jobs: Shared[tuple[_WorkingFile, Job | Stretch]]) -> None:
+    def _work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
         """Do jobs until no job is left."""
         # An anonymous mapping instead of a bytearray: pages that are never touched take no memory.
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
@@ -323,12 +296,13 @@ class Copier:
         """Write one file front to back; leave it unfinished if another thread has failed."""
         file, known, done = _WorkingFile(plan, self.create(plan), 0), 0, 0
         try:
-            for segment in jobs_in_order(plan, self.limits.buffer_bytes):
+            for extent in jobs_in_order(plan, self.limits.buffer_bytes):
                 if plans.is_stopped:
                     return
-                file.write_known(known, segment.content)
-                known = segment.content
-                nbytes = file.do(segment, buffer)[0]
+                index = plan.content_at(extent.offset)
+                file.write_known(known, index)
+                known = index
+                nbytes = file.do(extent, buffer)[0]
                 self.progress(nbytes)
                 done += nbytes
             self._finish(file, known)

@@ -8,6 +8,7 @@ zip directories). The sizes determine all offsets, so contents can be written in
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +42,7 @@ class FixedBytes(NamedTuple):  # NamedTuples, because a plan may have a hundred 
 
 
 class TensorItems(NamedTuple):
-    """Items [start, stop) of a flattened tensor."""
+    """A range of a view: items [start, stop) of the flattened tensor, as a file contains them."""
 
     view: TensorView
     start: int
@@ -108,7 +109,7 @@ class FilePlan:
     @cached_property
     def is_moved(self) -> bool:
         """Whether all tensors in the file are unchanged bytes of the source."""
-        return all(items.view.byte_ranges(items.start, items.stop) is not None for _, items in self.tensors)
+        return all(items.view.extents(items.start, items.stop) is not None for _, items in self.tensors)
 
     def items(self) -> Iterator[TensorItems]:
         """Return the contents that are tensors, in order."""
@@ -117,6 +118,12 @@ class FilePlan:
     def planned(self) -> FilePlan:
         """Return this plan; see `DeferredFile`."""
         return self
+
+    def content_at(self, offset: int) -> int:
+        """Return the index of the content that has the byte at ``offset``."""
+        return (
+            bisect_right(self.offsets, offset) - 1
+        )  # of contents that begin there, the last: others are empty
 
     def tensor(self, index: int) -> TensorItems:
         """Return content number ``index``, which must be a tensor."""

@@ -11,7 +11,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.foreign import OpenSource
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -19,6 +20,7 @@ from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.verified_reads import StripedFile, VerifiedReads
 from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, run_start
 
 if TYPE_CHECKING:
@@ -31,27 +33,9 @@ StoredValue = Callable[[], Any]
 """Returns a value that is not a tensor (number, string, list, dict). The value is read only when this is called."""
 
 
-class ByteRange(NamedTuple):
-    """A range of a file that stores consecutive items of a tensor without changes."""
-
-    source: Source
-    file: str
-    offset: int
-    nbytes: int
-
-
 def constant(value: Any) -> StoredValue:
     """Return a `StoredValue` for a value that is already in memory."""
     return lambda: value
-
-
-class _Interval(NamedTuple):
-    """Items [start, stop) of a flattened tensor, and the file and byte offset of the first one."""
-
-    start: int
-    stop: int
-    file: str
-    offset: int
 
 
 def check_source(given: object, call: str) -> None:
@@ -117,8 +101,8 @@ class Source(OpenSource):
     warnings: tuple[str, ...] = ()
     folder_problems: Callable[[], Iterable[str]] = tuple  # `tuple()` returns no problems
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
-    _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
-    _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
+    _located: dict[Extent, StoredChunk] = field(default_factory=dict)
+    _runs: dict[str, list[tuple[int, Extent]] | None] = field(default_factory=dict)
     reads: VerifiedReads = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,13 +116,13 @@ class Source(OpenSource):
     @cached_property
     def ties(self) -> dict[str, str]:
         """Name -> earlier name, for tensors that are stored as the same bytes as an earlier tensor."""
-        starts: dict[tuple[str, int], str] = {}
+        starts: dict[Extent, str] = {}
         first: dict[object, str] = {}
         ties = dict(self.aliases)
         for name, tensor in self.tensors.items():
             # Empty tensors would all be equal. Tensors with a reader have no file location to compare.
             if tensor.info.numel and name not in self.readers:
-                other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)
+                other = starts.setdefault(tensor.chunks[0].extent, name)
                 if other == name:
                     continue  # a shortcut for almost all tensors: `places` is slower to compare
                 first.setdefault(self.tensors[other].places, other)
@@ -159,12 +143,9 @@ class Source(OpenSource):
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
-        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        files = {chunk.extent.file for tensor in self.tensors.values() for chunk in tensor.chunks} - {""}
         # Sorted, because sets differ in order between processes.
-        stamps = [
-            f"{file} {self.store.required_info(file).stamp}"
-            for file in sorted({c.file for c in chunks if c.file})
-        ]
+        stamps = [f"{file} {self.store.required_info(file).stamp}" for file in sorted(files)]
         # A path may have bytes that are not UTF-8, which Python keeps as lone surrogates.
         return hex_checksum_of("\n".join([self.url, *stamps]).encode(errors="surrogatepass"))
 
@@ -232,46 +213,49 @@ class Source(OpenSource):
         """
         info = self.tensors[name].info
         for chunk in self.tensors[name].chunks:
-            if chunk.file and (checked := self.located(info, chunk).checked) is not None:
+            if chunk.extent.file and (checked := self.located(info, chunk).checked) is not None:
                 self.reads.verify_range(checked)
 
-    def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
-        """Return the byte ranges of items [start, stop) of the flattened tensor, in order.
+    def extents(self, name: str, start: int, stop: int) -> list[Extent] | None:
+        """Return the extents that store items [start, stop) of the flattened tensor, in order.
 
         None: some chunk is not a contiguous run of the flattened tensor, or its bytes must be decoded.
 
         Raises:
             CorruptCheckpointError: if a file does not match the metadata.
         """
-        if name not in self._intervals:
-            self._intervals[name] = None if name in self.readers else self._find_intervals(self.tensors[name])
-        intervals = self._intervals[name]
-        if intervals is None:
+        if name not in self._runs:
+            self._runs[name] = None if name in self.readers else self._find_runs(self.tensors[name])
+        runs = self._runs[name]
+        if runs is None:
             return None
         itemsize = self.tensors[name].info.dtype.itemsize
-        ranges = []
-        # From the last interval that begins at or before `start`.
-        for interval in intervals[max(0, bisect_right(intervals, start, key=lambda i: i.start) - 1) :]:
-            if interval.start >= stop:
+        extents = []
+        # From the last run that begins at or before `start`.
+        for first, extent in runs[max(0, bisect_right(runs, start, key=itemgetter(0)) - 1) :]:
+            if first >= stop:
                 break
-            low, high = max(start, interval.start), min(stop, interval.stop)
-            if low < high:
-                offset = interval.offset + (low - interval.start) * itemsize
-                ranges.append(ByteRange(self, interval.file, offset, (high - low) * itemsize))
-        return ranges
+            part = extent.part((start - first) * itemsize, (stop - first) * itemsize)
+            if part.nbytes:
+                extents.append(part)
+        return extents
 
-    def _find_intervals(self, tensor: StoredTensor) -> list[_Interval] | None:
-        """Return a tensor's chunks as sorted runs of the flattened tensor; None if a chunk is not such a run."""
-        intervals = []
+    def _find_runs(self, tensor: StoredTensor) -> list[tuple[int, Extent]] | None:
+        """Return the first item and the extent of each chunk, in order of the flattened tensor.
+
+        None: a chunk is not a contiguous run of the flattened tensor.
+        """
+        runs, itemsize = [], tensor.info.dtype.itemsize
         for chunk in tensor.chunks:
             start = run_start(tensor.info.shape, chunk.box)
-            if start is None or not chunk.file:  # zeros without a file have no bytes to copy
+            if start is None or not chunk.extent.file:  # zeros without a file have no bytes to copy
                 return None
             located = self.located(tensor.info, chunk)
             if located.signs or not located.is_row_major:
                 return None
-            intervals.append(_Interval(start, start + chunk.box.numel, chunk.file, located.offset))
-        return sorted(intervals)
+            # A chunk at the edge of a zarr array is stored with padding.
+            runs.append((start, located.extent.part(0, chunk.box.numel * itemsize)))
+        return sorted(runs)
 
     def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
         """Return the chunk with the offset, strides, checksum and inverted bits of its items; see `locate`.
@@ -279,11 +263,10 @@ class Source(OpenSource):
         Raises:
             CorruptCheckpointError: if the file does not match the metadata.
         """
-        if self.locate is not None and chunk.file:
-            key = (chunk.file, chunk.offset)
-            if key not in self._located:  # a location costs a read of the file, so it is kept
-                self._located[key] = self.locate(info, chunk)
-            chunk = self._located[key]
+        if self.locate is not None and chunk.extent.file:
+            if chunk.extent not in self._located:  # a location costs a read of the file, so it is kept
+                self._located[chunk.extent] = self.locate(info, chunk)
+            chunk = self._located[chunk.extent]
         if chunk.checked is not None:
             self.reads.add(chunk.checked)
         return chunk

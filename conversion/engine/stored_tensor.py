@@ -7,12 +7,13 @@ stored in one file from one offset on, in row-major order or with explicit strid
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from vescale_fsdp.conversion.engine.verified_reads import CheckedRange
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
@@ -56,14 +57,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """One box of a tensor and its location in a file.
+    """The file's side of a copy: a box of a tensor, the extent that stores it, and its strides there.
 
     Args:
-        box: the part of the tensor.
-        file: relative name of the file; empty if the chunk is not in a file, such as a box of zeros.
-        offset: byte offset of the first element; or of the record in which `Source.locate` finds the element.
-        nbytes: number of bytes from ``offset`` on, or 0 if only a read shows it. For a chunk without a file, the size
-            of its stored data, such as compressed bytes in a pickle.
+        box: the box of the tensor.
+        extent: begins with the box's first element, or is the record in which `Source.locate` finds the element. Its
+            size is 0 if only a read shows it. A chunk that is not in a file, such as a box of zeros, has an extent
+            without a file name, and the size of its stored data, such as compressed bytes in a pickle.
         strides: strides of the box in the file, in items; None for row-major.
         checked: the byte range with a checksum that contains the chunk; None if there is none, or if only
             `Source.locate` determines it.
@@ -71,12 +71,21 @@ class StoredChunk:
     """
 
     box: Box
-    file: str
-    offset: int
-    nbytes: int
+    extent: Extent
     strides: tuple[int, ...] | None = None
     checked: CheckedRange | None = None
     signs: int = 0
+
+    def with_items(
+        self, box: Box, first: int, itemsize: int, strides: tuple[int, ...] | None = None
+    ) -> StoredChunk:
+        """Return the chunk of ``box``, a box of any tensor, whose items are stored here, from item ``first`` on.
+
+        Args:
+            strides: strides of the new box in the file, in items; None for row-major.
+        """
+        extent = Extent(self.extent.file, self.extent.offset + first * itemsize, box.numel * itemsize)
+        return replace(self, box=box, extent=extent, strides=strides)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -94,12 +103,12 @@ class StoredChunk:
 
     def stored_nbytes(self, itemsize: int) -> int:
         """Return the number of stored bytes that the box's items are read from."""
-        if not self.file:
-            return self.nbytes
+        if not self.extent.file:
+            return self.extent.nbytes
         # If a stride of 0 repeats items, fewer items are stored than the box has.
         spanned = 1 + sum((n - 1) * s for n, s in zip(self.box.sizes, self.steps, strict=True))
         items_nbytes = min(self.box.numel, spanned) * itemsize
-        return min(items_nbytes, self.nbytes or items_nbytes)  # nbytes is 0 if only a read shows the size
+        return min(items_nbytes, self.extent.nbytes or items_nbytes)  # 0 if only a read shows the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,7 @@ class StoredTensor:
             box = chunk.box
             try:
                 # The numbers come from files, which may contain negative numbers or floats.
-                numbers = (*box.offsets, *box.sizes, *(chunk.strides or ()), chunk.offset, chunk.nbytes)
+                numbers = (*box.offsets, *box.sizes, *(chunk.strides or ()), *chunk.extent[1:])
                 whole_numbers(numbers)
             except ValueError as error:
                 raise self._bad_tiling(str(error)) from error
@@ -144,7 +153,7 @@ class StoredTensor:
     @property
     def places(self) -> object:
         """A hashable key that is equal for tensors that are stored as the same bytes."""
-        chunks = tuple((c.file, c.offset, c.box, c.strides, c.signs) for c in self.chunks)
+        chunks = tuple((c.extent, c.box, c.strides, c.signs) for c in self.chunks)
         return self.info.shape, self.info.dtype, chunks
 
     def _bad_tiling(self, got: str) -> CorruptCheckpointError:
@@ -165,7 +174,7 @@ def is_inflated(nbytes: int, stored_nbytes: int) -> bool:
 
 def _is_whole(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
     """Return whether a chunk is a complete tensor with valid numbers. Fast; False also if the slow check may pass."""
-    sizes, offset, nbytes = chunk.box.sizes, chunk.offset, chunk.nbytes
+    sizes, (_, offset, nbytes) = chunk.box.sizes, chunk.extent
     # Exact types: a bool or a float from a file may equal an int. `is` is a shortcut, since `shape` is checked already.
     return (
         (sizes is shape or (sizes == shape and set(map(type, sizes)) <= {int}))

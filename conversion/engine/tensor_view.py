@@ -13,9 +13,10 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.conversion.engine.source import ByteRange, Source
+from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides
 from vescale_fsdp.layout.index_maps import IndexMap, Reshape, Slice
 
@@ -37,9 +38,10 @@ class TensorView(ABC):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         """Read a box into ``out``: shape ``box.sizes``, the view's raw dtype, any strides. Thread-safe."""
 
-    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
-        """Return the byte ranges that contain items [start, stop) of the flattened tensor; None if items must be
-        computed or are not contiguous in files.
+    def extents(self, start: int, stop: int) -> tuple[Source, list[Extent]] | None:
+        """Return the extents that store items [start, stop) of the flattened tensor, and their source.
+
+        None: items must be computed, or are not contiguous in files.
         """
         return None
 
@@ -94,8 +96,9 @@ class SourceView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)
 
-    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
-        return self.source.byte_ranges(self.source_name, start, stop)
+    def extents(self, start: int, stop: int) -> tuple[Source, list[Extent]] | None:
+        found = self.source.extents(self.source_name, start, stop)
+        return None if found is None else (self.source, found)
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         yield self.source, self.source_name
@@ -321,7 +324,7 @@ def repeated_dims(view: TensorView) -> tuple[int, ...]:
         return ()
     chunks = stored.source.tensors[stored.source_name].chunks
     # Several chunks may have different strides; zeros without a file have none.
-    if len(chunks) != 1 or not chunks[0].file or chunks[0].box.sizes != view.info.shape:
+    if len(chunks) != 1 or not chunks[0].extent.file or chunks[0].box.sizes != view.info.shape:
         return ()
     steps = zip(view.info.shape, chunks[0].steps, strict=True)
     return tuple(dim for dim, (size, stride) in enumerate(steps) if size > 1 and not stride)

@@ -1,14 +1,14 @@
 """Verify reads of a checkpoint's files with the format's checksums, if possible without reading bytes twice.
 
-A *range* has one CRC: a record of a torch.save archive, or a chunk of a zarr array. It may have gigabytes, and several
-threads read its pieces in any order. The CRC of each piece is computed while the piece is in the CPU's cache. When the
-last piece has been read, the CRCs of the pieces are combined and compared with the CRC of the range:
+A *checked range* has one CRC: a record of a torch.save archive, or a chunk of a zarr array. It may have gigabytes, and
+several threads read its bytes in any order. The CRC of each read is computed while the bytes are in the CPU's cache.
+When the last byte has been read, the CRCs of the reads are combined and compared with the CRC of the range:
 
     range   |.......... saved with CRC c ..........|
-    pieces  |--- 2 ---|-- 0 --|         |--- 1 ---|        crc(2) + crc(0) + ... = c ?
+    reads   |--- 2 ---|-- 0 --|         |--- 1 ---|        crc(2) + crc(0) + ... = c ?
     unread                    '---------'                  read at the end, if no tensor needs these bytes
 
-*Stripes* are equal parts of a file with an xxh3-64 each. These hashes cannot be combined from pieces. A thread that
+*Stripes* are equal parts of a file with an xxh3-64 each. These hashes cannot be combined. A thread that
 reads forward hashes a stripe part by part. A stripe that a thread reads only in part is read again as a whole:
 
     stripe  |---------- 7 ----------|---------- 8 ----------|
@@ -20,8 +20,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import Crc, RunningChecksum
@@ -32,10 +33,15 @@ _SCRATCH_BYTES = 2**20  # 1 MiB is read and hashed at a time, so that it stays i
 # (file, stripe) -> the checksum so far, and the offset of the next byte to hash.
 Begun = dict[tuple[str, int], tuple[RunningChecksum, int]]
 
+SeenReads = list[tuple[int, int, int]]
+"""The reads of a checked range, disjoint and in order: (first byte, end, CRC) of each."""
+
+_start_of = attrgetter("start")
+
 
 @dataclass(frozen=True, slots=True)  # slots: one for each record of a torch archive
 class CheckedRange:
-    """Bytes [start, start + nbytes) of a file with one CRC.
+    """An extent with one CRC: bytes [start, start + nbytes) of a file.
 
     Args:
         kind: the kind of CRC.
@@ -74,54 +80,6 @@ class StripedFile(Protocol):
         """Raise CorruptCheckpointError if ``checksum`` differs from the saved checksum of the stripe."""
 
 
-class SeenPieces(NamedTuple):
-    """The pieces of a range that a process has read.
-
-    Attributes:
-        file, start: file and first byte of the range, which identify it.
-        pieces: (first byte, end, CRC) of each piece.
-    """
-
-    file: str
-    start: int
-    pieces: tuple[tuple[int, int, int], ...]
-
-
-@dataclass
-class _Seen:
-    """The pieces of a range that have been read, disjoint and in order."""
-
-    checked: CheckedRange
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)  # (first byte, end, CRC)
-    seen_bytes: int = 0
-    is_verified: bool = False
-
-    def has_room(self, start: int, stop: int) -> bool:
-        """Return whether no byte of [start, stop) has been read yet."""
-        after = bisect_left(self.pieces, (start,))  # (start,) sorts before every piece that begins there
-        return (after == 0 or self.pieces[after - 1][1] <= start) and (
-            after == len(self.pieces) or stop <= self.pieces[after][0]
-        )
-
-    def verify(self) -> None:
-        """Compare the CRC of the range, whose bytes have all been read, with the saved CRC.
-
-        Raises:
-            CorruptCheckpointError: if they differ.
-        """
-        checked, saved = self.checked, self.checked.saved()
-        crc = checked.kind.join((crc, stop - start) for start, stop, crc in self.pieces)
-        if crc != saved:
-            raise CorruptCheckpointError(
-                "The data of a checkpoint differs from the saved data.",
-                expected=f"bytes with the checksum {saved:08x}",
-                got=f"{crc:08x}",
-                where=f"{checked.where}, bytes {checked.start} to {checked.stop}",
-                todo="copy the file again from its original location, or use an older checkpoint",
-            )
-        self.is_verified = True
-
-
 class VerifiedReads:
     """The reads of one checkpoint. Thread-safe.
 
@@ -134,8 +92,10 @@ class VerifiedReads:
         self._store, self._striped = store, striped
         # `_lock` protects the dicts and is never held during a read; `_rereading` is held during second reads.
         self._lock, self._rereading = threading.Lock(), threading.Lock()
-        self._starts: dict[str, list[int]] = {}  # file -> first bytes of its ranges, sorted for `bisect`
-        self._ranges: dict[str, list[_Seen]] = {}  # file -> its ranges, in the order of `_starts`
+        self._ranges: dict[str, list[CheckedRange]] = {}  # file -> its ranges, in order
+        # (file, first byte) of a range -> its reads, or None if it is verified; and its number of unread bytes.
+        self._seen: dict[tuple[str, int], SeenReads | None] = {}
+        self._unread_bytes: dict[tuple[str, int], int] = {}
         self._verified: dict[str, set[int]] = {}  # file -> indices of its verified stripes
 
     def read(self, file: str, offset: int, buffer: memoryview, begun: Begun | None = None) -> None:
@@ -207,23 +167,22 @@ class VerifiedReads:
     def add(self, checked: CheckedRange) -> None:
         """Register a range to verify. Two ranges of a file must be equal or disjoint."""
         with self._lock:
-            starts = self._starts.setdefault(checked.file, [])
-            index = bisect_left(starts, checked.start)
-            if checked.nbytes and (index == len(starts) or starts[index] != checked.start):
-                starts.insert(index, checked.start)
-                self._ranges.setdefault(checked.file, []).insert(index, _Seen(checked))
+            ranges = self._ranges.setdefault(checked.file, [])
+            index = bisect_left(ranges, checked.start, key=_start_of)
+            if checked.nbytes and (index == len(ranges) or ranges[index].start != checked.start):
+                ranges.insert(index, checked)
 
     def note(self, file: str, offset: int, data: memoryview) -> None:
-        """Add bytes that were read from a file to the CRCs of its ranges.
+        """Add the CRC of bytes that were read from a file to the reads of its ranges.
 
         Raises:
             CorruptCheckpointError: if the bytes complete a range and its CRC does not match.
         """
         stop = offset + len(data)
-        for seen in self._within(file, offset, stop):
-            low, high = max(offset, seen.checked.start), min(stop, seen.checked.stop)
-            if not seen.is_verified:
-                self._add_piece(seen, low, high, seen.checked.kind.of(data[low - offset : high - offset]))
+        for checked in self._within(file, offset, stop):
+            if self._seen.get((file, checked.start), ()) is not None:  # None: the range is verified
+                low, high = max(offset, checked.start), min(stop, checked.stop)
+                self._add_read(checked, low, high, checked.kind.of(data[low - offset : high - offset]))
 
     def unread(self, checked: CheckedRange) -> list[tuple[int, int]]:
         """Return first byte and end of each unread part of a range; empty if the range is verified.
@@ -231,71 +190,83 @@ class VerifiedReads:
         Raises:
             CorruptCheckpointError: if all bytes of the range have been read and its CRC does not match.
         """
-        if not checked.nbytes:
-            return []
-        seen = self._seen_of(checked.file, checked.start)
         with self._lock:
-            ends = [checked.start, *(stop for _, stop, _ in seen.pieces)]
-            starts = [*(start for start, _, _ in seen.pieces), checked.stop]
-            gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-        if not gaps and not seen.is_verified:
-            seen.verify()
-        return [] if seen.is_verified else gaps
+            seen = self._seen.get((checked.file, checked.start), [])
+            if seen is None or not checked.nbytes:
+                return []
+            ends = [checked.start, *(stop for _, stop, _ in seen)]
+            starts = [*(start for start, _, _ in seen), checked.stop]
+        gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        if not gaps:
+            self._compare(checked, seen)
+        return gaps
 
     def verify_range(self, checked: CheckedRange) -> None:
         """Read the bytes of a range that no thread has read, which verifies it; raises the same errors as `read`."""
-        # Repeated, because CRCs of pieces that overlap reads of other threads are not used: a gap may remain.
+        # Repeated, because CRCs of reads that overlap reads of other threads are not used: a gap may remain.
         while gaps := self.unread(checked):
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)
                     self.read(checked.file, start, memoryview(bytearray(nbytes)))
 
-    def seen_in_part(self) -> list[SeenPieces]:
-        """Return the pieces, read so far, of all ranges that are not verified yet."""
+    def seen_in_part(self) -> dict[tuple[str, int], SeenReads]:
+        """Return the reads so far of each range that is not verified yet, by the range's file and first byte."""
         with self._lock:
-            return [
-                SeenPieces(file, seen.checked.start, tuple(seen.pieces))
-                for file, ranges in sorted(self._ranges.items())  # in the same order on all ranks
-                for seen in ranges
-                if seen.pieces and not seen.is_verified
-            ]
+            return {key: list(seen) for key, seen in sorted(self._seen.items()) if seen}
 
-    def verify_with(self, others: Iterable[SeenPieces]) -> None:
+    def verify_with(self, others: Iterable[tuple[tuple[str, int], SeenReads]]) -> None:
         """Verify ranges that several processes have read in part; raises the same errors as `read`.
 
         Args:
-            others: the pieces that other processes have read, from their `seen_in_part`.
+            others: reads of other processes, from the items of their `seen_in_part`.
         """
         known: dict[tuple[str, int], CheckedRange] = {}
-        for file, first, pieces in others:
-            seen = self._seen_of(file, first)
-            known[file, first] = seen.checked
-            for piece in pieces:
-                self._add_piece(seen, *piece)
+        for (file, start), seen in others:
+            (known[file, start],) = self._within(file, start, start + 1)
+            for read in seen:
+                self._add_read(known[file, start], *read)
         for checked in known.values():
             self.verify_range(checked)
 
-    def _seen_of(self, file: str, start: int) -> _Seen:
-        """Return the registered range that begins at byte ``start`` of a file."""
-        with self._lock:
-            return self._ranges[file][bisect_left(self._starts[file], start)]
-
-    def _within(self, file: str, start: int, stop: int) -> list[_Seen]:
+    def _within(self, file: str, start: int, stop: int) -> list[CheckedRange]:
         """Return the registered ranges that share bytes with [start, stop) of a file."""
         with self._lock:
-            starts = self._starts.get(file, [])
-            first = max(0, bisect_right(starts, start) - 1)  # the last range that begins at or before `start`
-            ranges = self._ranges.get(file, [])[first : bisect_left(starts, stop)]
-        return [seen for seen in ranges if seen.checked.stop > start]
+            ranges = self._ranges.get(file, [])
+            # From the last range that begins at or before `start`.
+            first = max(0, bisect_right(ranges, start, key=_start_of) - 1)
+            found = ranges[first : bisect_left(ranges, stop, key=_start_of)]
+        return [checked for checked in found if checked.stop > start]
 
-    def _add_piece(self, seen: _Seen, start: int, stop: int, crc: int) -> None:
-        """Add a piece to a range, and verify the range if this was its last piece."""
+    def _add_read(self, checked: CheckedRange, start: int, stop: int, crc: int) -> None:
+        """Add a read of a range, and verify the range if this was its last unread part."""
+        key = checked.file, checked.start
         with self._lock:
-            if not seen.has_room(start, stop):
-                return  # CRCs of overlapping pieces cannot be combined; `verify_range` reads the gaps
-            seen.pieces.insert(bisect_left(seen.pieces, (start,)), (start, stop, crc))
-            seen.seen_bytes += stop - start
-            is_last = seen.seen_bytes == seen.checked.nbytes
+            seen = self._seen.setdefault(key, [])
+            if seen is None:  # the range is verified
+                return
+            after = bisect_left(seen, (start,))  # (start,) sorts before every read that begins there
+            if (after and seen[after - 1][1] > start) or (after < len(seen) and seen[after][0] < stop):
+                return  # CRCs of overlapping reads cannot be combined; `verify_range` reads the gaps
+            seen.insert(after, (start, stop, crc))
+            self._unread_bytes[key] = self._unread_bytes.get(key, checked.nbytes) - (stop - start)
+            is_last = not self._unread_bytes[key]
         if is_last:
-            seen.verify()
+            self._compare(checked, seen)
+
+    def _compare(self, checked: CheckedRange, seen: SeenReads) -> None:
+        """Compare the CRC of a range, all of whose bytes are in ``seen``, with the saved CRC.
+
+        Raises:
+            CorruptCheckpointError: if they differ.
+        """
+        saved, crc = checked.saved(), checked.kind.join((crc, stop - start) for start, stop, crc in seen)
+        if crc != saved:
+            raise CorruptCheckpointError(
+                "The data of a checkpoint differs from the saved data.",
+                expected=f"bytes with the checksum {saved:08x}",
+                got=f"{crc:08x}",
+                where=f"{checked.where}, bytes {checked.start} to {checked.stop}",
+                todo="copy the file again from its original location, or use an older checkpoint",
+            )
+        self._seen[checked.file, checked.start] = None

@@ -258,5 +258,5 @@ class _Reader:
         shape = self._model.frozen[name]
         parts = [[model.opened.flat(model.fragments[name])] for model in self._models]
         # ZeRO-3 cuts a frozen parameter like a row with a single parameter, into parts of equal size.
-        runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].numel])[0]
+        runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].info.numel])[0]
         return tensor_of_runs(path, shape, runs, parts, self._model.opened)

@@ -44,7 +44,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.engine.entries import Entries
 from vescale_fsdp.conversion.engine.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.formats.torch_save.read import FlatTensor, TorchFile
+from vescale_fsdp.conversion.formats.torch_save.read import TorchFile
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 from vescale_fsdp.layout.geometry import boxes_of_range, whole_box
 
@@ -321,7 +321,7 @@ class RankShards:
     """
 
     opened: TorchFile
-    masters: tuple[FlatTensor, ...]
+    masters: tuple[StoredTensor, ...]
     states: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...]
     paddings: tuple[int, ...]
@@ -373,11 +373,14 @@ class RankShards:
         )
 
     @cached_property
-    def moments(self) -> tuple[dict[str, FlatTensor], ...]:
+    def moments(self) -> tuple[dict[str, StoredTensor], ...]:
         """For each master, the tensors of its state that have one item per element, by kind (such as exp_avg)."""
         moments = []
         for master, padding, state in zip(self.masters, self.paddings, self.states, strict=True):
-            sizes = {(master.numel,), (master.numel + padding,)}  # moments may include the group's padding
+            sizes = {
+                (master.info.numel,),
+                (master.info.numel + padding,),
+            }  # moments may include the group's padding
             refs = {k: v for k, v in state.items() if isinstance(v, TensorRef) and v.shape in sizes}
             moments.append({kind: self.opened.flat(ref) for kind, ref in refs.items()})
         return tuple(moments)
@@ -420,8 +423,12 @@ class ZeroShards:
 
     def _require_alike(self, rank: RankShards) -> None:
         """Raise unless a rank's file has the groups, dtypes, number of ranks and step of the first rank's file."""
-        expected = (len(self.shapes), [master.dtype.name for master in self.first.masters], self.first.ranks)
-        got = (len(rank.masters), [master.dtype.name for master in rank.masters], rank.ranks)
+        expected = (
+            len(self.shapes),
+            [master.info.dtype.name for master in self.first.masters],
+            self.first.ranks,
+        )
+        got = (len(rank.masters), [master.info.dtype.name for master in rank.masters], rank.ranks)
         if got != expected:
             text = "{} groups of {} for {} ranks"
             raise rank.opened.damaged(text.format(*expected), text.format(*got))
@@ -458,7 +465,7 @@ class ZeroShards:
         for number, (group, row) in enumerate(zip(self.shapes, self._rows(), strict=True)):
             numels = [math.prod(group[name]) for name in row]
             gaps = self.first.gaps[number] if self.first.gaps is not None else [0] * len(numels)
-            parts = [rank.masters[number].numel for rank in self.ranks]
+            parts = [rank.masters[number].info.numel for rank in self.ranks]
             # DeepSpeed may store padding at the end, up to a multiple of twice the number of ranks.
             self._check_size(sum(parts), sum(numels) + sum(gaps), align=2 * len(self.ranks))
             all_runs |= zip(row, runs_of_groups(numels, gaps, number, parts), strict=True)
@@ -469,9 +476,9 @@ class ZeroShards:
         names = [name for group in self.shapes for name in group]
         numels = [math.prod(shape) for group in self.shapes for shape in group.values()]
         ranks = len(self.ranks)
-        parts = [master.numel for master in self.first.masters]
+        parts = [master.info.numel for master in self.first.masters]
         for rank in self.ranks:
-            rank_parts = [master.numel for master in rank.masters]
+            rank_parts = [master.info.numel for master in rank.masters]
             if rank_parts != parts:
                 raise rank.opened.damaged(f"parts of {parts} elements", rank_parts)
         # align=1, because ZeRO-3 pads each parameter, which `-(-numel // ranks)` includes, and not the row.
@@ -529,7 +536,7 @@ def tensor_of_runs(
     path: Path,
     shape: tuple[int, ...],
     runs: Iterable[FlatRun],
-    flats: Sequence[Sequence[FlatTensor | None]],
+    flats: Sequence[Sequence[StoredTensor | None]],
     opened: TorchFile,
 ) -> StoredTensor:
     """Return a tensor that consists of runs of the ranks' flat tensors.
@@ -550,15 +557,15 @@ def tensor_of_runs(
         flat = flats[run.rank][run.part]
         if flat is None:
             raise opened.damaged(f"{name_of(path)} of all ranks", f"none of rank {run.rank}")
-        dtypes.add(flat.dtype)
+        dtypes.add(flat.info.dtype)
         at = run.start
         for box in boxes_of_range(shape, run.first, run.first + run.numel):
-            chunks.append(flat.part(box, at))
+            chunks.append(flat.chunks[0].with_items(box, at, flat.info.dtype.itemsize))
             at += box.numel
     if len(dtypes) > 1:
         raise opened.damaged(f"{name_of(path)} of one type", sorted(dtype.name for dtype in dtypes))
     # An empty tensor has no runs, so it gets the dtype of any flat tensor.
-    dtype = dtypes.pop() if dtypes else next(flat.dtype for flat in flats[0] if flat is not None)
+    dtype = dtypes.pop() if dtypes else next(flat.info.dtype for flat in flats[0] if flat is not None)
     return StoredTensor(TensorInfo(name_of(path), shape, dtype), tuple(chunks))
 
 
@@ -616,7 +623,8 @@ class UniversalFolder:
         if ref.shape != (math.prod(shape),):
             raise opened.damaged(f"{math.prod(shape)} elements, of shape {shape}", f"shape {ref.shape}")
         flat = opened.flat(ref)
-        return StoredTensor(TensorInfo(name_of(path), shape, flat.dtype), (flat.part(whole_box(shape), 0),))
+        whole = flat.chunks[0].with_items(whole_box(shape), 0, flat.info.dtype.itemsize)
+        return StoredTensor(TensorInfo(name_of(path), shape, flat.info.dtype), (whole,))
 
     def add_optimizer(self, entries: Entries) -> None:
         """Add the optimizer's state by parameter, and its options."""

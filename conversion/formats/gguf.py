@@ -24,6 +24,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.conversion.quantization.gguf import block_sizes, description, name_of_type
 from vescale_fsdp.errors import CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import whole_box
 
 _MAGIC = b"GGUF"
@@ -188,7 +189,7 @@ def _tensors(header: _Header, file: str, count: int, alignment: int) -> Iterator
         info = TensorInfo(name, *_stored_as(type_name, shape, name))
         if offset % alignment or data + offset + info.nbytes > header.size_bytes:
             raise ValueError(f"{name} of {info.nbytes} bytes at {data + offset} of {header.size_bytes}")
-        chunk = StoredChunk(whole_box(info.shape), file, data + offset, info.nbytes)
+        chunk = StoredChunk(whole_box(info.shape), Extent(file, data + offset, info.nbytes))
         yield StoredTensor(info, (chunk,) if info.numel else ()), type_name
 
 

@@ -27,6 +27,7 @@ from vescale_fsdp.conversion.formats.dcp.source import open_dcp
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.formats.torch_save.read import TorchFile
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box
 
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # (?!\d), because `layers.3.` is one layer, not a stack
@@ -56,7 +57,7 @@ class LayerStacks:
     """
 
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk]
-    _origins: dict[tuple[str, int], tuple[TensorInfo, StoredChunk, int]] = field(default_factory=dict)
+    _origins: dict[Extent, tuple[TensorInfo, StoredChunk, int]] = field(default_factory=dict)
 
     def add(self, entries: Entries, path_of: Callable[[str], Path], name: str, tensor: StoredTensor) -> None:
         """Add each layer of a stack, or the tensor itself if it is not a stack.
@@ -87,26 +88,19 @@ class LayerStacks:
             return None
         # Until a chunk is located, `Source` identifies it by its file and offset. So each layer needs a different
         # offset, which `located` replaces by the true one.
-        key = (chunk.file, chunk.offset + index)
+        key = chunk.extent._replace(offset=chunk.extent.offset + index)
         self._origins[key] = (stack, chunk, index)
-        return replace(chunk, box=Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), offset=key[1])
+        return replace(chunk, box=Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), extent=key)
 
     def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
         """Locate the items of a chunk in its file, for `Source.locate`."""
-        origin = self._origins.get((chunk.file, chunk.offset))
+        origin = self._origins.get(chunk.extent)
         if origin is None:  # the chunk of a tensor that is not a stack
             return self.locate(info, chunk)
         stack, whole, index = origin
         located = self.locate(stack, whole)
         first, *steps = located.steps
-        size = info.dtype.itemsize
-        return replace(
-            located,
-            box=chunk.box,
-            offset=located.offset + index * first * size,
-            nbytes=chunk.box.numel * size,
-            strides=tuple(steps),
-        )
+        return located.with_items(chunk.box, index * first, info.dtype.itemsize, tuple(steps))
 
 
 def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
@@ -169,7 +163,7 @@ def _locate(stored: Source, info: TensorInfo, chunk: StoredChunk) -> StoredChunk
     """Locate the items of a chunk in its file. Chunks of ``common.pt`` are already located."""
     # Every DCP source has `locate`, because DCP's metadata does not contain the addresses of items.
     assert stored.locate is not None
-    return chunk if chunk.file == _COMMON_FILE else stored.locate(info, chunk)
+    return chunk if chunk.extent.file == _COMMON_FILE else stored.locate(info, chunk)
 
 
 def _canonical(name: str) -> str:

@@ -35,6 +35,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import (
 from vescale_fsdp.conversion.formats.zarr.arrays import ARRAY_FILE, DAMAGE, LastChunk
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, whole_box
 
 ROOT_FILE = "manifest.ocdbt"
@@ -126,7 +127,7 @@ class _ChunkedArray:
         if nbytes > UNCHECKED_BYTES:  # metadata can claim any size
             written = self._opened.chunk_layout.write_chunk.shape or ()
             nbytes = min(nbytes, (num_keys - 1) * math.prod(written) * self.info.dtype.itemsize)
-        return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), "", 0, nbytes),))
+        return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), Extent("", 0, nbytes)),))
 
     def read(self, box: Box) -> np.ndarray:
         """Read a box, chunk by chunk. Returns raw bits.

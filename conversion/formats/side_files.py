@@ -97,7 +97,7 @@ def _located(
     locate: _Locate, side_files: frozenset[str], info: TensorInfo, chunk: StoredChunk
 ) -> StoredChunk:
     """Locate the items of a chunk in its file. Chunks of the trainer's files are already located."""
-    return chunk if chunk.file in side_files else locate(info, chunk)
+    return chunk if chunk.extent.file in side_files else locate(info, chunk)
 
 
 def _entries_of(store: Storage, file: str, container: Path, trust: bool) -> Entries:

@@ -29,6 +29,7 @@ from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView, r
 from vescale_fsdp.conversion.formats.vescale.source import constants_of, infos_of
 from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 from vescale_fsdp.layout.region import Copy, Region, overlaps
 
@@ -69,7 +70,7 @@ class HeldShards:
             "live",
             storage,
             {
-                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, i.nbytes),))
+                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), Extent("", 0, i.nbytes)),))
                 for name, i in infos_of(manifest.structure, leaves).items()
             },
             constants_of(leaves),

@@ -10,6 +10,7 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, is_inflated
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, pieces_of
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.layout.extent import Extent
 
 _READ_BYTES = 4 * 2**20  # 4 MiB; largest read of bytes without a checksum
 
@@ -27,7 +28,7 @@ def verify_source(source: Source, deep: bool, progress: Callable[[int], object])
     for name, tensor in source.tensors.items():
         with _noting(problems, name):
             # A chunk without a file is all zeros, or is decoded by the format's reader.
-            chunks = [source.located(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
+            chunks = [source.located(tensor.info, chunk) for chunk in tensor.chunks if chunk.extent.file]
             if deep:
                 num_checksums += sum(chunk.checked is not None for chunk in chunks)
                 _read_tensor(source, tensor, chunks, problems, count)
@@ -58,24 +59,24 @@ def _read_tensor(
         for chunk in chunks:
             # 0 bytes for a chunk with a checksum: it was read above.
             nbytes = 0 if chunk.checked else chunk.stored_nbytes(info.dtype.itemsize)
-            _read_range(source, chunk.file, chunk.offset, nbytes, count)
+            _read_extent(source, chunk.extent._replace(nbytes=nbytes), count)
     # Without chunks in files, the tensor is decoded by the format's reader; reading it shows whether that succeeds.
     elif not chunks or any(chunk.checked is None for chunk in chunks):
-        ranges = source.byte_ranges(info.name, 0, info.numel)
-        if ranges is not None:  # without numpy, whose import takes longer than reading a small checkpoint
-            for each in ranges:
-                _read_range(source, each.file, each.offset, each.nbytes, count)
+        extents = source.extents(info.name, 0, info.numel)
+        if extents is not None:  # without numpy, whose import takes longer than reading a small checkpoint
+            for extent in extents:
+                _read_extent(source, extent, count)
         else:
             for piece in pieces_of(SourceView(source, info.name, info.name), _READ_BYTES):
                 count(piece.nbytes)
 
 
-def _read_range(source: Source, file: str, offset: int, nbytes: int, count: Callable[[int], None]) -> None:
-    """Read a range of a file, and call ``count`` with the number of bytes of each read."""
-    buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
-    for start in range(0, nbytes, _READ_BYTES):
-        part = buffer[: nbytes - start]
-        source.reads.read(file, offset + start, part)
+def _read_extent(source: Source, extent: Extent, count: Callable[[int], None]) -> None:
+    """Read an extent, and call ``count`` with the number of bytes of each read."""
+    buffer = memoryview(bytearray(min(_READ_BYTES, extent.nbytes)))
+    for offset in range(extent.offset, extent.stop, _READ_BYTES):
+        part = buffer[: extent.stop - offset]
+        source.reads.read(extent.file, offset, part)
         count(len(part))
 
 

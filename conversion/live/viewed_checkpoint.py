@@ -15,7 +15,8 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ from vescale_fsdp.conversion.engine.carried_state import (
 from vescale_fsdp.conversion.engine.casting import CastRules, CastView
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView
-from vescale_fsdp.conversion.engine.verified_reads import SeenPieces
+from vescale_fsdp.conversion.engine.verified_reads import SeenReads
 from vescale_fsdp.conversion.formats.vescale.tree import native_tree
 from vescale_fsdp.errors import callers_level
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -170,7 +171,7 @@ class ViewedCheckpoint(Loadable):
         """A digest of names, shapes, dtypes and locations of all tensors; equal on ranks that opened the same files."""
         digest = RunningDigest()
         for name, tensor in self._source.tensors.items():
-            chunks = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
+            chunks = [(*chunk.extent[:2], chunk.box.offsets) for chunk in tensor.chunks]
             digest.update(repr((name, tensor.info.shape, tensor.info.dtype.name, chunks)).encode())
         return digest.hexdigest()
 
@@ -326,23 +327,6 @@ def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> Ca
     return replace(state, paths=paths)
 
 
-class _Filling(NamedTuple):
-    """This rank's region of a view, and the tensor to fill, which has the view's dtype."""
-
-    view: TensorView
-    region: Region
-    target: LoadTarget
-
-
-class _BoxRead(NamedTuple):
-    """A box of a view; its items fill consecutive items of the target, from index ``first`` on."""
-
-    view: TensorView
-    box: Box
-    target: LoadTarget
-    first: int
-
-
 class _ViewReads(Reads):
     """Reads of views.
 
@@ -355,12 +339,15 @@ class _ViewReads(Reads):
     def __init__(self, source: Source, catalogue: ViewCatalogue, coordinator: Coordinator) -> None:
         super().__init__(source.store)
         self._source, self._catalogue, self._coordinator = source, catalogue, coordinator
-        self._fillings: list[_Filling] = []
+        self._jobs: list[tuple[TensorView, Box, LoadTarget, int]] = []  # the arguments of `_fill_box`
+        self._nbytes = 0
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        filling = _Filling(self._catalogue.view(index, tensor.dtype), region, LoadTarget(tensor))
-        self._fillings.append(filling)
-        return filling.target
+        view, target = self._catalogue.view(index, tensor.dtype), LoadTarget(tensor)
+        for whole, start in region.pieces():
+            self._jobs += ((view, box, target, first) for box, first in _cut(whole, target.itemsize, start))
+        self._nbytes += region.numel * target.itemsize
+        return target
 
     def open(self) -> None:
         """Do nothing: `open_for_load` has checked the files, and each file is opened when it is read."""
@@ -376,35 +363,27 @@ class _ViewReads(Reads):
         seen_by_rank = self._coordinator.everyone(seen)
         kept.raise_kept()  # only now: the other ranks wait in `everyone` above
         if None not in seen_by_rank:  # None: a rank has failed, and the caller raises its error on all ranks
-            checks.verify_with(_share_of(self._coordinator.rank, [each or [] for each in seen_by_rank]))
+            checks.verify_with(_share_of(self._coordinator.rank, [each or {} for each in seen_by_rank]))
         # Most formats have no checksums that would detect a file that was changed meanwhile.
         self._source.require_unchanged()
 
     def _fill(self) -> None:
         """Read all regions into their targets, in several threads."""
-        total = sum(filling.region.numel * filling.target.itemsize for filling in self._fillings)
-        self.meter.begin("loading", total)
+        self.meter.begin("loading", self._nbytes)
         # At most this rank's share of the machine's cores, because computing views takes CPU time.
         cores = max(1, (os.cpu_count() or 1) // num_neighbors())
         threads = min(self.storage.read_threads, cores)
         self.num_bytes_read = for_each(
-            threads, _fill_box, self._boxes(), name="checkpoint-read", advance=self.meter.advance
+            threads, _fill_box, self._jobs, name="checkpoint-read", advance=self.meter.advance
         )
-
-    def _boxes(self) -> Iterator[_BoxRead]:
-        """Yield the boxes that together are all requested regions."""
-        for view, region, target in self._fillings:
-            for whole, start in region.pieces():
-                for box, first in _cut(whole, target.itemsize, start):
-                    yield _BoxRead(view, box, target, first)
 
     def close(self) -> None:
         """Do nothing: each file is closed after it is read."""
 
 
-def _fill_box(read: _BoxRead) -> int:
-    """Read a box into its target. Returns its size in bytes."""
-    view, box, target, first = read
+def _fill_box(job: tuple[TensorView, Box, LoadTarget, int]) -> int:
+    """Read a box of a view into consecutive items of a target, from an index on. Returns its size in bytes."""
+    view, box, target, first = job
     nbytes = box.numel * target.itemsize
     target.begin()
     raw, stop = view.info.dtype.raw, first + box.numel
@@ -418,21 +397,20 @@ def _fill_box(read: _BoxRead) -> int:
     return nbytes
 
 
-def _share_of(rank: int, seen_by_rank: Sequence[Sequence[SeenPieces]]) -> Iterator[SeenPieces]:
-    """Yield the pieces of the partially read checksum ranges that this rank verifies.
+def _share_of(
+    rank: int, seen_by_rank: Sequence[Mapping[tuple[str, int], SeenReads]]
+) -> Iterator[tuple[tuple[str, int], SeenReads]]:
+    """Yield the reads of the partially read checksum ranges that this rank verifies, by file and first byte.
 
     A record of a file, such as a whole matrix, has one checksum, but each rank reads only a part of the record. One of
     these ranks joins the checksums of all parts, and reads the bytes that no rank has read.
     """
-    ranges: dict[tuple[str, int], dict[int, SeenPieces]] = {}
-    for reader, seen in enumerate(seen_by_rank):
-        for pieces in seen:
-            # Inserted in an order that is the same on all ranks, because the number below chooses the rank.
-            ranges.setdefault((pieces.file, pieces.start), {})[reader] = pieces
-    for number, by_reader in enumerate(ranges.values()):
+    # In an order that is the same on all ranks, because the number of a range chooses the rank.
+    for number, key in enumerate(dict.fromkeys(chain.from_iterable(seen_by_rank))):
+        readers = [reader for reader, seen in enumerate(seen_by_rank) if key in seen]
         # The readers take turns, to balance the work.
-        if list(by_reader)[number % len(by_reader)] == rank:
-            yield from by_reader.values()
+        if readers[number % len(readers)] == rank:
+            yield from ((key, seen_by_rank[reader][key]) for reader in readers)
 
 
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:

@@ -194,7 +194,7 @@ def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
     runs: list[list[int]] = []
     items: list[list[int]] = []  # [number of file, number of items]; successive boxes in one file are joined
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets):
-        number = files.of(chunk.file) if chunk.file else -1  # -1: zeros that no file stores
+        number = files.of(chunk.extent.file) if chunk.extent.file else -1  # -1: zeros that no file stores
         if items and items[-1][0] == number:
             items[-1][1] += chunk.box.numel
         else:

@@ -43,7 +43,7 @@ def describe(source: Source) -> dict[str, Any]:
                 "shape": list(source.tensors[name].info.shape),
                 "bytes": source.tensors[name].info.nbytes,
                 "chunks": len(source.tensors[name].chunks),
-                "files": len({chunk.file for chunk in source.tensors[name].chunks}),
+                "files": len({chunk.extent.file for chunk in source.tensors[name].chunks}),
             }
             for name in sorted(source.tensors, key=natural_key)
         ],

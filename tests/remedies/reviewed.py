@@ -22,7 +22,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/memory/peer_memory.py": "PeerMemory.bring_manifest PeerMemory._check_disk",
         "conversion/engine/coded_tensors.py": "IndexedView.read_into",
         "conversion/engine/stored_tensor.py": "TensorInfo.__post_init__ StoredTensor._bad_tiling",
-        "conversion/engine/verified_reads.py": "_Seen.verify",
+        "conversion/engine/verified_reads.py": "VerifiedReads._compare",
         "checkpoint/state/per_rank.py": "unpack_blob",
         "checkpoint/storage/base.py": "Storage.check_size Storage.read_into Storage._missing",
         "conversion/formats/deepspeed.py": "open_deepspeed _Reader._trained",

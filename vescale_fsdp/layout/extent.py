@@ -29,6 +29,8 @@ class Extent(NamedTuple):
         >>> Extent("a", 100, 8).part(-3, 2), Extent("a", 100, 8).part(6, 20)
         (Extent(file='a', offset=100, nbytes=2), Extent(file='a', offset=106, nbytes=2))
         """
+        if start <= 0 and stop >= self.nbytes:
+            return self
         start = min(max(start, 0), self.nbytes)
         return Extent(self.file, self.offset + start, max(start, min(stop, self.nbytes)) - start)
 

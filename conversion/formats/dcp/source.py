@@ -21,6 +21,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive, load_torch_bytes
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, TensorRef, load_dcp_metadata
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box
 
 METADATA_FILE = ".metadata"
@@ -116,10 +117,11 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
 
     Called when the chunk is read, so that opening a checkpoint does not read every archive.
     """
-    where = f"tensor {info.name} in {store.where}/{chunk.file} at byte {chunk.offset}"
+    record = chunk.extent
+    where = f"tensor {info.name} in {store.where}/{record.file} at byte {record.offset}"
     archive = TorchArchive(
-        lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
-        chunk.nbytes,
+        lambda offset, nbytes: store.read(record.file, record.offset + offset, nbytes),
+        record.nbytes,
         where=where,
         trust=trust_pickle,
     )
@@ -132,17 +134,16 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
             where=where,
             todo="the files are from different saves: copy the whole checkpoint again",
         )
-    return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
+    return archive.chunk(chunk.box, record, ref, where)
 
 
-def _read_value(name: str, store: Storage, byte_range: tuple[str, int, int], trust: bool) -> Any:
+def _read_value(name: str, store: Storage, record: Extent, trust: bool) -> Any:
     """Read a value that is not a tensor.
 
     A function and not a method of `_MetadataReader`: a bound method would keep all metadata in memory.
     """
-    file, offset, nbytes = byte_range
-    where = f"{name} in {store.where}/{file} at byte {offset}"
-    return load_torch_bytes(store.read(file, offset, nbytes), where=where, trust=trust)
+    where = f"{name} in {store.where}/{record.file} at byte {record.offset}"
+    return load_torch_bytes(store.read(*record), where=where, trust=trust)
 
 
 def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
@@ -183,16 +184,14 @@ class _MetadataReader:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if not box.numel:
                 continue  # an empty box has no bytes, and may have the same offset as the next box
-            file, offset, nbytes = self._byte_range(name, box.offsets)
-            chunks.append(StoredChunk(box, file, offset, nbytes))
+            chunks.append(StoredChunk(box, self._record(name, box.offsets)))
         return StoredTensor(info, tuple(chunks))
 
     def _value(self, name: str) -> StoredValue:
-        file, offset, nbytes = self._byte_range(name, None)
-        return partial(_read_value, name, self._store, (file, offset, nbytes), self._trust)
+        return partial(_read_value, name, self._store, self._record(name, None), self._trust)
 
-    def _byte_range(self, name: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """Return (file, offset, nbytes) of an item; checks that the file is large enough.
+    def _record(self, name: str, offsets: tuple[int, ...] | None) -> Extent:
+        """Return the extent of an item; checks that the file is large enough.
 
         Args:
             offsets: the offsets of the item's box; None for a value.
@@ -226,7 +225,7 @@ class _MetadataReader:
                     todo="copy the file again from where it was saved, or use an older checkpoint",
                 )
             self.sizes[file] = sys.maxsize  # one error per file
-        return file, info.offset, info.length
+        return Extent(file, info.offset, info.length)
 
     def _checked_name(self, file: str) -> str:
         """Return the path in the store of a file in the metadata, and note the file's size at its first use."""

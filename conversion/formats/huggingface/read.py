@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -29,6 +28,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import equal_bytes
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, some
 from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, whole_box
 from vescale_fsdp.layout.safetensors_header import read_header
@@ -54,7 +54,7 @@ def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], di
     tensors = {}
     for name, entry in entries.items():
         info = TensorInfo(name, entry.shape, entry.dtype)
-        chunk = StoredChunk(whole_box(entry.shape), file, entry.start_bytes, entry.nbytes)
+        chunk = StoredChunk(whole_box(entry.shape), Extent(file, entry.start_bytes, entry.nbytes))
         tensors[name] = StoredTensor(info, (chunk,) if info.numel else ())
     return tensors, metadata
 
@@ -179,7 +179,7 @@ def _folder_problems(store: Storage, tensors: Mapping[str, StoredTensor]) -> lis
     problems = []
     listed = store.list_files()
     index_file = index_of(stem_in(listed))
-    used = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks} | {index_file}
+    used = {chunk.extent.file for tensor in tensors.values() for chunk in tensor.chunks} | {index_file}
     # Weights for other loaders are not stale: pytorch_model.bin, Mistral's consolidated.safetensors.
     others = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
     stale = [file for file in others if file not in used and not file.startswith("consolidated")]
@@ -233,8 +233,10 @@ def open_shards(store: Storage) -> Source:
             if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
             # An empty box has no chunk in the file, but counts for the shape of the whole tensor.
-            chunk = replace(tensor.chunks[0], box=box) if tensor.chunks else StoredChunk(box, file, 0, 0)
-            chunks.setdefault(name, {})[box] = chunk  # replicas of a box have the same bytes
+            extent = tensor.chunks[0].extent if tensor.chunks else Extent(file, 0, 0)
+            chunks.setdefault(name, {})[box] = StoredChunk(
+                box, extent
+            )  # replicas of a box have the same bytes
     tensors = {}
     for name, chunk_of_box in chunks.items():
         # The header has no global shape, so it is computed from the ends of the boxes.

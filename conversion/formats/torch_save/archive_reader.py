@@ -28,6 +28,7 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_reader import (
     load_tensor_pickle,
 )
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box
 
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly these bytes
@@ -143,22 +144,21 @@ class TorchArchive:
             crc = CRC32.combine(crc, CRC32.of(data), len(data))
         return crc
 
-    def chunk(self, box: Box, file: str, start: int, ref: TensorRef, where: str) -> StoredChunk:
+    def chunk(self, box: Box, archive: Extent, ref: TensorRef, where: str) -> StoredChunk:
         """Describe where a tensor's items are stored, with the checksum of their storage if there is one.
 
         Args:
             box: the position of the items in the whole tensor.
-            file: the file that contains the archive.
-            start: the offset of the archive in ``file``, in bytes.
+            archive: the archive's own extent.
             ref: the tensor in the archive.
             where: the tensor, for messages.
         """
         offset, nbytes = self.storage_range(ref.storage_key)
         crc = self.storage_crc(ref.storage_key)
+        file, start, _ = archive
         checked = None
-        if (
-            crc is not None
-        ):  # `__index__` returns the number; a lambda for each record would take four times the memory
+        if crc is not None:
+            # `__index__` returns the number; a lambda for each record would take four times the memory.
             checked = CheckedRange(file, start + offset, nbytes, CRC32, crc.__index__, where)
         # Items of a view are copied as they are, without a swap of bytes.
         if self._byteorder != "little":
@@ -168,10 +168,8 @@ class TorchArchive:
         stop = ref.storage_offset + (0 if 0 in ref.shape else last + 1)
         if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * itemsize > nbytes:
             raise self._damaged(f"a storage of at least {stop * itemsize} bytes", f"{nbytes} bytes")
-        first = start + offset + ref.storage_offset * itemsize
-        return StoredChunk(
-            box, file, first, box.numel * itemsize, ref.strides, checked=checked, signs=ref.signs
-        )
+        extent = Extent(file, start + offset + ref.storage_offset * itemsize, box.numel * itemsize)
+        return StoredChunk(box, extent, ref.strides, checked, ref.signs)
 
     @cached_property
     def _prefix(self) -> str:

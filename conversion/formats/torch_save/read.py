@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +39,8 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_reader import (
 )
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, DamagedFiles, option
 from vescale_fsdp.layout.distribution import shard_order
-from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, whole_box
 
 if TYPE_CHECKING:
@@ -60,25 +61,6 @@ def is_torch_file(store: Storage, file: str) -> bool:
 def is_tensor_ref(value: Any) -> bool:
     """Whether a leaf of an unpickled state stands for a tensor, or for a rank's part of a tensor."""
     return isinstance(value, (TensorRef, ShardRef, PiecesRef, ArrayRef))
-
-
-class FlatTensor(NamedTuple):
-    """A 1D tensor whose items are contiguous in a file.
-
-    Attributes:
-        numel: number of items.
-        chunk: the file and the byte range of the items.
-    """
-
-    dtype: DType
-    numel: int
-    chunk: StoredChunk
-
-    def part(self, box: Box, start: int) -> StoredChunk:
-        """Return the chunk of another tensor whose ``box`` is stored here, row-major, from item ``start`` on."""
-        size = self.dtype.itemsize
-        offset = self.chunk.offset + start * size
-        return replace(self.chunk, box=box, offset=offset, nbytes=box.numel * size, strides=None)
 
 
 @dataclass(frozen=True)
@@ -164,8 +146,13 @@ class TorchFile:
         """Describe a tensor that is whole in this file."""
         return stored_tensor(name_of(path), [TensorPart(self, ref)])
 
-    def flat(self, ref: Any) -> FlatTensor:
-        """Describe a flat tensor of this file.
+    def chunk(self, ref: TensorRef, where: str, box: Box | None = None) -> StoredChunk:
+        """Return the chunk of a tensor, or of ``box`` of a larger tensor; see `TorchArchive.chunk`."""
+        archive = Extent(self.file, 0, self.archive.nbytes)
+        return self.archive.chunk(box or whole_box(ref.shape), archive, ref, where)
+
+    def flat(self, ref: Any) -> StoredTensor:
+        """Describe a flat tensor of this file, which has no name: one chunk of contiguous items.
 
         Raises:
             CorruptCheckpointError: if the tensor is not 1D and contiguous.
@@ -175,15 +162,13 @@ class TorchFile:
         if len(ref.shape) != 1 or (ref.shape[0] > 1 and ref.strides != (1,)):
             got = f"shape {ref.shape}, strides {ref.strides}"
             raise self.damaged("flat, contiguous tensors of parameters", got)
-        chunk = self.archive.chunk(whole_box(ref.shape), self.file, 0, ref, self.where)
-        return FlatTensor(ref.dtype, ref.shape[0], chunk)
+        return StoredTensor(TensorInfo("", ref.shape, ref.dtype), (self.chunk(ref, self.where),))
 
     def scalar(self, value: Any) -> object:
         """Read a scalar for comparisons: the bytes if it is a tensor, otherwise the number itself."""
         if not isinstance(value, TensorRef):
             return value
-        chunk = self.archive.chunk(whole_box(()), self.file, 0, value, self.where)
-        return self.store.read(self.file, chunk.offset, chunk.nbytes)
+        return self.store.read(*self.chunk(value, self.where).extent)
 
     def add_leaf(self, entries: Entries, path: Path, leaf: Any) -> None:
         """Add a leaf of this file's state to ``entries``."""
@@ -212,7 +197,7 @@ class TorchFile:
         else:
             info = TensorInfo(name_of(path), (), _STEP_DTYPE)
             # "": no file stores the tensor, whose bytes are in ``data``.
-            tensor = StoredTensor(info, (StoredChunk(whole_box(()), "", 0, 0),))
+            tensor = StoredTensor(info, (StoredChunk(whole_box(()), Extent("", 0, 0)),))
             data = struct.pack("<f", float(value))
         assert isinstance(data, bytes)
         entries.add_tensor(path, tensor, partial(_read_box_of, data, tensor.info))
@@ -265,7 +250,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
     if isinstance(first, ArrayRef):
         info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
         # * bool(..): an empty array has no chunks.
-        return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
+        return StoredTensor(info, (StoredChunk(box, Extent("", 0, info.nbytes)),) * bool(box.numel))
     if isinstance(first, TensorRef):  # whole on every rank: the first file's copy
         chunks = _chunks(name, parts[0].file, first, whole_box(first.shape))
         return StoredTensor(TensorInfo(name, first.shape, first.dtype), tuple(chunks))
@@ -286,7 +271,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
 def _chunks(name: str, file: TorchFile, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
     """Yield the chunk of a box; an empty box has none."""
     if box.numel:
-        yield file.archive.chunk(box, file.file, 0, ref, f"tensor {name} in {file.file}")
+        yield file.chunk(ref, f"tensor {name} in {file.file}", box)
 
 
 def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:

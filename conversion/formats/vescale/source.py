@@ -23,6 +23,7 @@ from vescale_fsdp.conversion.engine.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.verified_reads import CheckedRange
 from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 from vescale_fsdp.layout.region import Region
 
@@ -109,7 +110,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
                 itemsize = itemsizes[place]
                 # A piece consists of boxes that follow each other in the file.
                 found[place][region] = [
-                    StoredChunk(box, file.name, start + first * itemsize, box.numel * itemsize)
+                    StoredChunk(box, Extent(file.name, start + first * itemsize, box.numel * itemsize))
                     for box, first in region.pieces()
                 ]
     for file in lost:
@@ -138,7 +139,7 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
             checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)
             strides = contiguous_strides(sizes)
             found[places[0]].append(
-                StoredChunk(clipped(box, entry.shape), name, 0, nbytes, strides, checked=checked_range)
+                StoredChunk(clipped(box, entry.shape), Extent(name, 0, nbytes), strides, checked_range)
             )
         for place in places[1:]:  # other descriptions (cuts) of the same tensor share its array
             found[place] = found[places[0]]

@@ -38,6 +38,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import (
 from vescale_fsdp.conversion.engine.verified_reads import CheckedRange
 from vescale_fsdp.errors import CorruptCheckpointError, DamagedFiles
 from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
@@ -179,14 +180,14 @@ class _Array(ABC):
             # The real number of stored bytes limits huge tensors (`is_inflated`), since metadata can claim any size.
             if nbytes > UNCHECKED_BYTES:
                 nbytes = min(nbytes, self._num_stored(files) * chunk_nbytes)
-            return StoredTensor(info, (StoredChunk(whole_box(shape), "", 0, nbytes),))
+            return StoredTensor(info, (StoredChunk(whole_box(shape), Extent("", 0, nbytes)),))
         if 0 in chunk:
             raise ValueError(f"chunks of shape {chunk}")
         count = math.prod(-(-size // each) for size, each in zip(shape, chunk, strict=True))
         if count > _MANY_CHUNKS:
             num_stored = self._num_stored(files)
             if not num_stored:  # a tensor of zeros needs no list of chunks
-                return StoredTensor(info, (StoredChunk(whole_box(shape), "", 0, 0),))
+                return StoredTensor(info, (StoredChunk(whole_box(shape), Extent("", 0, 0)),))
             # Damaged metadata could make the list of chunks below far longer than the list of files.
             if count > _MANY_CHUNKS + _MOST_ABSENT * num_stored:
                 raise ValueError(f"{count} chunks of which {num_stored} are stored")
@@ -194,7 +195,7 @@ class _Array(ABC):
         for box in chunk_boxes(shape, chunk):
             file, inside, checked = self.file_of(box), clipped(box, shape), None
             if file not in files:
-                chunks.append(StoredChunk(inside, "", 0, 0, strides))
+                chunks.append(StoredChunk(inside, Extent("", 0, 0), strides))
                 continue
             with damaged.noted():
                 self.store.check_size(file, chunk_nbytes + (CRC_BYTES if self.has_crc else 0))
@@ -202,7 +203,7 @@ class _Array(ABC):
                 saved = partial(stored_crc, self.store, file, chunk_nbytes)
                 where = f"tensor {info.name} in {self.store.where}/{file}"
                 checked = CheckedRange(file, 0, chunk_nbytes, CRC32C, saved, where)
-            chunks.append(StoredChunk(inside, file, 0, chunk_nbytes, strides, checked=checked))
+            chunks.append(StoredChunk(inside, Extent(file, 0, chunk_nbytes), strides, checked=checked))
         damaged.raise_any()
         return StoredTensor(info, tuple(chunks))
 

@@ -20,6 +20,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.engine.box_reading import read_box
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, whole_box
 
 LAYERS, HIDDEN, KV = 125, 72, 24  # of 8 tensors each
@@ -143,7 +144,7 @@ def test_wide_gaps_are_not_read() -> None:
         shape = (40, columns)
         data = np.arange(40 * columns, dtype=np.uint32)
         info = TensorInfo("w", shape, dtype_from_torch("float32"))
-        tensor = StoredTensor(info, (StoredChunk(whole_box(shape), "f", 0, data.nbytes),))
+        tensor = StoredTensor(info, (StoredChunk(whole_box(shape), Extent("f", 0, data.nbytes)),))
         read: list[int] = []
 
         def fill(

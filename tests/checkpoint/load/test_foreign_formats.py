@@ -80,11 +80,12 @@ def open_numbers(store: Storage, file: str, trust_pickle: bool) -> Any:
     from vescale_fsdp.conversion.engine.source import Source
     from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
     from vescale_fsdp.layout.dtypes import dtype_from_torch
+    from vescale_fsdp.layout.extent import Extent
     from vescale_fsdp.layout.geometry import whole_box
 
     value = float(store.read("weight.number"))
     info = TensorInfo("weight", (2, 3), dtype_from_torch("float32"))
-    stored = StoredTensor(info, (StoredChunk(whole_box(info.shape), "", 0, 0),))
+    stored = StoredTensor(info, (StoredChunk(whole_box(info.shape), Extent("", 0, 0)),))
     return Source(
         "numbers",
         store,

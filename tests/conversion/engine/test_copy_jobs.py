@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.engine.copy_jobs import MoveJob, jobs_by_source, steps, writes
+from vescale_fsdp.conversion.engine.copy_jobs import CopyJob, jobs_of, reads_of, writes
 from vescale_fsdp.conversion.engine.plan import FilePlan, FixedBytes, whole
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -25,6 +25,7 @@ from vescale_fsdp.conversion.engine.tensor_view import SourceView
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box
 
 BUFFER_BYTES = 2**20  # a quarter of a cell
@@ -50,7 +51,7 @@ def make_plan(chunks: list[list[tuple[str, int, int]]], stripes: _Stripes | None
         info = TensorInfo(f"t{number}", (sum(n for _, _, n in pieces),), dtype_from_torch("uint8"))
         stored, at = [], 0
         for file, offset, numel in pieces:
-            stored.append(StoredChunk(Box((at,), (numel,)), file, offset, numel))
+            stored.append(StoredChunk(Box((at,), (numel,)), Extent(file, offset, numel)))
             at += numel
         tensors[info.name] = StoredTensor(info, tuple(stored))
     source = Source("test", LocalStorage("."), tensors, checked=lambda _: stripes)
@@ -61,19 +62,28 @@ def make_plan(chunks: list[list[tuple[str, int, int]]], stripes: _Stripes | None
 def moved(plan: FilePlan) -> dict[int, tuple[str, int]]:
     """Output byte -> (source file, its byte), by doing all jobs; a byte written twice is an error."""
     found: dict[int, tuple[str, int]] = {}
-    for job in jobs_by_source(plan, BUFFER_BYTES):
-        assert isinstance(job, MoveJob)
-        at = job.start
-        for start, stop, moves in steps(job, BUFFER_BYTES):
-            assert at == start < stop <= start + BUFFER_BYTES
-            at = stop
-            for move in moves:
-                assert start <= move.offset and move.offset + move.nbytes <= stop
-                for byte in range(move.nbytes):
-                    assert move.target + byte not in found
-                    found[move.target + byte] = (job.file, move.offset + byte)
-        assert at == job.stop
+    for job in copy_jobs(plan, BUFFER_BYTES):
+        at = job.extent.offset
+        for extent, copies in reads_of(job, BUFFER_BYTES):
+            assert extent.file == job.extent.file and at == extent.offset
+            assert 0 < extent.nbytes <= BUFFER_BYTES
+            at = extent.stop
+            for copy in copies:
+                assert extent.offset <= copy.offset and copy.offset + copy.nbytes <= extent.stop
+                for byte in range(copy.nbytes):
+                    assert copy.target + byte not in found
+                    found[copy.target + byte] = (extent.file, copy.offset + byte)
+        assert at == job.extent.stop
     return found
+
+
+def copy_jobs(plan: FilePlan, buffer_bytes: int) -> list[CopyJob]:
+    """The jobs of a plan, all of which are copies."""
+    jobs = []
+    for job in jobs_of(plan, buffer_bytes, in_order=False):
+        assert isinstance(job, CopyJob)
+        jobs.append(job)
+    return jobs
 
 
 PIECES = st.lists(
@@ -94,11 +104,14 @@ def test_every_byte_is_written_once_from_its_place(
     found = moved(plan)
     assert [found[100 + i] for i in range(len(expected))] == expected and len(found) == len(expected)
     if stripe_bytes:
-        jobs = [job for job in jobs_by_source(plan, BUFFER_BYTES) if isinstance(job, MoveJob)]
+        read_extents = [job.extent for job in copy_jobs(plan, BUFFER_BYTES)]
         assert all(
-            j.start % stripe_bytes == 0 and (j.stop % stripe_bytes == 0 or j.stop == 400) for j in jobs
+            e.offset % stripe_bytes == 0 and (e.stop % stripe_bytes == 0 or e.stop == 400)
+            for e in read_extents
         )
-        read = [(j.file, at // stripe_bytes) for j in jobs for at in range(j.start, j.stop, stripe_bytes)]
+        read = [
+            (e.file, at // stripe_bytes) for e in read_extents for at in range(e.offset, e.stop, stripe_bytes)
+        ]
         wanted = {(file, byte // stripe_bytes) for file, byte in expected}
         assert len(read) == len(wanted) and set(read) == wanted  # each once, and none that nobody wants
 
@@ -107,14 +120,14 @@ def test_jobs_follow_the_source_and_skip_large_gaps() -> None:
     """Neighbors in the file are read together although others lie between them in the output."""
     mib = 2**20
     plan = make_plan([[("a", 5000, 1000)], [("a", 3 * mib, 10)], [("a", 0, 4000)], [("b", 7, 1)]])
-    jobs = [job for job in jobs_by_source(plan, 8 * mib) if isinstance(job, MoveJob)]
+    jobs = copy_jobs(plan, 8 * mib)
 
-    assert [(j.file, j.start, j.stop) for j in jobs] == [
+    assert [job.extent for job in jobs] == [
         ("a", 0, 6000),  # over the gap of 1000 bytes
-        ("a", 3 * mib, 3 * mib + 10),
-        ("b", 7, 8),
+        ("a", 3 * mib, 10),
+        ("b", 7, 1),
     ]
-    assert [(m.offset, m.target) for m in jobs[0].moves] == [(0, 1110), (5000, 100)]
+    assert [(copy.offset, copy.target) for copy in jobs[0].copies] == [(0, 1110), (5000, 100)]
 
 
 def test_a_large_tensor_is_cut_at_cells() -> None:
@@ -123,12 +136,12 @@ def test_a_large_tensor_is_cut_at_cells() -> None:
     plan = make_plan([[("a", mib, 9 * mib)]])
 
     def spans(buffer_bytes: int) -> list[tuple[float, float]]:
-        jobs = jobs_by_source(plan, buffer_bytes)
-        return [(j.start / mib, j.stop / mib) for j in jobs if isinstance(j, MoveJob)]
+        extents = [job.extent for job in copy_jobs(plan, buffer_bytes)]
+        return [(extent.offset / mib, extent.stop / mib) for extent in extents]
 
     assert spans(8 * mib) == [(1, 4), (4, 8), (8, 10)]
     assert spans(3 * mib) == [(1, 3), (3, 6), (6, 9), (9, 10)]
-    assert writes(plan, jobs_by_source(plan, 8 * mib), 8 * mib) == [(100 + i * mib, mib) for i in range(9)]
+    assert writes(plan, 8 * mib, in_order=False) == [("out", 100 + i * mib, mib) for i in range(9)]
 
 
 def test_a_job_has_as_many_stripes_as_fit_a_cell() -> None:
@@ -137,9 +150,8 @@ def test_a_job_has_as_many_stripes_as_fit_a_cell() -> None:
     pieces = [[("a", 3 * mib // 2, mib)], [("a", 7 * mib, 3 * mib - 5)]]
 
     def spans(stripe_bytes: int) -> list[tuple[float, float]]:
-        jobs = jobs_by_source(make_plan(pieces, _Stripes(stripe_bytes, 10 * mib - 5)), 8 * mib)
-        found = [job for job in jobs if isinstance(job, MoveJob)]
-        return [(job.start / mib, (job.stop + 5) // mib) for job in found]
+        jobs = copy_jobs(make_plan(pieces, _Stripes(stripe_bytes, 10 * mib - 5)), 8 * mib)
+        return [(job.extent.offset / mib, (job.extent.stop + 5) // mib) for job in jobs]
 
     assert spans(mib) == [(1, 3), (7, 8), (8, 10)]
     assert spans(4 * mib) == [(0, 4), (4, 8), (8, 10)]
@@ -189,13 +201,13 @@ def test_a_native_source_is_proven_while_it_is_read(
 
 
 def test_transposed_storage_is_not_moved(tmp_path: Path) -> None:
-    """Bytes that lie in another order than the tensor's are computed, not moved (the control of `byte_ranges`)."""
+    """Bytes that lie in another order than the tensor's are computed, not moved (the control of `extents`)."""
     x = torch.arange(12.0).view(3, 4)
     torch.save({"t": x.t(), "x": x}, tmp_path / "x.pt")
     source = open_source(str(tmp_path / "x.pt"))
 
-    assert source.byte_ranges("t", 0, 12) is None
-    assert [run.nbytes for run in source.byte_ranges("x", 2, 9) or ()] == [28]
+    assert source.extents("t", 0, 12) is None
+    assert [run.nbytes for run in source.extents("x", 2, 9) or ()] == [28]
     convert(source, str(tmp_path / "out"), "hf", ConvertOptions())
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t"], x.t())
 
@@ -207,7 +219,7 @@ def test_small_tensors_are_read_many_at_a_time(tmp_path: Path) -> None:
     report = convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "out"), "hf", ConvertOptions())
     (file,) = report.plan.files
 
-    assert len(list(jobs_by_source(file, 2**20))) <= 3
+    assert len(copy_jobs(file, 2**20)) <= 3
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert len(found) == 1000 and all(torch.equal(found[name], state[name]) for name in state)
 

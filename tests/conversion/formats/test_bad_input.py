@@ -279,7 +279,7 @@ def test_what_an_index_leaves_out_is_loaded_as_transformers_does(tmp_path: Path)
     _indexed(tmp_path, mapping, one={"a": a, "c": c, "d": c.clone()}, two={"b": b, "a": a, "d": c})
     source = open_source(str(tmp_path))
     assert sorted(source.tensors) == ["a", "b", "c", "d"] and len(source.warnings) == 2
-    assert source.tensors["a"].chunks[0].file == "one.safetensors"
+    assert source.tensors["a"].chunks[0].extent.file == "one.safetensors"
     report = convert(source, tmp_path.parent / f"{tmp_path.name}-out", "hf")
     assert set(source.warnings) <= set(report.warnings)
     for other in (a + 1, a.double(), a.view(2, 2), torch.tensor([0.0, 1.0, 2.0, -3.0])):

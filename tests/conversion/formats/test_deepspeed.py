@@ -316,11 +316,11 @@ def test_numpy_arrays_of_the_user(tmp_path: Path) -> None:
 def test_a_flipped_bit_stops_a_conversion(tmp_path: Path) -> None:
     """Masters are proven by their record's checksum while they are read."""
     folder = write_zero(tmp_path / "run", some_state(), stage=1, ranks=2)
-    chunk = open_source(str(folder)).tensors["model.up.weight"].chunks[0]
-    data = bytearray((folder / chunk.file).read_bytes())
-    data[chunk.offset] ^= 1
-    (folder / chunk.file).write_bytes(data)
-    with pytest.raises(VescaleError, match=re.escape(chunk.file)):
+    extent = open_source(str(folder)).tensors["model.up.weight"].chunks[0].extent
+    data = bytearray((folder / extent.file).read_bytes())
+    data[extent.offset] ^= 1
+    (folder / extent.file).write_bytes(data)
+    with pytest.raises(VescaleError, match=re.escape(extent.file)):
         convert(open_source(str(folder)), str(tmp_path / "out"), "dcp")
 
 

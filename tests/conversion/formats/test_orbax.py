@@ -173,7 +173,7 @@ def test_a_tree_without_params(tmp_path: Path) -> None:
     entries = {name: _entry((name, "kernel"), "jax.Array") for name in "ab"}
     (tmp_path / "run" / "_METADATA").write_text(json.dumps({"tree_metadata": entries}))
     source = open_source(str(tmp_path / "run"))
-    assert set(source.readers) == {"b.kernel"} and source.byte_ranges("a.kernel", 0, 12) is not None
+    assert set(source.readers) == {"b.kernel"} and source.extents("a.kernel", 0, 12) is not None
     convert(source, str(tmp_path / "hf"), "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(weights["a.kernel"], tensor) and torch.equal(weights["b.kernel"], -tensor)
