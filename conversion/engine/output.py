@@ -17,40 +17,15 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, StagedFile, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.engine.journal import Journal, is_journal, journal_name, parts_of
+from vescale_fsdp.conversion.engine.plan import OutputPlan
 from vescale_fsdp.errors import ConversionError, option
-
-Read = Callable[[str, int, int], bytes]
-"""Returns bytes of a data file, by file name, offset and number of bytes."""
-
-Pieces = Callable[[], Iterable[bytes]]
-"""Returns the content of a small file."""
-
-
-@dataclass(frozen=True)
-class ResultFiles:
-    """The names and sizes of a result's files.
-
-    Args:
-        sizes: name -> size in bytes of each data file. Processes take the files in turn, in this order (see ``part``).
-        closing: names of the small files that are written after all data files; the last one makes the result valid.
-        is_stale: returns whether an old file of this name must be removed when the result is published.
-        single_file: whether the target is one file rather than a folder.
-        fingerprint: identifies the plan: equal for equal results.
-    """
-
-    sizes: Mapping[str, int]
-    closing: tuple[str, ...]
-    is_stale: Callable[[str], bool]
-    single_file: bool
-    fingerprint: str
 
 
 class Output:
@@ -58,7 +33,7 @@ class Output:
 
     Args:
         url: path or URL of the target.
-        files: the files of the result.
+        plan: the plan of the result. Processes take its data files in turn, in this order (see ``part``).
         source_url: path or URL of the source, which must not be written to.
         overwrite: replace existing files in the target.
         resume: continue an interrupted run of the same conversion, or start a new run if there was none.
@@ -76,7 +51,7 @@ class Output:
     def __init__(
         self,
         url: str,
-        files: ResultFiles,
+        plan: OutputPlan,
         *,
         source_url: str,
         overwrite: bool,
@@ -85,12 +60,14 @@ class Output:
         requested: Mapping[str, object],
     ) -> None:
         index, count = part
-        self._url, self._files, self._part, self._overwrite = url, files, part, overwrite
-        self.store, name = _open_target(url, source_url, single_file=files.single_file)
+        self._url, self._plan, self._part, self._overwrite = url, plan, part, overwrite
+        self._sizes = {file.name: file.nbytes for file in plan.files}
+        self.store, name = _open_target(url, source_url, single_file=plan.single_file)
+        fingerprint = plan.fingerprint()  # computed once: it takes time
         stems = [name] if count == 1 else [f"{name}part-{each}-of-{count}" for each in range(count)]
-        self._journals = [Journal(self.store, stem, files.fingerprint, requested) for stem in stems]
+        self._journals = [Journal(self.store, stem, fingerprint, requested) for stem in stems]
         self._own = self._journals[index]
-        self.share = tuple(files.sizes)[index::count]
+        self.share = tuple(self._sizes)[index::count]
         self._writers: dict[str, FileWriter] = {}
         # With several parts, files of other parts may exist already, since parts start in any order.
         self._old = self._list_old(name, resume=resume or count > 1, may_be_result=resume)
@@ -103,7 +80,7 @@ class Output:
             resume: whether leftovers of other processes or runs are allowed.
             may_be_result: whether a complete result is allowed, which is then compared with this one.
         """
-        if self._files.single_file:
+        if self._plan.single_file:
             # A dict, because streams have the same name twice.
             names = dict.fromkeys((name, self.store.working_name(name), journal_name(name)))
             old = [each for each in names if self.store.size(each) is not None]
@@ -138,8 +115,8 @@ class Output:
     @property
     def may_be_complete(self) -> bool:
         """Whether all files exist under their final names, and data files have their planned sizes."""
-        return all(self.store.size(name) == nbytes for name, nbytes in self._files.sizes.items()) and all(
-            self.store.size(name) is not None for name in self._files.closing
+        return all(self.store.size(name) == nbytes for name, nbytes in self._sizes.items()) and all(
+            self.store.size(file.name) is not None for file in self._plan.closing
         )
 
     @property
@@ -191,7 +168,7 @@ class Output:
         A generator, because another part may rename the file between the two look-ups.
         """
         for each in dict.fromkeys((self.store.working_name(name), name)):  # streams have one name for both
-            if self.store.size(each) == self._files.sizes[name]:
+            if self.store.size(each) == self._sizes[name]:
                 yield each
 
     @contextmanager
@@ -225,7 +202,7 @@ class Output:
 
     def _check_room(self, names: Sequence[str]) -> None:
         """Raise if the disk has too little space for these files, before the first byte is written."""
-        free_bytes, needed_bytes = self.store.free_bytes, sum(self._files.sizes[name] for name in names)
+        free_bytes, needed_bytes = self.store.free_bytes, sum(self._sizes[name] for name in names)
         if free_bytes is None or needed_bytes <= free_bytes:
             return
         # Files of a killed run are removed before they are written again, which frees their space.
@@ -246,7 +223,7 @@ class Output:
         except BaseException:  # Ctrl-C too leaves no empty folders
             self.store.folders.remove_empty()  # the journal's folders
             raise
-        if len(self._journals) > 1 or self._files.single_file:
+        if len(self._journals) > 1 or self._plan.single_file:
             return  # new files may be those of other parts; a single file is replaced as a whole
         listed = [name for name in self.store.list_files() if name != self._own.name]
         new = [name for name in listed if name not in self._old and not is_leftover(name)]
@@ -262,7 +239,7 @@ class Output:
             self._writers[name].abort()  # left by a failed attempt
         elif not self.store.in_order:  # an object store replaces an old object itself
             self.store.remove(working)  # left by a killed run
-        self._writers[name] = self.store.create(working, self._files.sizes[name])
+        self._writers[name] = self.store.create(working, self._sizes[name])
         return self._writers[name]
 
     def finish(self, name: str, digest: str, buffer_bytes: int) -> None:
@@ -274,14 +251,10 @@ class Output:
         working = self.store.working_name(name)
         return self.store.read(name if self.store.size(working) is None else working, offset, nbytes)
 
-    def publish(self, closing: Mapping[str, Pieces], when_written: Callable[[Read], None]) -> bool:
+    def publish(self) -> bool:
         """Record that this process's share is complete. If all other parts are complete too, publish the result.
 
         Two processes may publish at the same time: renames that another process has done are skipped.
-
-        Args:
-            closing: name -> content of the small files, which are written now; the last one makes the result valid.
-            when_written: called with a function that reads data files, before the first small file is created.
 
         Returns:
             Whether the result is published.
@@ -293,15 +266,15 @@ class Output:
             return self.is_published
         if self.store.in_order:  # an object store, without locks: another run may have begun
             self._own.require_mine()
-        when_written(self.read)
+        self._plan.when_written(self.read)
         index, count = self._part
         staged: dict[str, StagedFile] = {}
         published: list[str] = []
         try:
-            for name, pieces in closing.items():  # before the first rename, because this work may fail
-                staged[name] = self.store.stage(name, pieces, str(index))
+            for closing in self._plan.closing:  # before the first rename, because this work may fail
+                staged[closing.name] = self.store.stage(closing.name, closing.pieces, str(index))
             self._remove_old(leftovers=True)  # an old index must not describe the new files
-            for name in self._files.sizes:
+            for name in self._sizes:
                 self.store.rename(self.store.working_name(name), name)
             for name, file in staged.items():
                 file.publish()
@@ -324,7 +297,8 @@ class Output:
     def _staged_names(self) -> set[str]:
         """Temporary names of the closing files, for all parts; streams have none."""
         owners = () if self.store.in_order else range(len(self._journals))
-        return {self.store.working_name(name, str(owner)) for name in self._files.closing for owner in owners}
+        closing = self._plan.closing
+        return {self.store.working_name(file.name, str(owner)) for file in closing for owner in owners}
 
     def _remove_old(self, *, leftovers: bool) -> None:
         """Remove stale files and closing files of an old result.
@@ -332,12 +306,12 @@ class Output:
         Args:
             leftovers: whether to remove temporary files and journals of interrupted conversions too.
         """
-        kept, closing = set(self._files.sizes), set(self._files.closing)
+        kept, closing = set(self._sizes), {file.name for file in self._plan.closing}
         kept |= {self.store.working_name(name) for name in kept}
         # Journals and staged files are needed until publication ends.
         kept |= {journal.name for journal in self._journals} | self._staged_names
         old = [name for name in self._old if name not in kept]
-        stale = self._files.is_stale
+        stale = self._plan.is_stale
         old = [name for name in old if name in closing or stale(name) or (leftovers and is_leftover(name))]
         for name in old:
             self.store.remove(name)

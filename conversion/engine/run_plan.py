@@ -21,7 +21,7 @@ from vescale_fsdp.conversion.engine.copying import (
     written_digest,
 )
 from vescale_fsdp.conversion.engine.journal import SOURCE, SOURCE_FILES
-from vescale_fsdp.conversion.engine.output import ComparedFile, OtherBytesError, Output, ResultFiles
+from vescale_fsdp.conversion.engine.output import ComparedFile, OtherBytesError, Output
 from vescale_fsdp.conversion.engine.plan import DataFile, FilePlan, OutputPlan
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.errors import CorruptCheckpointError
@@ -80,7 +80,7 @@ def run_plan(
     """
     output = Output(
         url,
-        _result_files(plan),
+        plan,
         source_url=source.url,
         overwrite=overwrite,
         resume=resume,
@@ -114,20 +114,9 @@ def run_plan(
         # All files, also those that an earlier run has finished: a tensor may be split across both kinds. Before
         # publication, so that no damaged result gets its final names.
         verify_rest(files, limits.usable_threads)
-        published = output.publish({file.name: file.pieces for file in plan.closing}, plan.when_written)
+        published = output.publish()
     return Outcome(
         tuple(file.name for file in todo), tuple(name for name in output.share if name in kept), published
-    )
-
-
-def _result_files(plan: OutputPlan) -> ResultFiles:
-    """Return what the target needs to know of a plan's files."""
-    return ResultFiles(
-        {file.name: file.nbytes for file in plan.files},
-        tuple(file.name for file in plan.closing),
-        plan.is_stale,
-        plan.single_file,
-        plan.fingerprint(),
     )
 
 

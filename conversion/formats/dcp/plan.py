@@ -29,6 +29,7 @@ from vescale_fsdp.conversion.formats.torch_save.write import (
     torch_size,
 )
 from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, run_start, whole_box
 from vescale_fsdp.layout.index_maps import Slice
 
@@ -37,14 +38,11 @@ _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
 class _Item(NamedTuple):
-    """One archive, which contains a box of a tensor or a value, and its byte range in a file."""
+    """One archive, which contains a box of a tensor or a value, and the archive's extent."""
 
     name: str
-    offsets: tuple[int, ...] | None  # None for a value
-    sizes: tuple[int, ...]
-    file: str
-    start: int  # offset of the archive in the file, in bytes
-    nbytes: int
+    box: Box | None  # None for a value
+    extent: Extent
 
 
 def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
@@ -148,26 +146,19 @@ class _Files:
                 if size != view.info.shape[dim]:
                     view = MappedView(Slice(dim, offset, size), (view,))
             items = whole(view)
-        self._add(name, box.offsets, box.sizes, _tensor_pickle(view.info.dtype, box.sizes), [items])
+        self._add(name, box, _tensor_pickle(view.info.dtype, box.sizes), [items])
 
     def add_value(self, name: str, value: Any) -> None:
         """Append a value that is not a tensor as one archive."""
-        self._add(name, None, (), dump_pickle(value, where=name), [])
+        self._add(name, None, dump_pickle(value, where=name), [])
 
-    def _add(
-        self,
-        name: str,
-        offsets: tuple[int, ...] | None,
-        sizes: tuple[int, ...],
-        pickle: bytes,
-        storages: list[TensorItems],
-    ) -> None:
+    def _add(self, name: str, box: Box | None, pickle: bytes, storages: list[TensorItems]) -> None:
         """Append an archive; it begins a new file if the current file would become too large."""
         if self._contents and self._nbytes + sum(items.nbytes for items in storages) > self._max_bytes:
             self._close()
         contents = plan_archive(pickle, storages, len(self._contents))
         nbytes = sum(content.nbytes for content in contents)
-        self.items.append(_Item(name, offsets, sizes, self._name, self._nbytes, nbytes))
+        self.items.append(_Item(name, box, Extent(self._name, self._nbytes, nbytes)))
         self._contents += contents
         self._nbytes += nbytes
 
@@ -195,14 +186,14 @@ def _metadata(state: CarriedState, written: list[_Item]) -> New:
     storage: dict[Any, Any] = {}
     for item in items:
         index: dict[str, Any] = {"fqn": item.name, "offset": None, "index": None}
-        if item.offsets is not None:
-            box = {"offsets": torch_size(item.offsets), "sizes": torch_size(item.sizes)}
-            index |= {"offset": torch_size(item.offsets), "index": len(chunks[item.name])}
+        if item.box is not None:
+            box = {"offsets": torch_size(item.box.offsets), "sizes": torch_size(item.box.sizes)}
+            index |= {"offset": torch_size(item.box.offsets), "index": len(chunks[item.name])}
             chunks[item.name].append(New(Global(_RECORDS, "ChunkStorageMetadata"), box))
         else:
             entries[item.name] = New(Global(_RECORDS, "BytesStorageMetadata"), {})
         key = _Key(Global(_RECORDS, "MetadataIndex"), index)
-        byte_range = {"relative_path": item.file, "offset": item.start, "length": item.nbytes}
+        byte_range = dict(zip(("relative_path", "offset", "length"), item.extent, strict=True))
         storage[key] = New(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), byte_range)
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
