@@ -149,9 +149,9 @@ class MergedView(TensorView):
         assert self.latest.raw is not None
         out[...] = self.latest.raw[box.slices()]
 
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        for view in self.inputs:
-            yield from view.sources()
+    @property
+    def operands(self) -> tuple[TensorView, ...]:
+        return self.inputs
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         for view in self.inputs:
@@ -162,7 +162,7 @@ class MergedView(TensorView):
 
     @property
     def overflows(self) -> int:
-        return sum(self.lost.values()) + sum(view.overflows for view in self.inputs)
+        return sum(self.lost.values()) + super().overflows
 
     def identity(self) -> str:
         return f"{self.recipe} of {', '.join(view.identity() for view in self.inputs)}"

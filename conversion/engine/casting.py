@@ -158,19 +158,14 @@ class CastView(WrapperView):
         return TensorInfo(inner.name, inner.shape, self.dtype)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
-        import numpy as np
-
         from vescale_fsdp.conversion.quantization.float_codes import cast_into
 
-        source = self.inner.info.dtype
-        raw = np.empty(box.sizes, dtype=source.raw)  # integers of the item's size: numpy has no bfloat16
-        self.inner.read_into(box, raw)
-        if lost := cast_into(raw, source, out, self.dtype):
+        if lost := cast_into(self.inner.read(box), self.inner.info.dtype, out, self.dtype):
             self.lost[box] = lost  # by box, so that a second read of a box is not counted again
 
     @property
     def overflows(self) -> int:
-        return sum(self.lost.values()) + self.inner.overflows
+        return sum(self.lost.values()) + super().overflows
 
     def identity(self) -> str:
         return f"{self.inner.identity()} as {self.dtype.name}"

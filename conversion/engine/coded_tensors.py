@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, as_pattern, option
@@ -40,13 +39,12 @@ _U8 = dtype_from_torch("uint8")
 
 
 class _ComputedView(TensorView):
-    """Base of tensors whose values are computed from other views, so that none of their bytes are stored."""
+    """Base of tensors whose values are computed from the fields that are views; none of their bytes are stored."""
 
-    inputs: tuple[TensorView, ...]
-
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        for view in self.inputs:
-            yield from view.sources()
+    @property
+    def operands(self) -> tuple[TensorView, ...]:
+        values = (getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]  # of subclasses
+        return tuple(value for value in values if isinstance(value, TensorView))
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         raise ConversionError(
@@ -56,20 +54,12 @@ class _ComputedView(TensorView):
             todo="save a checkpoint first, and convert it",
         )
 
-    @property
-    def overflows(self) -> int:
-        return sum(view.overflows for view in self.inputs)
-
 
 @dataclass(frozen=True, eq=False)
 class RawBytesView(_ComputedView):
     """The bytes of a 1D tensor as uint8 [numel * itemsize], for codes that are stored with another dtype."""
 
     items: TensorView
-
-    @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.items,)
 
     @cached_property
     def info(self) -> TensorInfo:
@@ -79,8 +69,7 @@ class RawBytesView(_ComputedView):
         import numpy as np
 
         inner = self._items_of(box)
-        raw = np.empty(inner.sizes, dtype=self.items.info.dtype.raw)
-        self.items.read_into(inner, raw)
+        raw = self.items.read(inner)
         skipped = box.offsets[0] - inner.offsets[0] * raw.itemsize
         out[...] = raw.view(np.uint8)[skipped : skipped + box.sizes[0]]
 
@@ -111,10 +100,6 @@ class DecodedView(_ComputedView):
     table: np.ndarray
     kind: str
 
-    @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.codes,)
-
     @cached_property
     def info(self) -> TensorInfo:
         codes = self.codes.info
@@ -123,12 +108,8 @@ class DecodedView(_ComputedView):
         return TensorInfo(codes.name, shape, _F32)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
-        import numpy as np
-
         inner, skipped = self._bytes_of(box)
-        raw = np.empty(inner.sizes, dtype=np.uint8)
-        self.codes.read_into(inner, raw)
-        values = self.table[raw]
+        values = self.table[self.codes.read(inner)]
         if box.sizes:
             values = values.reshape(*inner.sizes[:-1], -1)[..., skipped : skipped + box.sizes[-1]]
         out[...] = values.view(out.dtype).reshape(box.sizes)
@@ -167,10 +148,6 @@ class BlocksView(_ComputedView):
     decode: Callable[[np.ndarray], np.ndarray]
     kind: str
 
-    @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.blocks,)
-
     @cached_property
     def info(self) -> TensorInfo:
         *lead, nbytes = self.blocks.info.shape
@@ -182,8 +159,7 @@ class BlocksView(_ComputedView):
         import numpy as np
 
         for tile in _tiles(box, (1,) * len(box.sizes)):
-            raw = np.empty(self._bytes_of(tile).sizes, dtype=np.uint8)
-            self.blocks.read_into(self._bytes_of(tile), raw)
+            raw = self.blocks.read(self._bytes_of(tile))
             skipped = tile.offsets[-1] % self.block_values
             values = self.decode(raw).reshape(*raw.shape[:-1], -1)[..., skipped : skipped + tile.sizes[-1]]
             out[tile.slices(box.offsets)] = np.ascontiguousarray(values).view(out.dtype)
@@ -222,10 +198,6 @@ class UnpackedView(_ComputedView):
         assert info.shape[self.dim] == self.packing.num_words(self.size), (info, self.size)
         assert info.dtype.itemsize * 8 == self.packing.word_bits, (info, self.packing)
 
-    @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.words,)
-
     @cached_property
     def info(self) -> TensorInfo:
         words = self.words.info
@@ -239,9 +211,7 @@ class UnpackedView(_ComputedView):
         if not box.numel:
             return
         inner, skipped = self._words_of(box)
-        raw = np.empty(inner.sizes, dtype=self.words.info.dtype.raw)
-        self.words.read_into(inner, raw)
-        words = np.moveaxis(raw, self.dim, -1)
+        words = np.moveaxis(self.words.read(inner), self.dim, -1)
         if missing := -words.shape[-1] % self.packing.words:  # the last period may be cut off
             words = np.concatenate([words, np.zeros((*words.shape[:-1], missing), words.dtype)], axis=-1)
         codes = self.packing.unpack(words)[..., skipped : skipped + box.sizes[self.dim]]
@@ -279,10 +249,6 @@ class IndexedView(_ComputedView):
     index: TensorView
     dim: int
 
-    @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.values, self.index)
-
     @cached_property
     def info(self) -> TensorInfo:
         values, (count,) = self.values.info, self.index.info.shape
@@ -294,10 +260,8 @@ class IndexedView(_ComputedView):
 
         if not box.numel:
             return
-        dtype, count = self.index.info.dtype, self.values.info.shape[self.dim]
-        raw = np.empty(box.sizes[self.dim], dtype=dtype.raw)
-        self.index.read_into(self._index_of(box), raw)
-        index = raw.view(dtype.name)
+        count = self.values.info.shape[self.dim]
+        index = self.index.read(self._index_of(box)).view(self.index.info.dtype.name)
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= count:
             raise CorruptCheckpointError(
@@ -308,9 +272,7 @@ class IndexedView(_ComputedView):
                 todo="copy the checkpoint again from where it was made",
             )
         inner = box.with_range(self.dim, low, high + 1 - low)
-        slices = np.empty(inner.sizes, dtype=out.dtype)
-        self.values.read_into(inner, slices)
-        out[...] = np.take(slices, index - low, axis=self.dim)
+        out[...] = np.take(self.values.read(inner), index - low, axis=self.dim)
 
     def _index_of(self, box: Box) -> Box:
         return Box((box.offsets[self.dim],), (box.sizes[self.dim],))
@@ -350,10 +312,6 @@ class ScaledView(_ComputedView):
     shifts: TensorView | None = None
     divides: bool = False
     lost: dict[Box, int] = field(default_factory=dict, repr=False)
-
-    @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.values, *self._by_block)
 
     @property
     def _by_block(self) -> tuple[TensorView, ...]:
@@ -492,10 +450,6 @@ class EncodedView(_ComputedView):
     cache: BlockCache | None = None
 
     @property
-    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
-        return (self.values,)
-
-    @property
     def _cell(self) -> tuple[int, ...]:
         """Number of values, in each dim, that become one item of the result."""
         lead = (1,) * (len(self.values.info.shape) - 2)
@@ -619,9 +573,7 @@ def _floats(view: TensorView, box: Box) -> np.ndarray:
     """Read a box of a float32 view as an array of floats."""
     import numpy as np
 
-    raw = np.empty(box.sizes, dtype=_F32.raw)  # views read raw bits
-    view.read_into(box, raw)
-    return raw.view(np.float32)
+    return view.read(box).view(np.float32)  # views read raw bits
 
 
 def _blocks_of(box: Box, block: tuple[int, ...]) -> Box:
@@ -658,8 +610,6 @@ def _tiles(box: Box, block: Sequence[int]) -> Iterator[Box]:
         half = -(-box.sizes[dim] // size) // 2 * size  # half of the blocks
         if half:  # the first dim with at least two blocks
             for start, count in ((0, half), (half, box.sizes[dim] - half)):
-                offsets, sizes = list(box.offsets), list(box.sizes)
-                offsets[dim], sizes[dim] = box.offsets[dim] + start, count
-                yield from _tiles(Box(tuple(offsets), tuple(sizes)), block)
+                yield from _tiles(box.with_range(dim, box.offsets[dim] + start, count), block)
             return
     yield box  # a single block

@@ -45,17 +45,34 @@ class TensorView(ABC):
         """
         return None
 
-    @abstractmethod
+    def read(self, box: Box) -> np.ndarray:
+        """Return a box as a new array of the view's raw dtype."""
+        import numpy as np
+
+        out = np.empty(box.sizes, dtype=self.info.dtype.raw)
+        self.read_into(box, out)
+        return out
+
+    @property
+    def operands(self) -> tuple[TensorView, ...]:
+        """The views that this view reads; none unless a subclass says so."""
+        return ()
+
     def sources(self) -> Iterator[tuple[Source, str]]:
         """Return (source, name) of each stored tensor that the view reads."""
+        return chain.from_iterable(view.sources() for view in self.operands)
 
-    @abstractmethod
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        """Return the boxes of stored tensors that a box of the view is read from; a box may occur twice."""
+        """Return the boxes of stored tensors that a box of the view is read from; a box may occur twice.
 
-    @abstractmethod
+        By default, the view reads the same box of each operand.
+        """
+        return chain.from_iterable(view.parts(box) for view in self.operands)
+
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         """Return this view without casts, with each stored tensor replaced by the result of ``leaf``."""
+        assert not self.operands, f"{type(self).__name__} must define `over`"
+        return self
 
     @property
     def stored(self) -> SourceView | None:
@@ -65,7 +82,7 @@ class TensorView(ABC):
     @property
     def overflows(self) -> int:
         """Number of finite values, among those read so far, that a cast has turned into infinities."""
-        return 0
+        return sum(view.overflows for view in self.operands)
 
     @abstractmethod
     def identity(self) -> str:
@@ -182,16 +199,16 @@ class MappedView(TensorView):
                 into = _strided(flat, part.sizes, first.target, first.target_strides)
                 self.inputs[number].read_into(part, into)
                 continue
-            scratch = np.empty(part.numel, dtype=out.dtype)
-            self.inputs[number].read_into(part, scratch.reshape(part.sizes))
+            scratch = self.inputs[number].read(part).reshape(-1)
             for copy in copies:
                 values = _strided(scratch, copy.sizes, copy.source, copy.source_strides)
                 _strided(flat, copy.sizes, copy.target, copy.target_strides)[...] = values
         if not out.flags.c_contiguous:
             out[...] = flat.reshape(box.sizes)
 
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return chain.from_iterable(view.sources() for view in self.inputs)
+    @property
+    def operands(self) -> tuple[TensorView, ...]:
+        return self.inputs
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         reads = self.map.reads(self._shapes, box) if box.numel else ()
@@ -200,10 +217,6 @@ class MappedView(TensorView):
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return MappedView(self.map, tuple(view.over(leaf) for view in self.inputs))
-
-    @property
-    def overflows(self) -> int:
-        return sum(view.overflows for view in self.inputs)
 
     def identity(self) -> str:
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
@@ -222,11 +235,9 @@ class WrapperView(TensorView):
 
     inner: TensorView
 
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return self.inner.sources()
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return self.inner.parts(box)
+    @property
+    def operands(self) -> tuple[TensorView, ...]:
+        return (self.inner,)
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return self.inner.over(leaf)
@@ -253,10 +264,6 @@ class RenamedView(WrapperView):
     def sameness(self) -> Hashable:
         return self.inner.sameness
 
-    @property
-    def overflows(self) -> int:
-        return self.inner.overflows
-
     def identity(self) -> str:
         return self.inner.identity()
 
@@ -276,23 +283,20 @@ class ZerosView(TensorView):
 
         out[...] = np.zeros((), dtype=out.dtype)
 
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return iter(())
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return iter(())
-
-    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        return self
-
     def identity(self) -> str:
         return f"zeros({self.made.shape})"
 
 
-def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
-    """Read items [start, stop) of the flattened tensor into ``buffer``, an array of bytes; returns the filled part."""
+def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray | None = None) -> np.ndarray:
+    """Read items [start, stop) of the flattened tensor into ``buffer``, an array of bytes; returns the filled part.
+
+    Without a buffer, a new array is filled.
+    """
+    import numpy as np
+
     info = view.info
-    filled = buffer[: (stop - start) * info.dtype.itemsize]
+    nbytes = (stop - start) * info.dtype.itemsize
+    filled = np.empty(nbytes, dtype=np.uint8) if buffer is None else buffer[:nbytes]
     items = filled.view(info.dtype.raw)
     position = 0
     for box in boxes_of_range(info.shape, start, stop):

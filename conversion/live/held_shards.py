@@ -11,7 +11,7 @@ view, however it moves items. A tensor of four rows, of which rank 0 stores the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -181,8 +181,7 @@ class HeldShards:
     def numbers(self, view: TensorView, start: int, stop: int, turn: int) -> np.ndarray:
         """Return, for each item, the number (rank + 1) of the rank that provides it; 0 if no rank does. 1D int32."""
         numbered = view.over(lambda leaf: _NumberView(self, leaf.info, self.place_of(leaf), turn))
-        # 4: bytes of each int32 number.
-        return read_range(numbered, start, stop, np.empty((stop - start) * 4, dtype=np.uint8)).view(np.int32)
+        return read_range(numbered, start, stop).view(np.int32)
 
     def content_sum(self, view: TensorView, step_bytes: int) -> int:
         """Return this rank's summand of a checksum of a view.
@@ -196,7 +195,7 @@ class HeldShards:
             stop = min(start + step, view.info.numel)
             if self.rank not in self.holders(view, start, stop, 0):  # spares reading items of other ranks
                 continue
-            items = read_range(view, start, stop, np.empty((stop - start) * dtype.itemsize, dtype=np.uint8))
+            items = read_range(view, start, stop)
             # Turn 0: one replica of each item, so that each item counts once.
             mine = np.flatnonzero(self.numbers(view, start, stop, 0) == self.rank + 1)
             words = items.reshape(-1, dtype.itemsize)[mine].astype(np.uint64)
@@ -245,15 +244,6 @@ class _NumberView(TensorView):
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         out[...] = self.shards.number_box(self.place, box, self.turn)
-
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return iter(())  # the items are computed, not read
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return iter(())  # as above
-
-    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        return self
 
     def identity(self) -> str:
         return f"holders of {self.place}"

@@ -386,14 +386,12 @@ def _fill_box(job: tuple[TensorView, Box, LoadTarget, int]) -> int:
     view, box, target, first = job
     nbytes = box.numel * target.itemsize
     target.begin()
-    raw, stop = view.info.dtype.raw, first + box.numel
+    stop = first + box.numel
     if target.memory is not None:
-        view.read_into(box, target.memory.view(raw)[first:stop].reshape(box.sizes))
+        view.read_into(box, target.memory.view(view.info.dtype.raw)[first:stop].reshape(box.sizes))
         return nbytes
-    scratch = np.empty(box.numel, dtype=raw)  # a buffer, because the target is on a device
-    view.read_into(box, scratch.reshape(box.sizes))
-    items = target.flat[first:stop]
-    items.copy_(torch.from_numpy(scratch.view(np.uint8)).view(items.dtype))
+    items, read = target.flat[first:stop], view.read(box)  # a buffer, because the target is on a device
+    items.copy_(torch.from_numpy(read.reshape(-1).view(np.uint8)).view(items.dtype))
     return nbytes
 
 
@@ -426,6 +424,5 @@ def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:
     step = max(1, rows * _BOX_BYTES // nbytes)  # at least one row; a larger row is cut along the next dim
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-        part = Box(offsets, (*box.sizes[:dim], count, *box.sizes[dim + 1 :]))
+        part = box.with_range(dim, box.offsets[dim] + start, count)
         yield from _cut(part, itemsize, first + start * (box.numel // rows))

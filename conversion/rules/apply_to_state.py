@@ -144,10 +144,7 @@ def _value_of(state: CarriedState, name: str) -> Any:
     """Return the value of an entry; for a tensor, which must have one item, the bytes of this item."""
     if name not in state.views:
         return state.values[name]()
-    import numpy as np  # imported here, since only this function uses it
-
-    view = state.views[name]
-    return read_range(view, 0, 1, np.empty(view.info.nbytes, dtype=np.uint8)).tobytes()
+    return read_range(state.views[name], 0, 1).tobytes()
 
 
 def _disagreement(fqn: str, slot: str, values: Mapping[str, Any]) -> ConversionError:
