@@ -217,7 +217,7 @@ def _missing(got: str, expected: str, where: str) -> CorruptCheckpointError:
 
 
 class FlatRun(NamedTuple):
-    """Contiguous elements of a parameter that are stored in one of a rank's flat tensors.
+    """A copy of one dim: contiguous elements of a parameter, and their position in one of a rank's flat tensors.
 
     Args:
         first: index of the run's first element in the flattened parameter.

@@ -38,7 +38,7 @@ _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
 class _Item(NamedTuple):
-    """One archive, which contains a box of a tensor or a value, and the archive's extent."""
+    """The extent of one archive, with the box of a tensor that the archive contains."""
 
     name: str
     box: Box | None  # None for a value

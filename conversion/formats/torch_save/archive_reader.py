@@ -55,7 +55,7 @@ _PROGRAMS = (
 
 @dataclass(frozen=True, slots=True)  # slots: an archive may have a hundred thousand records
 class _ZipRecord:
-    """A record, from the archive's directory."""
+    """An extent of the archive, as its directory describes it: a record with its CRC-32."""
 
     header_offset: int  # of the local header, in the archive
     nbytes: int

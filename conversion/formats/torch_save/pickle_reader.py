@@ -198,7 +198,7 @@ class _PropertiesRecord(Record):
 
 @dataclass(frozen=True, slots=True)  # slots: a checkpoint may have a hundred thousand of these objects
 class TensorRef:
-    """Stand-in for a tensor in a torch.save pickle: a strided view of one storage record."""
+    """The file's side of a copy, as a torch.save pickle describes a tensor: a strided view of one storage record."""
 
     storage_key: str
     dtype: DType

@@ -308,7 +308,7 @@ _PADDING_TAG = b"FB"  # the tag of torch's extra field for padding
 
 
 class _PlannedRecord(NamedTuple):
-    """A record of the archive, before its data is written."""
+    """An extent of the archive, before its data is written: a record with its name and CRC-32."""
 
     name: bytes
     nbytes: int
