@@ -113,6 +113,8 @@ def test_a_mutant_is_killed_by_the_tests_that_execute_it(checkout: Path) -> None
     small, large = (f"tests/test_sizes.py::test_{name}" for name in ("small_numbers[0]", "large_numbers"))
     assert covered[small].blocks == {"vescale_fsdp/sizes.py": [4, 6]}
     assert covered[large].blocks == {"vescale_fsdp/sizes.py": [4]}
+    (again,) = cover(checkout, "", 1, [f"{large}"], ["vescale_fsdp/others.py"]).items()
+    assert again[0] == large and again[1].blocks == {}
 
     def mutant(before: str, after: str) -> Mutant:
         offset = PRODUCT.index(before)

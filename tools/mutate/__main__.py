@@ -13,7 +13,7 @@ the end it runs every test that failed once more, without the mutant: one that f
 ``sample.json`` here has 100 mutants of a fixed version. To see whether the tests of a later one are as strong:
 
     python -m tools.mutate place tools/mutate/sample.json mutants.json     where they are now; lists those that are gone
-    python -m tools.mutate cover coverage.json
+    python -m tools.mutate cover coverage.json --only mutants.json         faster: only blocks of the mutants' files
     python -m tools.mutate run mutants.json coverage.json out.json
 
 To compare two suites on one product, draw the mutants once, and run them in two checkouts that differ in ``tests/``
@@ -87,14 +87,17 @@ def share(other: Path, out: Path, other_out: Path, count: int, seed: int, root: 
 
 @main.command()
 @click.argument("out", type=_FILE)
+@click.argument("tests", nargs=-1)
+@click.option("--only", type=_FILE, metavar="MUTANTS", help="note only the files of these mutants")
 @click.option(
     "--part", default="core", help="the part of the tests; empty for suites without parts", show_default=True
 )
 @_ROOT
 @_JOBS
-def cover(out: Path, part: str, root: Path, jobs: int) -> None:
-    """Run the tests once and record which blocks of statements each executes."""
-    rows = running.cover(root.resolve(), part, jobs)
+def cover(out: Path, tests: tuple[str, ...], only: Path | None, part: str, root: Path, jobs: int) -> None:
+    """Run the tests once (all, or the given files) and record which blocks of statements each executes."""
+    chosen = None if only is None else sorted({row["file"] for row in json.loads(only.read_text()) if row})
+    rows = running.cover(root.resolve(), part, jobs, tests, chosen)
     _write(out, {test: row._asdict() for test, row in rows.items()})
 
 

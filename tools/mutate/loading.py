@@ -6,6 +6,7 @@ and subprocesses load the product through it too. It imports nothing of this pro
 MUTATE_ROOT: the checkout, an absolute path without links.
 MUTATE_MUTANT: a JSON object with ``file`` (relative to the checkout), ``offset`` (characters), ``before``, ``after``.
 MUTATE_HITS: a folder. Every block of statements that runs is noted there once per test (see `Marks`).
+MUTATE_FILES: a JSON list of the files, relative to the checkout, that get marks; all if it is not set.
 MUTATE_STATEMENTS: set if every statement is noted, instead of every block.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 ROOT = os.environ.get("MUTATE_ROOT", "")
 HITS = os.environ.get("MUTATE_HITS")
+FILES: list[str] | None = json.loads(os.environ.get("MUTATE_FILES", "null"))
 STATEMENTS = "MUTATE_STATEMENTS" in os.environ
 MUTANT: dict[str, Any] | None = json.loads(os.environ.get("MUTATE_MUTANT", "null"))
 PRODUCT = tuple(os.path.join(ROOT, name) + os.sep for name in ("checkpoint", "conversion", "vescale_fsdp"))
@@ -124,7 +126,9 @@ class Finder:
             return None
         spec = PathFinder.find_spec(name, path, target)
         origin = os.path.realpath(spec.origin) if spec is not None and spec.origin else ""
-        is_changed = HITS is not None or (MUTANT is not None and origin == os.path.join(ROOT, MUTANT["file"]))
+        file = os.path.relpath(origin, ROOT)
+        has_marks = HITS is not None and (FILES is None or file in FILES)
+        is_changed = has_marks or (MUTANT is not None and file == MUTANT["file"])
         if spec is not None and is_changed and origin.startswith(PRODUCT) and origin.endswith(".py"):
             spec.loader = Loader(name, spec.origin or "")
         return spec

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -108,8 +108,18 @@ def run_tests(
         return Outcome(failed, hangs, failing, time.monotonic() - begin, output.read()[-1000:])
 
 
-def cover(root: Path, part: str, jobs: int) -> dict[str, Covered]:
-    """Run the tests once, and return what each executes. Tests that fail, with marks and without, are left out."""
+def cover(
+    root: Path, part: str, jobs: int, tests: Sequence[str] = (), files: Sequence[str] | None = None
+) -> dict[str, Covered]:
+    """Run the tests once, and return what each executes. Tests that fail, with marks and without, are left out.
+
+    Args:
+        root: the checkout.
+        part: of the tests; empty for suites without parts.
+        jobs: processes that run tests.
+        tests: files or folders; all tests by default.
+        files: of the product, of which executed blocks are noted; all by default.
+    """
     with hooked(root) as environment, tempfile.TemporaryDirectory() as folder:
         log = Path(folder)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutate_plugin"]
@@ -119,14 +129,14 @@ def cover(root: Path, part: str, jobs: int) -> dict[str, Covered]:
             "--dist",
             "loadfile",
             "--no-loadscope-reorder",
-            "tests",
-            "--ignore=tests/stacks",
+            *(tests or ("tests", "--ignore=tests/stacks")),
         ]
         if part:
             command += ["--part", part]
-        subprocess.run(
-            command, cwd=root, env=environment | {"MUTATE_LOG": folder, "MUTATE_HITS": folder}, check=False
-        )
+        variables = environment | {"MUTATE_LOG": folder, "MUTATE_HITS": folder}
+        if files is not None:
+            variables["MUTATE_FILES"] = json.dumps(files)
+        subprocess.run(command, cwd=root, env=variables, check=False)
         blocks: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for file in log.glob("*.hits"):
             for line in file.read_text().splitlines():
