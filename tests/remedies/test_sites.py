@@ -27,7 +27,7 @@ def test_every_remedy_is_run_or_reviewed() -> None:
         for function in functions.split()
     )
     reviewed = {*listed}
-    assert len(sites()) > 200
+    assert sites()
     assert sorted(sites().keys() - ran - reviewed) == [], "neither a test nor a reason"
     assert sorted((ran | reviewed) - sites().keys()) == [], "no such site"
     assert sorted(ran & reviewed) + [site for site, count in listed.items() if count > 1] == [], "twice"

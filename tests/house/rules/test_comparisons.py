@@ -92,7 +92,7 @@ def test_no_comparison_passes_nan() -> None:
         for function, expression in blind(file.read_text())
     }
 
-    assert len(FILES) > 300
+    assert FILES
     assert {where: what for where, what in found.items() if where not in NAN_IS_MEANT} == {}
     assert set(NAN_IS_MEANT) == set(found)
 

@@ -27,11 +27,10 @@ BUILTINS = {
 
 
 def test_tree_is_complete() -> None:
-    """Every public error but the base is in the table below, and at most thirteen exist."""
+    """Every public error but the base is in the table above."""
     classes = {name for name in vars(errors) if name.endswith("Error")} - {"VescaleError"}
 
     assert set(BUILTINS) == classes
-    assert len(classes) <= 13
 
 
 def test_each_error_is_also_a_builtin() -> None:
@@ -66,7 +65,7 @@ def test_parts_are_attributes() -> None:
     kinds = [
         getattr(errors, name) for name in BUILTINS if name not in ("PartialLoadError", "DamagedLoadError")
     ]
-    assert len(kinds) == 11
+    assert kinds
     for kind in kinds:
         raised = kind("It broke.", expected=3, got=lambda: None, where="here", todo="mend it")
         for error in (raised, pickle.loads(pickle.dumps(raised))):

@@ -200,7 +200,7 @@ def test_every_public_function_is_called(tmp_path: Path) -> None:
     """By a recipe, or there is a reason; no reason is left for what is called, or gone."""
     (called,) = run_ranks(1, _called, tmp_path)
     left = [name for name in _functions() if name not in called]
-    assert len(called) > 120
+    assert called
     assert [name for name in left if not name.startswith(tuple(NOT_CALLED))] == []
     assert [start for start in NOT_CALLED if not any(name.startswith(start) for name in left)] == []
 
