@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
 
 SHAPES = {"w": (13, 10), "b": (7,), "stack": (3, 5, 4), "one": (1, 1), "wide": (2, 33)}
 

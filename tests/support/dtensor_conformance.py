@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_fsdp import RaggedDTensor, distribute_tensor
+from vescale_fsdp.dtensor import redistribute
 
 
 @dataclass(frozen=True)

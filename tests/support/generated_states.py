@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.support.distributed import cpu_mesh
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.checkpoint import PerRank
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import StridedShard, local_of
 
 SHAPES = [(), (0,), (1,), (3,), (7,), (2, 3), (5, 4), (0, 4), (3, 0, 2), (5, 1, 2), (1, 1), (2, 3, 4)]

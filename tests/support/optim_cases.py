@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as stock_distribute
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor
+from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
 from vescale_fsdp.layout.granularity import GranularityRule, resolve_granularity
-from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 SMALL_SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (3, 2), (5, 4), (2, 4), (15, 4))
 SHAPES: tuple[tuple[int, ...], ...] = (*SMALL_SHAPES, (48, 32), (32, 80), (33, 17), (48, 32), (3, 8, 6))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 
 GROUPED_EXPERTS = str(Path(__file__).parents[1] / "conversion" / "rules" / "grouped_experts.toml")
 CONFIG = {

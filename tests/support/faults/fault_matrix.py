@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
     EverySteps,
@@ -55,10 +56,8 @@ from vescale_fsdp.conversion import HuggingFace
 from vescale_fsdp.conversion.formats import detect
 from vescale_fsdp.conversion.formats.dcp.source import open_dcp
 from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, VescaleError
 from vescale_fsdp.layout.geometry import whole_box
-from vescale_fsdp.layout.placement import RaggedShard
 
 WORLD = 2
 _GROUP_TIMEOUT_S = 30.0
