@@ -24,11 +24,11 @@ from torch.distributed.tensor.placement_types import Placement
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import Cut, plain
 from tests.support.processes import receive
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor import dcp_hooks
 from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.layout.placement import RaggedShard
 
 SHAPE = (6, 5)
 CUTS = [

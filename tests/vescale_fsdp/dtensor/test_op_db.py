@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor.operators import dispatch_table as operators
 from vescale_fsdp.dtensor.operators import elementwise
 from vescale_fsdp.dtensor.operators.arguments import SAME_SHAPE
@@ -33,7 +34,6 @@ from vescale_fsdp.dtensor.operators.gathered_views import READING
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, Rule, distribute_tensor, set_rules
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
 
 TAKES_ALL = os.environ.get("OP_DB") == "all"

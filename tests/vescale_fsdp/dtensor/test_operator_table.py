@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from tools.operators_table import operator_table
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor import operators
 from vescale_fsdp.dtensor.operators.dispatch_table import FAMILIES, is_supported, rule_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import GatherWarning, UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 aten = torch.ops.aten
 DOCUMENT = Path(str(operators.__file__)).parent / "OPERATORS.md"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vescale_fsdp import Flat, Tiles
 from vescale_fsdp.dtensor.piece_map import PieceMap, _chunks
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of
-from vescale_fsdp.layout.granularity import Flat, Tiles
 from vescale_fsdp.optim.shampoo_blocks import factor_grid_of
 from vescale_fsdp.quantize.codec import grid_of
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.placement import RaggedShard
 
 placements = st.builds(
     RaggedShard,

@@ -6,7 +6,8 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.dtensor_conformance import Conformance, Cut
-from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp import RaggedShard
+from vescale_fsdp.layout.placement import StridedRaggedShard
 
 
 def _one(shape: tuple[int, ...], *units: int, dims: tuple[int, ...] = (0,)) -> Cut:

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.layout.placement import RaggedShard
 
 SHAPES = st.one_of(
     st.lists(st.sampled_from([2, 3, 5, 7, 4, 1]), min_size=2, max_size=4),

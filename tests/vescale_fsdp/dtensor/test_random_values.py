@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 import vescale_fsdp
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor.operators.random_values import normals, philox, uniforms
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.placement import RaggedShard
 
 CPU = torch.device("cpu")
 MORE = pytest.mark.part("numerics")

@@ -17,11 +17,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.collectives import operations
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute as move
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 # The package's attribute of that name is the function.
 redistribute = importlib.import_module("vescale_fsdp.dtensor.redistribute")

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
-from vescale_fsdp import Whole, fully_shard
+from vescale_fsdp import RaggedShard, Whole, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, identified_by_address
 from vescale_fsdp.dtensor.spec import axis_text
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp.layout.placement import StridedRaggedShard
 from vescale_fsdp.torch_private import piece_in
 
 

@@ -15,9 +15,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as util_types
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.dtensor_conformance import plain
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 WORLD = 3
 SHAPES = ((7, 5), (6,), (4, 3, 2))

@@ -18,9 +18,9 @@ from torch.optim import swa_utils
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 SHAPE = (8, 6)
 CUTS = {

@@ -23,10 +23,7 @@ from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, 
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
-from vescale_fsdp.transfer import plan_transfer
-from vescale_fsdp.transfer.description import describe_states
-from vescale_fsdp.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.transfer.transfer import Transfer
+from vescale_fsdp.transfer import Transfer, describe_states, joint_ranks, plan_transfer
 
 TIMEOUT_S = FORMING_S  # of groups and meetings
 NUM_SAMPLES = 60

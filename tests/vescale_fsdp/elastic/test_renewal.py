@@ -15,9 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import MixedPrecisionPolicy, PaddingPolicy, Rows, fully_shard
+from vescale_fsdp import MixedPrecisionPolicy, PaddingPolicy, RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, step_in_backward

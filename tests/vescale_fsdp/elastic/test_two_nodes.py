@@ -18,10 +18,7 @@ from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.transfer import plan_transfer
-from vescale_fsdp.transfer.description import describe_states
-from vescale_fsdp.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.transfer.transfer import Transfer
+from vescale_fsdp.transfer import Transfer, describe_states, joint_ranks, plan_transfer
 
 HOSTS = (host_of(0), host_of(1))
 PORT = 29500  # and the next two

@@ -11,11 +11,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError, VescaleError
 from vescale_fsdp.integrations.weight_sync import WholeTensors
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer import rank_transfers

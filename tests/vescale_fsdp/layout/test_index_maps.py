@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vescale_fsdp.conversion import Source
 from vescale_fsdp.conversion.engine.casting import CastView
-from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import (
     MappedView,

@@ -28,9 +28,7 @@ from tools.lab import Lab, Run, host_of
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.transfer import plan_transfer
-from vescale_fsdp.transfer.description import describe_states
-from vescale_fsdp.transfer.transfer import Transfer
+from vescale_fsdp.transfer import Transfer, describe_states, plan_transfer
 
 pytestmark = [pytest.mark.lab, pytest.mark.part("faults")]
 

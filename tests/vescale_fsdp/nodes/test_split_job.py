@@ -23,8 +23,7 @@ from tests.support.processes import wait_until
 from tests.vescale_fsdp.elastic.killed_ranks import digest, epochs_of, prove_equal, train_one, training_on
 from tools.lab import Lab, Run, host_of
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
-from vescale_fsdp.elastic.job import ElasticJob
-from vescale_fsdp.elastic.store_membership import StoreMembership
+from vescale_fsdp.elastic import ElasticJob, StoreMembership
 
 pytestmark = [pytest.mark.lab, pytest.mark.part("faults")]
 

@@ -20,8 +20,8 @@ from tests.support.optim_cases import (
     full_tensors,
     train,
 )
+from vescale_fsdp import Element, Flat, Tiles
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.granularity import Element, Flat, Tiles
 from vescale_fsdp.optim import AdamW8bit, structured_optimizer
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -20,8 +20,7 @@ from tests.support.optim_cases import (
     full_value,
     train,
 )
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
+from vescale_fsdp import Flat, Granularity, RaggedDTensor, Tiles
 from vescale_fsdp.optim import AdamW8bit, Shampoo
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -20,9 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import fully_shard
+from vescale_fsdp import RaggedDTensor, fully_shard
 from vescale_fsdp.dtensor.piece_map import pieces_of
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.optim import step_in_backward
 
 WORLD, NUM_EXPERTS, NUM_BLOCKS = 2, 4, 2

@@ -16,8 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.optim_cases import full_tensors
-from vescale_fsdp import torch_modes
-from vescale_fsdp.layout.granularity import Flat, Tiles
+from vescale_fsdp import Flat, Tiles, torch_modes
 from vescale_fsdp.optim import AdamW8bit, adamw8bit
 from vescale_fsdp.torch_modes import CompiledFunction, compiles_on
 

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.faults.rounding_noise import exact_products
 from tests.vescale_fsdp.runtime.comm.test_launches import VIEWS, Launches
-from vescale_fsdp import fully_shard
-from vescale_fsdp.layout.granularity import Flat, Tiles
+from vescale_fsdp import Flat, Tiles, fully_shard
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, muon, shampoo_blocks, structured_optimizer
 from vescale_fsdp.optim.muon import NewtonSchulz
 

@@ -27,9 +27,8 @@ from tests.support.optim_cases import (
     set_grads,
     train,
 )
-from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
+from vescale_fsdp import Element, RaggedShard, Rows, Whole, distribute_tensor, fully_shard
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.granularity import Element, Rows, Whole
 from vescale_fsdp.optim import AdamWOptions, Muon
 from vescale_fsdp.optim.muon import NewtonSchulz
 from vescale_fsdp.torch_private import muon_adjust_lr, zeropower_via_newtonschulz

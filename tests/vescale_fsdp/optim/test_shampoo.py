@@ -17,9 +17,9 @@ from tests.support.optim_cases import (
     full_tensors,
     train,
 )
+from vescale_fsdp import Element
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
-from vescale_fsdp.layout.granularity import Element
 from vescale_fsdp.optim import Shampoo
 from vescale_fsdp.optim.shampoo_blocks import factor_grid_of, granularity_of, inverse_roots
 

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.optim_cases import everything, full_tensors, laid_like
+from vescale_fsdp import Flat, Granularity, Rows, Tiles, Whole, fully_shard
 from vescale_fsdp import checkpoint as native
-from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import state_dict as native_state_dict
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Tiles, Whole
 from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo
 
 KINDS = ("muon", "adamw8bit", "adamw8bit-tiles", "shampoo")

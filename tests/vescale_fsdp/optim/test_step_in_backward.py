@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, RaggedDTensor, fully_shard
 from vescale_fsdp.dtensor.waiting_grad import waiting_in
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, step_in_backward

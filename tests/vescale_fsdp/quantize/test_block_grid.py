@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vescale_fsdp import Element, Flat, Granularity, Rows, Tiles
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Rows, Tiles
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 
 SHAPES = st.sampled_from([(10,), (1, 1), (3, 5), (64, 48), (33, 70), (4, 9, 7), (128, 1)])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.optim_cases import as_fsdp2, as_ragged, full_tensors, full_value
+from vescale_fsdp import Element
 from vescale_fsdp.conversion.quantization.float_codes import Fp8Encoding
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.granularity import Element
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
 
 CODECS = {

@@ -14,8 +14,8 @@ import torch
 from tests.vescale_fsdp.optim.test_launches_of_steps import LargestToo
 from tests.vescale_fsdp.runtime.comm.test_launches import VIEWS
 from vescale_fsdp import torch_modes
-from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
+from vescale_fsdp.layout.group_layout import PieceRun, TensorSlot
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.quantize.coded_layout import coded_layout_of
 from vescale_fsdp.quantize.quantized_gather import _CodedGather, _kernels_of

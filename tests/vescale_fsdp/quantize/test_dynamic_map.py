@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from vescale_fsdp.layout.granularity import Flat
+from vescale_fsdp import Flat
 from vescale_fsdp.optim import adamw8bit
 from vescale_fsdp.optim.adamw8bit import DynamicMap, decoded, dynamic_map, encoded, zero_code
 from vescale_fsdp.quantize.codec import grid_of

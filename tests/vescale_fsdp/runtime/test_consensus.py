@@ -20,9 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_cases, run_fresh, run_ranks
-from vescale_fsdp import fully_shard
+from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.optim import step_in_backward
 from vescale_fsdp.runtime.comm.group_comm import SETTERS, GroupSettings
 from vescale_fsdp.runtime.consensus import reach_consensus

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import check_steps, refused, shard
-from vescale_fsdp import Rows, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import RaggedDTensor, Rows, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_fsdp.errors import ArgumentError, LifecycleError
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup

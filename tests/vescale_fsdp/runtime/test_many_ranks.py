@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
-from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 

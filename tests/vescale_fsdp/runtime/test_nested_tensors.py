@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import RaggedDTensor, fully_shard
 from vescale_fsdp.runtime.nested_tensors import map_tensors, tensors_of
 
 

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.models import assert_is_piece, refused
-from vescale_fsdp import Element, Rows, Whole, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import Element, RaggedDTensor, Rows, Whole, fully_shard
 from vescale_fsdp.errors import LifecycleError
 
 KINDS = {"element": Element(), "rows3": Rows(3), "whole": Whole(), "fsdp2": None}

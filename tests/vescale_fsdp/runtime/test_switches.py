@@ -22,8 +22,7 @@ from tests.support.async_device.stream_recorder import recording
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.grads import reduced_grad
 from tests.support.models import refused
-from vescale_fsdp import FSDPModule, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import FSDPModule, RaggedDTensor, fully_shard
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup

@@ -10,7 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
+from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
 from vescale_fsdp.layout.distribution import (
     Axis,
     Cut,
@@ -21,9 +23,6 @@ from vescale_fsdp.layout.distribution import (
     UnitsCut,
 )
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription
 from vescale_fsdp.transfer.plan import TransferPlan

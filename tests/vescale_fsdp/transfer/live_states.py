@@ -13,10 +13,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp import RaggedShard, distribute_tensor
+from vescale_fsdp.layout import TensorSpec, plan_group
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 Shape = tuple[int, ...]
 # Meshes of four ranks: all, halves, neighbors that overlap both, one alone.

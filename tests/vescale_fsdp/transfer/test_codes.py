@@ -12,10 +12,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer.description import describe_states

@@ -22,11 +22,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import RankError, run_ranks
+from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator, UnreachableError
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError, TransferError
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import Int8Rows
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer import rank_transfers

@@ -20,12 +20,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.ranks.stores import SignedStore, bound_store
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import store_of
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.joint_ranks import joint_ranks

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from tests.vescale_fsdp.transfer.cases import descriptions, moved, part_of, region_of
 from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.layout import TensorSpec, plan_group
 from vescale_fsdp.layout.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
 from vescale_fsdp.layout.geometry import Box, FlatRange
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer import demand, rank_transfers

@@ -15,8 +15,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.dtensor.test_properties import search_together
 from tests.vescale_fsdp.transfer.live_states import Placed, all_meshes, placed, state_of
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
-from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
 from vescale_fsdp.torch_private import StridedShard, local_of
 from vescale_fsdp.transfer.description import describe_states

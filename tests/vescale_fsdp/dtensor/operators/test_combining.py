@@ -17,12 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.distributed import cpu_mesh, run_cases, run_threads
 from tests.support.dtensor_conformance import plain
-from vescale_fsdp import fully_shard
-from vescale_fsdp.dtensor import meeting
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
+from vescale_fsdp.dtensor import meeting, redistribute
 from vescale_fsdp.dtensor.operators import combining
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 SHAPE = (8, 6)
 NUMEL = math.prod(SHAPE)

@@ -16,11 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
-from vescale_fsdp import RaggedDTensor, distribute_tensor, fully_shard
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.dtensor.operators import gathered_views
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 VIEWS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
     "as real": (torch.complex64, torch.view_as_real),

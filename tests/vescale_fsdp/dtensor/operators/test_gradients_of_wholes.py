@@ -16,10 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks, run_threads
 from tests.support.models import TensorParallelLayer
-from vescale_fsdp import RaggedDTensor, distribute_tensor, fully_shard
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.dtensor import meeting
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.GatherWarning")
 

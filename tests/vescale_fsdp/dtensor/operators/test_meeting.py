@@ -20,14 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts
-from vescale_fsdp import fully_shard
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import state_dict
 from vescale_fsdp.collectives import group_log
-from vescale_fsdp.dtensor import meeting, set_implicit_gathers
+from vescale_fsdp.dtensor import meeting, redistribute, set_implicit_gathers
 from vescale_fsdp.dtensor.operators import gathered_views
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import GatherWarning, LifecycleError, UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm import order_watch
 
 FULL = StateDictOptions(full_state_dict=True)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
-from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum of a transpose": lambda p: p.T.sum(0),

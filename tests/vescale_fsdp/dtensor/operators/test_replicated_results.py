@@ -15,10 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.optim_cases import counted
-from vescale_fsdp import fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
+from vescale_fsdp.dtensor import redistribute
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.placement import RaggedShard
 
 FULL = torch.arange(12.0).view(4, 3) - 4
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.layout.test_scattered_slots import DRAWN
-from vescale_fsdp import PaddingPolicy, Rows, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import PaddingPolicy, RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.layout import planner
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of

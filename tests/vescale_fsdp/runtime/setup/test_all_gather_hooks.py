@@ -35,10 +35,10 @@ from tests.support.hooked_tensors import (
     Wrapper,
     WrapsNothing,
 )
-from vescale_fsdp import Rows, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.errors import LayoutError, MisuseError, UnsupportedOpError, VescaleError
-from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
+from vescale_fsdp.layout import TensorSpec
+from vescale_fsdp.layout.planner import plan_by_rows
 from vescale_fsdp.runtime.all_gather_hooks import scaled_together
 from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.fsdp_state import state_of, states_of

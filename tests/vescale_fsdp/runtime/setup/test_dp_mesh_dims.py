@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.models import TensorParallelLayer, assert_is_piece
-from vescale_fsdp import DataParallelMeshDims, Rows, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import DataParallelMeshDims, RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.errors import ArgumentError, PlacementError, UnsupportedOpError, VescaleError
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import newer_class

@@ -18,8 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import refused
-from vescale_fsdp import fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp import RaggedDTensor, distribute_tensor, fully_shard
 from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.optim import AdamW8bit
 

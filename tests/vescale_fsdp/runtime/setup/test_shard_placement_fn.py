@@ -19,8 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import RaggedShard, Rows, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import RaggedDTensor, RaggedShard, Rows, fully_shard
 from vescale_fsdp.errors import LayoutError, MisuseError, PlacementError, VescaleError
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import ShardPlacementResult, newer_class

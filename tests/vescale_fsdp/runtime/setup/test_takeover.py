@@ -10,10 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
-from vescale_fsdp import fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.runtime.fsdp_state import state_of
 
 

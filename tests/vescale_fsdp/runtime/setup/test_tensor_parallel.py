@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks
 from tests.support.models import TensorParallelLayer, assert_is_piece
-from vescale_fsdp import Rows, fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp import RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.errors import PlacementError
 
 

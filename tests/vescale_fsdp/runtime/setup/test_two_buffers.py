@@ -13,8 +13,8 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.elastic.renewal import renew_model
-from vescale_fsdp.layout import GroupLayout
-from vescale_fsdp.layout.planner import TensorSpec, plan_buffers, plan_group
+from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
+from vescale_fsdp.layout.planner import plan_buffers
 
 
 class Towers(nn.Module):
