@@ -18,7 +18,6 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
-from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import FileReader, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError
@@ -97,7 +96,7 @@ class _StuckLock(LocalStorage):
 
 def _saves(path: Path) -> str:
     try:
-        Saver((LocalStorage if dist.get_rank() else _StuckLock)(path), coordinator_for()).save(_state(2))
+        save((LocalStorage if dist.get_rank() else _StuckLock)(path), _state(2))
     except (OSError, CheckpointError) as error:
         return f"{type(error).__name__} {error} {getattr(error, '__notes__', ())}"
     return "nothing"

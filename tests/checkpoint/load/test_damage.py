@@ -94,11 +94,9 @@ def test_one_flipped_bit(saved: Path, place: str) -> None:
 
 def test_a_flipped_bit_names_the_tensor(tmp_path: Path) -> None:
     """With one stripe per tensor the error names exactly the tensor that is damaged."""
-    from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-    from vescale_fsdp.checkpoint.save import Saver
-    from vescale_fsdp.checkpoint.storage.open import open_storage
+    from tests.support.striped_saves import save_striped
 
-    Saver(open_storage(tmp_path / "c"), SoloCoordinator(), stripe_bytes=4096).save(_state())
+    save_striped(tmp_path / "c", _state(), stripe_bytes=4096)
     file = _data_file(tmp_path / "c")
     _flip(file, _payload_start(file) + 2 * 120_000 + 60_000)
 

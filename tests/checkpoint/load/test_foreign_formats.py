@@ -77,7 +77,7 @@ def test_a_save_that_did_not_end_is_no_other_format(tmp_path: Path) -> None:
 
 def open_numbers(store: Storage, file: str, trust_pickle: bool) -> Any:
     """A format of another package: a text with a number, which fills a weight."""
-    from vescale_fsdp.conversion.engine.source import Source
+    from vescale_fsdp.conversion import Source
     from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
     from vescale_fsdp.layout.dtypes import dtype_from_torch
     from vescale_fsdp.layout.extent import Extent

@@ -19,8 +19,7 @@ from tests.support.faults.faulty_storage import FaultyStorage
 from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.save import Format, Saver
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError
 
@@ -249,7 +248,7 @@ def test_control_c_in_a_save(at: int, tmp_path: Path) -> None:
     new = {**_small(), "step": 4}
 
     with pytest.raises(KeyboardInterrupt):
-        Saver(storage, SoloCoordinator(), overwrite=True).save(new)
+        save(storage, new, overwrite=True)
 
     assert read_state(tmp_path / "c").tree()["step"] in (3, 4)
     assert verify(tmp_path / "c").ok

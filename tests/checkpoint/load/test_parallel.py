@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support.checkpoint_states import SHAPES, assert_equal, erase, full, plain, ragged_group
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.runtime.setup.test_tensor_parallel import Model, inputs, parallel
-from vescale_fsdp import Rows
+from vescale_fsdp import RaggedDTensor, Rows
 from vescale_fsdp.checkpoint import load, read_state, save, verify
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 
 
 def _training(dp: int, tp: int, seed: int) -> tuple[Model, torch.optim.Optimizer]:

@@ -24,12 +24,11 @@ from tests.support.checkpoint_states import (
     ragged_group,
 )
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.distribution import LayoutCut, UnitsCut
 from vescale_fsdp.layout.geometry import Box
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import StridedShard
 
 

@@ -19,15 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.checkpoint_states import SHAPES, full, planned, ragged_group, stock_tensors
 from tests.support.distributed import run_ranks
-from vescale_fsdp.checkpoint import PerRank, load, read_state, verify
+from tests.support.striped_saves import save_striped
+from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.native.write import FileImage
-from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.save import Format, Saver
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.state.capture import take_state
-from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.distribution import RankSet
 from vescale_fsdp.layout.geometry import boxes_of_range
@@ -56,8 +55,8 @@ def _state() -> dict[str, Any]:
 
 
 def _write(path: Path, form: Format) -> None:
-    saver = Saver(open_storage(path), coordinator_for(), format=form, stripe_bytes=256, split_bytes=16)
-    saver.save(_state(), metadata={"written by": f"format version {FORMAT_VERSION}"})
+    metadata = {"written by": f"format version {FORMAT_VERSION}"}
+    save_striped(path, _state(), metadata=metadata, format=form, stripe_bytes=256, split_bytes=16)
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=list(FOLDERS))
@@ -165,7 +164,7 @@ def test_tensors_in_an_order_that_aligns_no_pieces() -> None:
 
 def test_offsets_follow_from_the_manifest_alone(tmp_path: Path) -> None:
     """A reader that knows only FORMAT.md finds a ragged tensor's bytes by arithmetic."""
-    Saver(open_storage(tmp_path / "c"), SoloCoordinator()).save({"x": torch.arange(5)})
+    save(tmp_path / "c", {"x": torch.arange(5)})
     raw = next((tmp_path / "c").glob("data-*/*")).read_bytes()
     start = 8 + struct.unpack("<Q", raw[:8])[0]
     assert raw[start : start + 40] == b"".join(struct.pack("<q", i) for i in range(5))

@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
+from tests.support.command import vescale_convert
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
-from vescale_fsdp.conversion.cli.main import cli
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError
 
 
@@ -163,10 +161,10 @@ def test_inspect_draws_a_layout(tmp_path: Path) -> None:
     """--svg writes a picture of a native checkpoint's group, and refuses formats without layouts."""
     dcp.save({"model": {"layers.0.w": torch.randn(64, 8)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     _convert(tmp_path / "dcp", tmp_path / "native", "native", ranks=2)
-    run, picture = CliRunner(), tmp_path / "x.svg"
-    assert run.invoke(cli, ["inspect", str(tmp_path / "native"), "--svg", str(picture)]).exit_code == 0
+    picture = tmp_path / "x.svg"
+    assert vescale_convert("inspect", str(tmp_path / "native"), "--svg", str(picture)).exit_code == 0
     assert picture.read_text().startswith("<svg") and ">w<" in picture.read_text()
-    refused = run.invoke(cli, ["inspect", str(tmp_path / "dcp"), "--svg", str(picture)])
+    refused = vescale_convert("inspect", str(tmp_path / "dcp"), "--svg", str(picture))
     assert isinstance(refused.exception, ConversionError) and "to-vescale" in str(refused.exception)
 
 

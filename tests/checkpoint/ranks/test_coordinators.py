@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.distributed import run_ranks
+from vescale_fsdp import RaggedDTensor, RaggedShard, fully_shard
 from vescale_fsdp.checkpoint import async_save, load, save
 from vescale_fsdp.checkpoint.async_save import _group_savers, _saver_for
 from vescale_fsdp.checkpoint.native import zarr_live as zarr_form
@@ -24,12 +25,9 @@ from vescale_fsdp.checkpoint.ranks import coordinator as agreement
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.optim import muon_plan
 from vescale_fsdp.runtime.data_mesh import default_mesh
-from vescale_fsdp.runtime.fully_shard import fully_shard
 from vescale_fsdp.torch_private import flatten_mesh, timeout_of, unflatten_mesh
 
 _made: list[weakref.ref[dist.ProcessGroup]] = []  # in a rank's process, which lives through several calls

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.checkpoint import CheckpointManager, load
 from vescale_fsdp.checkpoint.load import Read, Verify
 from vescale_fsdp.checkpoint.native import read as native_read
@@ -25,7 +26,6 @@ from vescale_fsdp.checkpoint.ranks.exchange import Turn
 from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
 from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.placement import RaggedShard

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.checkpoint_states import assert_equal, mixed_state, plain, ragged_group
 from tests.support.distributed import run_ranks
+from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
     PerRank,
@@ -29,7 +30,6 @@ from vescale_fsdp.checkpoint.dcp_storage import RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, begin_comparison
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.runtime.fully_shard import fully_shard
 from vescale_fsdp.torch_private import local_of
 
 Way = Callable[[Path, Any], object]

@@ -18,9 +18,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.storage.checksums import CRC32, CRC32C
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.engine.verified_reads import CheckedRange, VerifiedReads
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 MARK = 1.25  # of the items whose bytes are found in the files

@@ -22,8 +22,7 @@ from tests.support.distributed import run_ranks
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.save import Format, Saver
+from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
@@ -235,7 +234,7 @@ def test_two_jobs_one_prefix(calm: tuple[str, Weather]) -> None:
     save(storage, _state(1.0))
 
     with pytest.raises(CheckpointError, check=lambda error: error.where == storage.where):
-        Saver(late, SoloCoordinator()).save(_state(2.0))
+        save(late, _state(2.0))
     assert torch.equal(_state(1.0)["w"], read_state(storage)["w"].read())
 
 
