@@ -15,17 +15,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.support.command import vescale_convert
 from tests.support.distributed import run_ranks
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load, save
-from vescale_fsdp.conversion.cli.commands import cli
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import CheckpointError, ConversionError, VescaleError, option
 
 ROOT = "base_model.model."
@@ -68,7 +67,7 @@ def _merge(tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
         str(tmp_path / "out"),
         *options,
     ]
-    result = CliRunner().invoke(cli, args, catch_exceptions=False)
+    result = vescale_convert(*args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "config.json").exists()
     return load_file(tmp_path / "out" / "model.safetensors")
@@ -150,7 +149,7 @@ def test_a_base_whose_files_have_other_names(tmp_path: Path) -> None:
     base = _base(tmp_path / "base")
     adapter = _adapter(tmp_path / "adapter", _pair("model.text.0.q", 4, 20, 24))
     args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
-    assert "with --rules" in str(CliRunner().invoke(cli, args).exception)
+    assert "with --rules" in str(vescale_convert(*args).exception)
     rules = tmp_path / "rules.toml"
     rules.write_text('format = 1\nkeep_others = true\n[[prefix]]\nhf = "l."\nours = "model.text."\n')
     found = _merge(tmp_path, "--rules", str(rules))
@@ -164,10 +163,10 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     """A checkpoint in its place, nothing at all, and settings that git-lfs has not fetched."""
     _base(tmp_path / "base")
     args = ["merge-adapter", str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "out")]
-    refused = CliRunner().invoke(cli, args)
+    refused = vescale_convert(*args)
     assert isinstance(refused.exception, VescaleError) and refused.exception.got == "none"
     shutil.copytree(tmp_path / "base", tmp_path / "adapter")
-    refused = CliRunner().invoke(cli, args)
+    refused = vescale_convert(*args)
     assert isinstance(refused.exception, VescaleError)
     assert refused.exception.got == "config.json, model.safetensors"
     assert "ADAPTER" in str(refused.exception.todo)
@@ -175,7 +174,7 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
     _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 20, 24))
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 77\n"
     (tmp_path / "adapter/adapter_config.json").write_text(pointer)
-    assert "git-lfs" in str(CliRunner().invoke(cli, args).exception)
+    assert "git-lfs" in str(vescale_convert(*args).exception)
 
 
 def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
     for part in ("0/2", "0/2", "1/2"):
         args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "parts"))]
         more = ("--max-shard-size", "3000", "--part", part, "--resume")
-        assert CliRunner().invoke(cli, [*args, *more], catch_exceptions=False).exit_code == 0
+        assert vescale_convert(*args, *more, catch_exceptions=False).exit_code == 0
     files = sorted((tmp_path / "parts").glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert len(files) > 2 and all(same_bytes(found[name], whole[name]) for name in whole)
@@ -305,7 +304,7 @@ def test_a_square_weight_of_an_unknown_class(tmp_path: Path) -> None:
     save_file({"l.0.o.weight": torch.ones(24, 24)}, tmp_path / "base/model.safetensors", {"format": "pt"})
     _adapter(tmp_path / "adapter", _pair("l.0.o", 4, 24, 24))
     args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
-    assert isinstance(CliRunner().invoke(cli, args).exception, ConversionError)
+    assert isinstance(vescale_convert(*args).exception, ConversionError)
     assert not (tmp_path / "out").exists()
 
 
@@ -339,12 +338,12 @@ def test_an_adapter_is_exported_with_its_config(tmp_path: Path) -> None:
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / names[0], no_dist=True)
         args = ["to-hf", str(tmp_path / names[0]), str(tmp_path / f"out-{names[0]}"), "--adapter"]
         more = ["--adapter-name", "a"] if "a" in names else []
-        refused = CliRunner().invoke(cli, [*args, *more])
+        refused = vescale_convert(*args, *more)
         assert "adapter_config.json" in str(refused.exception)
         if more:
-            refused = CliRunner().invoke(cli, [*args, "--assets", str(assets)])
+            refused = vescale_convert(*args, "--assets", str(assets))
             assert "--adapter-name" in str(refused.exception)
-        assert CliRunner().invoke(cli, [*args, *more, "--assets", str(assets)]).exit_code == 0
+        assert vescale_convert(*args, *more, "--assets", str(assets)).exit_code == 0
         out = tmp_path / f"out-{names[0]}"
         assert sorted(file.name for file in out.iterdir()) == [
             "adapter_config.json",

@@ -18,9 +18,9 @@ from vescale_fsdp.checkpoint.manifest.file_names import array_paths
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.diff import diff
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import VescaleError
 
 HALF_A_PAIR = "\ud800"

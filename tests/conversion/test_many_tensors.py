@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.engine.carried_state import whole_state
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import ZerosView
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.report.describe import describe
 from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules

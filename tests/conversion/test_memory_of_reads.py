@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tools.bench.conversion.memory_sources import QUANTIZED, SOURCES
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, plan_conversion
 from vescale_fsdp.conversion.engine.tensor_view import TensorView, read_range
-from vescale_fsdp.conversion.formats.detect import open_source
 
 BUFFER_BYTES = 1 << 20
 BUFFERS = 4  # of a thread, as `CopyLimits` counts them

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from tests.conversion.formats.every_leaf import leaves_of, violations
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError
 
 

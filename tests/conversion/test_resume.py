@@ -22,12 +22,11 @@ from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion import diff
+from vescale_fsdp.conversion import diff, open_source
 from vescale_fsdp.conversion.cli.commands import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.engine.journal import Journal
 from vescale_fsdp.conversion.engine.output import Output
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, option
 
 LIMITS = {"memory_budget_bytes": 8 * 2**20, "threads": 2}  # buffers of 1 MiB

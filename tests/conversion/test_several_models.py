@@ -19,9 +19,9 @@ from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import load as load_native
 from vescale_fsdp.checkpoint import save as save_native
 from vescale_fsdp.checkpoint import verify
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, option
 
 TARGETS = ("torch", "dcp", "zarr", "native")

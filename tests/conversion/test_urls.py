@@ -26,8 +26,8 @@ from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
 
 LIMITS = {"memory_budget_bytes": 8 * 2**20, "threads": 2}

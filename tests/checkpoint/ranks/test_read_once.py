@@ -28,7 +28,6 @@ from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
 from vescale_fsdp.layout.extent import Extent
-from vescale_fsdp.layout.placement import RaggedShard
 
 _STRIPE = 64 << 10
 _NUMEL = 300_000

@@ -18,11 +18,9 @@ from safetensors.torch import save_file
 from tests.support.dtype_zoo import zoo
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.conversion import ConvertOptions, Source, convert, diff, open_source
 from vescale_fsdp.conversion.cli.main import cli
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.diff import Distance, diff
-from vescale_fsdp.conversion.engine.source import Source
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.diff import Distance
 
 
 def _dcp(path: Path, tensors: dict[str, Any]) -> Path:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.support.checkpoint_states import SHAPES, full, ragged_group
 from tests.support.dtype_zoo import DTYPES, make_tensor, same_bytes
+from vescale_fsdp import RaggedDTensor
 from vescale_fsdp.checkpoint import PerRank
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.torch_private import local_of
 
 Mesh = DeviceMesh | None  # None: the whole state in one process

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.checkpoint_states import ragged_group, stock_tensors
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.conversion import ConvertOptions, HuggingFace, convert, open_source
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.layout.placement import RaggedShard
 
 RULES = """
 format = 1

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from vescale_fsdp.conversion.convert import convert
+from vescale_fsdp.conversion import convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, option
 

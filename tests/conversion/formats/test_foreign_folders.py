@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 

@@ -208,7 +208,7 @@ def test_nested_json_everywhere(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     _safetensors(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_bytes(DEEP)
-    from vescale_fsdp.conversion.convert import convert
+    from vescale_fsdp.conversion import convert
     from vescale_fsdp.errors import ConversionError
 
     with pytest.raises(ConversionError, check=lambda error: "config.json" in str(error.where)):

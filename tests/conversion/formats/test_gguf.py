@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 

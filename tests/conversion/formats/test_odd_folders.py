@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 

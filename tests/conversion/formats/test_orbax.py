@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from click.testing import CliRunner
 from numcodecs import get_codec
 from safetensors.torch import load_file
 
-from vescale_fsdp.conversion.cli.commands import cli
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from tests.support.command import vescale_convert
+from vescale_fsdp.conversion import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, VescaleError, option
 from vescale_fsdp.layout.geometry import Box
@@ -273,8 +272,8 @@ def test_items_without_a_tree_are_listed(tmp_path: Path) -> None:
         (step / item / file).write_text("{}")
     source = open_source(str(step))
     assert list(source.tensors) == ["w"] and source.omitted == ("config/", "dataset/")
-    shown = CliRunner().invoke(cli, ["inspect", str(step)]).output
-    done = CliRunner().invoke(cli, ["to-torch", str(step), str(tmp_path / "a.pt")]).output
+    shown = vescale_convert("inspect", str(step)).output
+    done = vescale_convert("to-torch", str(step), str(tmp_path / "a.pt")).output
     for text in (shown, done):
         assert any("config/" in line and "dataset/" in line for line in text.splitlines()), text
 

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.dtype_zoo import same_bytes
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.conversion.cli.commands import summary
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.formats.detect import open_source
 
 F32, F16, FP8 = torch.float32, torch.float16, torch.float8_e4m3fn
 U8, I8, I32, I64 = torch.uint8, torch.int8, torch.int32, torch.int64

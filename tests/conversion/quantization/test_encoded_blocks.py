@@ -12,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.engine import copying
 from vescale_fsdp.conversion.engine.coded_tensors import BlockCache, EncodedView
 from vescale_fsdp.conversion.engine.copying import CopyLimits
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.quantization import quantize
 from vescale_fsdp.conversion.quantization.float_codes import Fp8Encoding
 from vescale_fsdp.layout.geometry import Box

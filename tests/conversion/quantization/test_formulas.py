@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from tests.conversion.quantization.coded_weights import Coded, rows
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import SourceOptions
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.live.source_state import open_for_load
 from vescale_fsdp.layout.geometry import Box
 

@@ -19,8 +19,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.conversion.quantization.coded_weights import rows
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError
 
 pytestmark = pytest.mark.part("formats")

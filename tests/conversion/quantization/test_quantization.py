@@ -15,10 +15,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.dtype_zoo import same_bytes
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.conversion.engine.coded_tensors import RawBytesView
 from vescale_fsdp.conversion.engine.tensor_view import SourceView
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.quantize import Fp8Blocks

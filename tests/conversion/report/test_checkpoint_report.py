@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
+from tests.support.command import vescale_convert
 from tests.support.distributed import run_ranks
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, save
 from vescale_fsdp.conversion import open_source
-from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report, report_page
 from vescale_fsdp.conversion.report.tensor_values import ValueSummary, values_of
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -140,7 +139,7 @@ def test_the_command_writes_the_page_or_the_error(tmp_path: Path) -> None:
     """The command writes the page and says so; damage ends it with the error."""
     save(tmp_path / "a", {"w": torch.arange(1000.0)})
     out = tmp_path / "report.html"
-    done = CliRunner().invoke(cli, ["report", str(tmp_path / "a"), "--out", str(out)])
+    done = vescale_convert("report", str(tmp_path / "a"), "--out", str(out))
 
     assert done.exit_code == 0, done.output
     assert "1 tensors, 4 kB" in done.output and '"name":"w"' in out.read_text()
@@ -148,5 +147,5 @@ def test_the_command_writes_the_page_or_the_error(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[1000] ^= 1
     file.write_bytes(data)
-    damaged = CliRunner().invoke(cli, ["report", str(tmp_path / "a"), "--out", str(tmp_path / "b.html")])
+    damaged = vescale_convert("report", str(tmp_path / "a"), "--out", str(tmp_path / "b.html"))
     assert damaged.exit_code == 1 and not (tmp_path / "b.html").exists()

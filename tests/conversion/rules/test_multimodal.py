@@ -9,8 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.conversion.rules.multimodal_models import FAMILIES, build_multimodal
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError
 
 

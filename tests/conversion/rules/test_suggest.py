@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from tests.support.command import vescale_convert
 from tests.support.dtype_zoo import same_bytes
 from tests.support.rule_cases import convert_in_parts, experts, hf_folder, llama
-from vescale_fsdp.conversion.cli.main import cli
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.rules.rule_file import load_rules, shipped_rules
 from vescale_fsdp.conversion.suggest import suggest
 from vescale_fsdp.errors import ConversionError
@@ -320,8 +319,8 @@ def test_hostile_names_do_not_break_the_file(tmp_path: Path) -> None:
 def test_the_command_lists_shipped_files_and_prints_suggestions(tmp_path: Path) -> None:
     """What it prints is the file; without --suggest, names for --rules."""
     model, source = _files(tmp_path, llama(), _renamed(llama(), *MEGATRON))
-    listed = CliRunner().invoke(cli, ["rules"])
+    listed = vescale_convert("rules")
     assert listed.stdout.split() == list(shipped_rules())
-    printed = CliRunner().invoke(cli, ["rules", "--suggest", str(source), str(model)])
+    printed = vescale_convert("rules", "--suggest", str(source), str(model))
     assert printed.exit_code == 0 and printed.stdout == suggest(open_source(str(source)), str(model))
     assert load_file(model / "model.safetensors").keys() == llama().keys()

@@ -12,7 +12,7 @@ import torch
 
 from tests.conversion.rules.torchtitan_names import NAMES, expand
 from tests.support.rule_cases import GROUPED_EXPERTS
-from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView
 from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules

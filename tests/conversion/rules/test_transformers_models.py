@@ -15,9 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.diff import diff
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, diff, open_source
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")

@@ -21,8 +21,7 @@ from tests.support import models
 from tests.support.checkpoint_states import assert_equal, plain
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
-from vescale_fsdp.conversion.convert import convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import convert, open_source
 
 _SAVED_AT, _LAST = 3, 7
 _FORMS = {"nested": False, "flat": True, "behind": True}  # saves, and whether optimizer state is flattened

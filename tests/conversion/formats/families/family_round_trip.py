@@ -17,8 +17,7 @@ from tests.support.dtype_zoo import same_bytes
 from tests.support.tiny_families import build
 from vescale_fsdp import RaggedDTensor, fully_shard
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.conversion import HuggingFace, convert, open_source
-from vescale_fsdp.conversion.convert import ConvertOptions
+from vescale_fsdp.conversion import ConvertOptions, HuggingFace, convert, open_source
 from vescale_fsdp.conversion.formats.huggingface.class_child import answer
 
 WEIGHTS = "model.safetensors"

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.processes import run_command
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
 from vescale_fsdp.conversion.cli.commands import summary
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import ConversionError
 
 SETTINGS = [

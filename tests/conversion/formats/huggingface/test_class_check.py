@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from tests.support.command import vescale_convert
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, HuggingFace, convert, open_source
-from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.formats.huggingface import model_class, plan
 from vescale_fsdp.conversion.formats.huggingface.class_check import ClassCheck
 from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child
@@ -162,7 +161,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def _run(*args: object) -> Any:
-    return CliRunner().invoke(cli, [*map(str, args)])
+    return vescale_convert(*args)
 
 
 def test_the_report_says_who_checked(llama: Path, tmp_path: Path) -> None:
@@ -466,9 +465,9 @@ def test_an_adapter_is_refused_where_config_json_names_no_class(tmp_path: Path) 
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets/config.json").write_text(json.dumps({"model_type": "llama"}))
     args = ["to-hf", str(tmp_path / "in"), str(tmp_path / "out")]
-    refused = CliRunner().invoke(cli, [*args, "--assets", str(tmp_path / "assets")])
+    refused = vescale_convert(*args, "--assets", str(tmp_path / "assets"))
     assert isinstance(refused.exception, ConversionError) and not (tmp_path / "out").exists()
-    assert CliRunner().invoke(cli, [*args, "--no-assets"]).exit_code == 0
+    assert vescale_convert(*args, "--no-assets").exit_code == 0
     with pytest.warns(
         UserWarning, match=r"q\.base_layer\.weight"
     ):  # a save in training is not lost because of a name

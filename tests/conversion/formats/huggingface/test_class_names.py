@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.conversion import convert, open_source
-from vescale_fsdp.conversion.convert import ConvertOptions
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.formats.huggingface.class_child import answer
 from vescale_fsdp.errors import ConversionError
 

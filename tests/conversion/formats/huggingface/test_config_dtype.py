@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from tests.support.command import vescale_convert
 from tests.support.tiny_families import build
 from vescale_fsdp.checkpoint import save
-from vescale_fsdp.conversion import HuggingFace, convert, open_source
-from vescale_fsdp.conversion.cli.commands import cli
-from vescale_fsdp.conversion.convert import ConvertOptions
+from vescale_fsdp.conversion import ConvertOptions, HuggingFace, convert, open_source
 
 Export = Callable[[Any, Path, Path, "str | None"], None]
 
@@ -35,7 +33,7 @@ def _converted(state: Any, assets: Path, out: Path, dtype: str | None) -> None:
 def _command(state: Any, assets: Path, out: Path, dtype: str | None) -> None:
     save(out.with_name("native"), state)
     args = ["to-hf", str(out.with_name("native")), str(out), "--assets", str(assets)]
-    assert CliRunner().invoke(cli, [*args, *(["--dtype", dtype] if dtype else [])]).exit_code == 0
+    assert vescale_convert(*args, *(["--dtype", dtype] if dtype else [])).exit_code == 0
 
 
 EXPORTS = [_live, _converted, _command]

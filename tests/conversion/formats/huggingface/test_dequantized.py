@@ -18,8 +18,7 @@ from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError, VescaleError, option
 
 FP8 = torch.float8_e4m3fn

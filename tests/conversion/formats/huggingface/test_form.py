@@ -30,6 +30,7 @@ from tests.conversion.formats.live_models import (
 )
 from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
+from vescale_fsdp import RaggedDTensor, RaggedShard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.async_save import AsyncSaver
 from vescale_fsdp.checkpoint.manifest.manifest import build_manifest

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.diff import diff
+from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, diff, open_source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.huggingface.plan import plan_shards
 from vescale_fsdp.conversion.formats.huggingface.repository import Assets
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option

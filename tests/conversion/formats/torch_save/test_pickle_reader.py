@@ -19,9 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load as load_native
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.conversion.convert import convert
-from vescale_fsdp.conversion.diff import diff
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import convert, diff, open_source
 from vescale_fsdp.errors import ConversionError, option
 
 

@@ -20,8 +20,7 @@ from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp import fully_shard as our_fully_shard
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.conversion.convert import convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import convert, open_source
 from vescale_fsdp.dtensor import _rebuild_piece
 from vescale_fsdp.dtensor.ragged_dtensor import pieces_in_torch_save
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
