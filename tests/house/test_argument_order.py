@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.support.distributed import run_ranks
+from vescale_fsdp import plan_report
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, latest, load, read_state, save, verify
 from vescale_fsdp.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from vescale_fsdp.conversion import convert, diff, open_source
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LayoutError
-from vescale_fsdp.layout.plan_report import plan_report
 from vescale_fsdp.optim import AdamW8bit, Muon, OwnerOptimizer
 
 

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import click
 import pytest
-from click.testing import CliRunner
 
-from vescale_fsdp.conversion.cli.commands import cli
+from tests.support.command import COMMANDS, vescale_convert
 from vescale_fsdp.errors import VescaleError
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -45,7 +44,7 @@ def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
 
 def command(*args: object) -> str:
     """Run ``vescale-convert`` in this process; returns what it printed, or raises its error."""
-    result = CliRunner().invoke(cli, [str(arg) for arg in args])
+    result = vescale_convert(*args)
     if result.exception is not None:
         raise result.exception
     return result.stdout
@@ -56,7 +55,7 @@ def options() -> dict[str, bool]:
     """Return the options of all commands, and whether they take a value."""
     return {
         name: not each.is_flag
-        for every in cli.commands.values()
+        for every in COMMANDS.values()
         for each in every.params
         if isinstance(each, click.Option)
         for name in each.opts + each.secondary_opts

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.remedies.applied import RUN, options
 from tests.remedies.reviewed import REVIEWED
 from tests.remedies.sites import sites
-from vescale_fsdp.conversion.cli.commands import cli
+from tests.support.command import COMMANDS
 
 FOREIGN = {"--ckpt-format"}  # Megatron's
 
@@ -38,4 +38,4 @@ def test_remedies_name_what_there_is() -> None:
     for site, (_, _, text) in sites().items():
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - FOREIGN
         assert named <= options().keys(), site
-        assert set(re.findall(r"vescale-convert ([a-z][\w-]*)", text)) <= cli.commands.keys(), site
+        assert set(re.findall(r"vescale-convert ([a-z][\w-]*)", text)) <= COMMANDS.keys(), site

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
@@ -30,10 +29,10 @@ from tests.stacks.jobs.example_ranks import (
     run_example,
     run_on_ranks,
 )
+from tests.support.command import vescale_convert
 from tests.support.processes import run_command
 from tools.torchrun_job import ROOT, Job
 from vescale_fsdp import Whole, fully_shard
-from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations import as_fsdp2
 from vescale_fsdp.integrations.accelerate import VescalePlugin
@@ -244,7 +243,7 @@ def test_the_converter_opens_a_save(folder: Path) -> None:
     full = torch.load(folder / "FULL_STATE_DICT" / f"step_{HALF}" / "pytorch_model_fsdp.bin")
     CONFIG.save_pretrained(folder / "assets")
     command = ["to-hf", str(saved), str(folder / "hf"), "--assets", str(folder / "assets")]
-    done = CliRunner().invoke(vescale_convert, command)
+    done = vescale_convert(*command)
 
     assert done.exit_code == 0 and len(full) > 10, done.output
     for model in (converted(saved, folder / "model.pt"), load_file(folder / "hf" / "model.safetensors")):

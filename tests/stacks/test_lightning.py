@@ -11,15 +11,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.nn import functional as F
 
 from examples.llama import Llama
 from examples.stacks.train_lightning import MICRO_BATCHES, SHAPE, MicroBatches
+from tests.support.command import vescale_convert
 from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import read_state
-from vescale_fsdp.conversion.cli.main import cli
 
 
 def run(out: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
@@ -128,11 +127,9 @@ def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) ->
         ("half.ckpt", "state_dict", stock),
         ("fabric", "model", torch.load(out / "stock_fabric.pt")),
     ):
-        shown = CliRunner().invoke(cli, ["inspect", str(out / name)])
+        shown = vescale_convert("inspect", str(out / name))
         assert shown.exit_code == 0 and "lm_head.weight" in shown.output and "native" in shown.output
-        done = CliRunner().invoke(
-            cli, ["to-torch", str(out / name), str(out / f"{name}.pt"), "--trust-pickle"]
-        )
+        done = vescale_convert("to-torch", str(out / name), str(out / f"{name}.pt"), "--trust-pickle")
         assert done.exit_code == 0, done.output
         model = torch.load(out / f"{name}.pt", weights_only=False)[key]
         assert len(expected) > 10 and model.keys() == expected.keys()

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformers import AutoModelForCausalLM
 
+from tests.support.command import vescale_convert
 from tests.support.distributed import cpu_mesh, run_ranks
 from tools.torchrun_job import Job
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import read_state
-from vescale_fsdp.conversion.cli.main import cli
 
 # What the debug model is to transformers, with the two layers that the example leaves.
 CONFIG = {
@@ -131,9 +130,7 @@ def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) ->
         ours, stock = (out / f"{model}_{whose}" / "checkpoint" / "step-25" for whose in ("ours", "stock"))
         states = []
         for step in (ours, stock):
-            done = CliRunner().invoke(
-                cli, ["to-torch", str(step), f"{step}.pt", "--optimizer", "drop", "--prefix", ""]
-            )
+            done = vescale_convert("to-torch", str(step), f"{step}.pt", "--optimizer", "drop", "--prefix", "")
             assert done.exit_code == 0, done.output
             states.append(torch.load(f"{step}.pt", weights_only=False))
         names = [name for name, value in states[1].items() if isinstance(value, torch.Tensor)]

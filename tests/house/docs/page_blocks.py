@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
-from click.testing import CliRunner
 
+from tests.support.command import vescale_convert
 from tests.support.distributed import run_ranks
 from tests.support.processes import run_command
 from tools.torchrun_job import Job
-from vescale_fsdp.conversion.cli.commands import cli
 
 CODE = ("python", "sh")
 _FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -133,7 +132,7 @@ def _run_command(command: str, folder: Path, launcher: Launcher) -> None:
         return
     words = shlex.split(command)
     if words[0] == "vescale-convert":
-        done = CliRunner().invoke(cli, words[1:])
+        done = vescale_convert(*words[1:])
         assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception}"
     elif match := _TORCHRUN.fullmatch(command):
         launcher(folder / f"{match[2]}.py", int(match[1]), shlex.split(match[3]))

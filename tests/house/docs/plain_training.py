@@ -19,7 +19,7 @@ import vescale_fsdp.optim
 from tests.house.docs.page_blocks import Block
 from tests.support.optim_cases import full_value
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.optim.structured_optimizer import AdamWOptions
+from vescale_fsdp.optim import AdamWOptions
 from vescale_fsdp.quantize import QuantizedGather
 
 

@@ -16,8 +16,8 @@ import vescale_fsdp
 from tests.house.docs.page_blocks import blocks_of
 from tests.house.docs.public_names import OF_STACKS, PUBLIC, is_ours
 from tests.house.docs.test_pages import NOTES, OF_TORCH, PAGES, ROOT
+from tests.support.command import COMMANDS
 from vescale_fsdp import plan_report
-from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.layout.granularity import parse_granularity
 
 TEXTS = {
@@ -46,7 +46,7 @@ OF_OTHERS = {  # Slurm's, torchrun's, pip's, Megatron's
 }
 OPTIONS = {
     name: {opt for param in command.params for opt in (*param.opts, *param.secondary_opts)} | {"--help"}
-    for name, command in cli.commands.items()
+    for name, command in COMMANDS.items()
 }
 TOOLS = [
     *(ROOT / "tools").rglob("*.py"),

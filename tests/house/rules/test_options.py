@@ -13,11 +13,10 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 
+from tests.support.command import COMMANDS, vescale_convert
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
-from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.errors import ConversionError, flags_in_messages, option
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +94,7 @@ def test_every_option_that_is_named_exists() -> None:
     arguments = {each.name for each in fields(ConvertOptions)} | set(
         inspect.signature(open_source).parameters
     )
-    flags = {flag for command in cli.commands.values() for param in command.params for flag in param.opts}
+    flags = {flag for command in COMMANDS.values() for param in command.params for flag in param.opts}
     assert _named()
     for name in _named() - {"adapter", "config"}:
         assert name in arguments and f"{name}=" in option(name)
@@ -125,7 +124,7 @@ def test_the_named_option_has_the_value(name: str, value: object) -> None:
     assert eval(f"dict({argument})") == {name: value}
     with flags_in_messages():
         words = shlex.split(option(name, value))
-    command = cli.commands["to-vescale"]
+    command = COMMANDS["to-vescale"]
     parsed = command.make_context("to-vescale", ["source", "target", *words]).params[name]
     assert (list(parsed) if isinstance(parsed, tuple) else parsed) == value
     assert isinstance(command, click.Command)
@@ -142,7 +141,7 @@ def test_an_error_of_python_and_of_the_command(tmp_path: Path) -> None:
                 open_source(tmp_path / "a.pt"), tmp_path / "b.pt", "torch", ConvertOptions(dequantize="bf16")
             )
         args = ["to-torch", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--dequantize", "bf16"]
-        refused = CliRunner().invoke(cli, args).exception
+        refused = vescale_convert(*args).exception
         assert isinstance(refused, ConversionError) and "--dequantize" in str(refused.todo)
         assert "dequantize=" not in str(refused.todo)
     with pytest.raises(ConversionError, check=lambda error: "--" not in error.todo):

@@ -28,8 +28,7 @@ from examples.stacks.train_trainer import arguments
 from tests.stacks.jobs.example_ranks import run_on_ranks
 from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job
-from vescale_fsdp.conversion.convert import convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import convert, open_source
 from vescale_fsdp.errors import ConversionError
 
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")

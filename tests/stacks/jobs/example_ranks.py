@@ -12,13 +12,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from torch import nn
 
 from examples.stacks.options import Options
+from tests.support.command import vescale_convert
 from tests.support.distributed import run_ranks
 from vescale_fsdp import FSDPModule
-from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 from vescale_fsdp.integrations import installation as installation_module
 
 HALF = 25
@@ -54,7 +53,7 @@ def control_of(train: Train, options: Options) -> History:
 def converted(saved: Path, out: Path) -> dict[str, torch.Tensor]:
     """The model of a save, which ``vescale-convert inspect`` shows, as ``to-torch`` writes it."""
     for arguments in (["inspect", str(saved)], ["to-torch", str(saved), str(out)]):
-        done = CliRunner().invoke(vescale_convert, arguments)
+        done = vescale_convert(*arguments)
         assert done.exit_code == 0, done.output
     state: dict[str, dict[str, torch.Tensor]] = torch.load(out)
     return state["model"]

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.integrations.weight_sync import WholeTensors, sglang_bucket, vllm_source
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer.links import codes, scales

@@ -44,10 +44,8 @@ from vescale_fsdp.conversion.formats.huggingface import class_check, write_from_
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN
 from vescale_fsdp.conversion.formats.huggingface.write_from_ranks import segments_of
 from vescale_fsdp.conversion.live.held_shards import HeldShards
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, ConversionError
 from vescale_fsdp.layout.distribution import Axis, RankSet, ShardCut
-from vescale_fsdp.layout.placement import RaggedShard
 
 WORLD = 4
 
