@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,27 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.meetings import meetings, short_waits
 from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import state_dict
 from vescale_fsdp.collectives import group_log
 from vescale_fsdp.collectives.process_groups import break_group
-from vescale_fsdp.dtensor import meeting, redistribute
+from vescale_fsdp.dtensor import redistribute
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.integrations import as_fsdp2
-from vescale_fsdp.runtime.comm import order_watch
 
 FULL = StateDictOptions(full_state_dict=True)
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.GatherWarning")
 
 
-@contextmanager
-def soon() -> Iterator[None]:
+def soon() -> AbstractContextManager[None]:
     """Ranks look for differences every tenth of a second, and late ones are reported."""
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(order_watch, "BOUND_S", 0.8))
-        for name, value in (("ASK_S", 0.1), ("REPORT_S", 0.2)):
-            patches.enter_context(mock.patch.object(meeting, name, value))
-        yield
+    return short_waits(order=0.8, ask=0.1, report=0.2)
 
 
 def model_on(mesh: Any) -> Any:
@@ -166,9 +160,7 @@ def in_steps() -> list[int]:
     """The meetings of two steps, and of unshards of a unit."""
     model = model_on(cpu_mesh())
     optimizer = torch.optim.AdamW(model.parameters())
-    met = meeting.meeting_of(cpu_mesh().get_group())
-    assert met is not None
-    counts = []
+    mesh, counts = cpu_mesh(), []
 
     def step() -> None:
         model(torch.ones(4, 5)).sum().backward()
@@ -185,9 +177,9 @@ def in_steps() -> list[int]:
         unit.reshard,
         unit.unshard,
     ):
-        before = met.count
+        before = meetings(mesh)
         call()
-        counts.append(met.count - before)
+        counts.append(meetings(mesh) - before)
     return counts
 
 
@@ -220,12 +212,10 @@ def test_a_rank_that_has_ended_is_named() -> None:
 def installed() -> int:
     """The meetings of torch's getter under `as_fsdp2`, for four parameters."""
     model = model_on(cpu_mesh())
-    met = meeting.meeting_of(cpu_mesh().get_group())
-    assert met is not None
     with as_fsdp2():
         state = torch_state_dict.get_model_state_dict(model, options=FULL)
     assert len(state) == 4 and not any(isinstance(value, DTensor) for value in state.values())
-    return met.count
+    return meetings(cpu_mesh())
 
 
 def test_torchs_getter_meets_once_under_as_fsdp2() -> None:

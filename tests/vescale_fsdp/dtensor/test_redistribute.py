@@ -18,7 +18,6 @@ from torch.distributed.tensor.placement_types import Placement
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import RaggedShard
-from vescale_fsdp.collectives import operations
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute as move
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
@@ -40,9 +39,10 @@ COLLECTIVES = (
 def counted() -> Iterator[dict[str, list[int]]]:
     """Which collectives ran, and how many elements this rank sent to others in every all-to-all."""
     calls: dict[str, list[int]] = {}
+    exchange = redistribute.all_to_all_into
 
     def counting(name: str) -> object:
-        real = vars(operations)[name]
+        real = vars(redistribute)[name]
 
         def call(*args: object) -> object:
             calls.setdefault(name, []).append(0)
@@ -56,7 +56,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
         rank = dist.get_rank()
         assert outgoing[rank] == incoming[rank] == 0 and sent.numel() == sum(outgoing)
         calls.setdefault("all_to_all_into", []).append(sent.numel())
-        return operations.all_to_all_into(received, sent, incoming, outgoing, group)  # type: ignore[arg-type]
+        return exchange(received, sent, incoming, outgoing, group)
 
     with (
         mock.patch.multiple(redistribute, **{name: counting(name) for name in COLLECTIVES}),
@@ -165,7 +165,7 @@ def hybrid_reduction() -> dict[str, list[int]]:
     own = plain(SHAPE, dist.get_rank())
     tensor = DTensor.from_local(own, mesh, [Partial(), Partial()], run_check=False)
     sizes: list[int] = []
-    real = operations.all_reduce_in_place
+    real = redistribute.all_reduce_in_place
 
     def all_reduce(piece: torch.Tensor, *args: object) -> object:
         sizes.append(piece.numel())

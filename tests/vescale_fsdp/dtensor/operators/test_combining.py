@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support.distributed import cpu_mesh, run_cases, run_threads
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
-from vescale_fsdp.dtensor import meeting, redistribute
+from vescale_fsdp.dtensor import redistribute
 from vescale_fsdp.dtensor.operators import combining
 from vescale_fsdp.errors import UnsupportedOpError
 
@@ -47,9 +47,11 @@ _sent: Counter[int] = Counter()  # rank -> operators that sent something
 
 @pytest.fixture(autouse=True)
 def _count_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet = combining.meet
+
     def counted(groups: Any, call: str) -> None:
         _sent[dist.get_rank()] += 1
-        meeting.meet(groups, call)
+        meet(groups, call)
 
     monkeypatch.setattr(combining, "meet", counted)
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.distributed import cpu_mesh, run_cases, run_ranks, run_threads
+from tests.support.meetings import short_waits
 from tests.support.models import TensorParallelLayer
 from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
-from vescale_fsdp.dtensor import meeting
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
 
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.GatherWarning")
@@ -189,10 +189,10 @@ def _read_on_one_rank(all_done: threading.Barrier) -> str:
     return ""
 
 
-def test_a_loss_of_one_rank_alone_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_one_rank_alone_raises() -> None:
     """All ranks gather, and one of them uses the value: its backward waits for the others, and says so."""
-    monkeypatch.setattr(meeting, "BOUND_S", 0.3)
-    first, second = run_threads(2, _read_on_one_rank, threading.Barrier(2))
+    with short_waits(bound=0.3):
+        first, second = run_threads(2, _read_on_one_rank, threading.Barrier(2))
     assert "(3, 4)" in first and not second
 
 

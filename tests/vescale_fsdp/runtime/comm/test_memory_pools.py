@@ -14,7 +14,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import check_steps, refused, shard
 from vescale_fsdp.collectives.operations import all_gather_into
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.runtime.fsdp_state import state_of
+from tests.support.units import groups_of
 from vescale_fsdp.torch_private import storage_id
 
 
@@ -62,7 +62,7 @@ def growing(pool: Pool) -> Iterator[list[tuple[int, bool]]]:
 
 
 def full_storages(model: Any) -> set[int]:
-    return {storage_id(group.full.flat) for group in state_of(model).groups}  # type: ignore[union-attr]
+    return {storage_id(group.full.flat) for group in groups_of(model)}
 
 
 def of_the_users() -> None:

@@ -18,7 +18,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tools.mirror import MirroredGroup, mirrored
 from vescale_fsdp import fully_shard
-from vescale_fsdp.runtime.fsdp_state import state_of
+from tests.support.units import groups_of
 
 COPIES = (
     "aten.copy_",
@@ -98,7 +98,7 @@ def count(use_ours: bool, half: bool) -> Counted:
         forward.copied,
         backward.copied,
         sum(numel for _, numel in autograds_own.copied),
-        [g.shard.numel() for m in model.modules() if (s := state_of(m)) for g in s.groups],
+        [group.shard.numel() for group in groups_of(*model.modules())],
         sum(p.numel() for p in model.parameters()),
     )
 
@@ -168,7 +168,7 @@ def gradient_buffers(in_flight: int) -> list[list[torch.Tensor]]:
 
     backward(0)  # units share from their first forward on
     steps: list[list[torch.Tensor]] = []
-    root = state_of(model).groups[0].layout.numel  # type: ignore[union-attr]
+    root = groups_of(model)[0].layout.numel
 
     def with_memory() -> list[torch.Tensor]:
         # Without the root's: the loss begins with its gradients, so they are there beside a layer's.
@@ -176,7 +176,7 @@ def gradient_buffers(in_flight: int) -> list[list[torch.Tensor]]:
         return [full for full in layers.values() if full.untyped_storage().nbytes()]
 
     for module in (*model.blocks, model):
-        (group,) = state_of(module).groups  # type: ignore[union-attr]
+        (group,) = groups_of(module)
         reduce, take = group.comm.reduce_scatter, group.grads.take_spare
 
         def watched(shard: torch.Tensor, full: torch.Tensor, reduce: Any = reduce) -> Any:
@@ -235,7 +235,7 @@ def reduce_from_own_memory() -> None:
     block.set_custom_reduce_scatter(own)
     for _ in range(2):
         models.loss_of(model, models.batch(0, 0)).backward()
-    layout = state_of(block).groups[0].layout  # type: ignore[union-attr]
+    layout = groups_of(block)[0].layout
     assert own.allocated == [layout.numel, layout.shard_numel, layout.shard_numel]
 
 
@@ -265,7 +265,7 @@ def where_parameters_lie() -> int:
     seen = []
 
     def check(module: nn.Module, args: Any) -> None:
-        (group,) = state_of(module).groups  # type: ignore[union-attr]
+        (group,) = groups_of(module)
         first = group.full.flat.data_ptr()
         last = first + group.full.flat.numel() * group.full.flat.element_size()
         for param in module.parameters():

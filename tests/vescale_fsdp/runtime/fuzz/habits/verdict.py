@@ -20,19 +20,17 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.support.distributed import RankError, RankTimeout, run_ranks, run_threads
+from tests.support.meetings import short_waits
 from tests.vescale_fsdp.runtime.fuzz.habits.allowed import LIMITS, Limit
 from tests.vescale_fsdp.runtime.fuzz.habits.engines import ENGINES
 from tests.vescale_fsdp.runtime.fuzz.habits.loop import Loop, Seen
 from tests.vescale_fsdp.runtime.fuzz.habits.program import Program, smaller
-from vescale_fsdp.dtensor import meeting
 from vescale_fsdp.errors import VescaleError
-from vescale_fsdp.runtime.comm import order_watch
 
 RANKS_TOGETHER_S = 2.0  # how long the others may take to raise, once one rank has raised
 TIMEOUT_S = {"plain": 20.0, "ours": 20.0, "fsdp2": 10.0}
@@ -134,7 +132,7 @@ def outcome(program: Program, engine: str) -> Outcome:
 def _run_process(program: Program) -> Rank:
     """This library on one rank that is a process; waits are short."""
     loop, rank = Loop(program, ENGINES["ours"]()), Rank()
-    with mock.patch.object(order_watch, "BOUND_S", ALONE_S), mock.patch.object(meeting, "REPORT_S", ALONE_S):
+    with short_waits(order=ALONE_S, report=ALONE_S):
         try:
             loop.run()
         except Exception as error:  # noqa: BLE001  whatever it is, it is what became of the rank

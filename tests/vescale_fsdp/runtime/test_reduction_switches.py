@@ -82,7 +82,7 @@ def custom_comm() -> None:
     check_steps(model, models.build(), 2)
     assert (gather.calls, gather.buffers) == (4, 1)
     assert (reduce.calls, reduce.buffers) == (2, 3)  # one gradient buffer for all, a result for each
-    assert reduced == [state_of(model.blocks[1]).groups[0].layout.shard_numel] * 2
+    assert reduced == [groups_of(model.blocks[1])[0].layout.shard_numel] * 2
 
 
 def test_custom_collectives_and_hooks() -> None:
@@ -114,9 +114,9 @@ def test_hsdp_accumulates_without_all_reduce() -> None:
 def own_communicator() -> None:
     model = shard(models.build())
     model.set_separate_reduce_scatter_group()
-    groups = {id(state_of(m).groups[0].comm.reduce_group) for m in (*model.blocks, model)}
+    groups = {id(groups_of(m)[0].comm.reduce_group) for m in (*model.blocks, model)}
     assert len(groups) == 1
-    assert state_of(model).groups[0].comm.reduce_group is not state_of(model).groups[0].comm.shard_group
+    assert groups_of(model)[0].comm.reduce_group is not groups_of(model)[0].comm.shard_group
     check_steps(model, models.build())
 
 

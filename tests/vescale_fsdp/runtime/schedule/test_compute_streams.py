@@ -15,7 +15,7 @@ from torch import nn
 from tests.support import models
 from tests.support.async_device.stream_recorder import RecordedStream, StreamRecorder, recording
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.vescale_fsdp.runtime.comm.test_streams import shard, step
+from tests.vescale_fsdp.runtime.schedule.test_streams import shard, step
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.comm_context import CommContext

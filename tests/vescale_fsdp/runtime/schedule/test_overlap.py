@@ -11,7 +11,7 @@ import torch
 from tests.support import models
 from tests.support.async_device.stream_recorder import Collective, RecordedStream, recording
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.vescale_fsdp.runtime.comm.test_streams import shard, step
+from tests.vescale_fsdp.runtime.schedule.test_streams import shard, step
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup

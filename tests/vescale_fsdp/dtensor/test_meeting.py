@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +18,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.distributed import cpu_mesh, run_ranks, run_threads
 from tests.support.dtensor_conformance import plain
+from tests.support.meetings import meetings, short_waits
 from tests.vescale_fsdp.dtensor.operators.test_combining import SHAPE, cuts
 from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import state_dict
-from vescale_fsdp.collectives import group_log
 from vescale_fsdp.dtensor import meeting, redistribute, set_implicit_gathers
 from vescale_fsdp.dtensor.operators import gathered_views
 from vescale_fsdp.errors import GatherWarning, LifecycleError, UnsupportedOpError
-from vescale_fsdp.runtime.comm import order_watch
 
 FULL = StateDictOptions(full_state_dict=True)
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_fsdp.errors.GatherWarning")
@@ -37,13 +35,6 @@ def pair() -> tuple[RaggedDTensor, RaggedDTensor]:
     first, second, *_ = cuts(dist.get_world_size()).values()
     mesh = cpu_mesh()
     return distribute_tensor(plain(SHAPE), mesh, [first]), distribute_tensor(plain(SHAPE, 1), mesh, [second])
-
-
-def meetings(mesh: DeviceMesh) -> int:
-    """How many calls of this rank have met the other ranks."""
-    met = meeting.meeting_of(mesh.get_group())
-    assert met is not None
-    return met.count
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
@@ -70,11 +61,10 @@ def alone(name: str, all_done: threading.Barrier) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_calls_alone_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_calls_alone_raises(name: str) -> None:
     """It names the operator and the absent rank within the bound; others raise at their next operator."""
-    monkeypatch.setattr(meeting, "BOUND_S", 0.1)
-    monkeypatch.setattr(meeting, "ASK_S", 0.02)
-    (first, _), (nothing, later) = run_threads(2, alone, name, threading.Barrier(2))
+    with short_waits(bound=0.1, ask=0.02):
+        (first, _), (nothing, later) = run_threads(2, alone, name, threading.Barrier(2))
 
     assert name in first and "ranks 1" in first
     assert nothing == "no error" and name in later and "Rank 0 called" in later
@@ -89,10 +79,11 @@ def different() -> str:
     return str(caught.value.got)
 
 
-def test_different_operators_raise_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_operators_raise_everywhere() -> None:
     """All ranks name both operators; nothing is sent."""
-    monkeypatch.setattr(meeting, "ASK_S", 0.02)
-    for text in run_threads(3, different):
+    with short_waits(ask=0.02):
+        ends = run_threads(3, different)
+    for text in ends:
         assert "aten.add_.Tensor" in text and "aten.mul_.Tensor" in text
 
 
@@ -124,14 +115,13 @@ class _Watch:
         self._num_looks += 1
         return self.found if self._finds and self._num_looks > 1 else None
 
-    def follow(self, log: group_log.GroupLog, entry: str) -> None:
+    def follow(self, log: Any, entry: str) -> None:
         self.entries.append(entry)
 
 
 def observed() -> list[str]:
     x, _ = pair()
-    log = group_log.log_of(x.device_mesh.get_group())
-    assert log is not None
+    log = meeting.meeting_of(x.device_mesh.get_group()).log
     watch, finder = cast(Any, _Watch(finds=False)), cast(Any, _Watch(finds=True))
     log.watches.add(watch)
     x.t(), x + 1, x.sum()
@@ -143,18 +133,18 @@ def observed() -> list[str]:
     return cast(list[str], watch.entries)
 
 
-def test_operators_are_in_the_order_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_in_the_order_of_collectives() -> None:
     """What is sent is in the order of a unit's collectives, and a rank that waits hears what a watch has found."""
-    monkeypatch.setattr(meeting, "ASK_S", 0.02)
-    for entries in run_threads(2, observed):
+    with short_waits(ask=0.02):
+        ends = run_threads(2, observed)
+    for entries in ends:
         assert [entry.split()[0] for entry in entries] == ["aten.t.default", "aten.sum.default"]
 
 
 def one_more() -> str:
     """Rank 0 has started a collective that the other rank has not; then both make the same call."""
     x, _ = pair()
-    log = group_log.log_of(x.device_mesh.get_group())
-    assert log is not None
+    log = meeting.meeting_of(x.device_mesh.get_group()).log
     if dist.get_rank() == 0:
         log.start("gather ahead")
     with pytest.raises(LifecycleError) as caught:
@@ -162,10 +152,11 @@ def one_more() -> str:
     return str(caught.value.got)
 
 
-def test_calls_after_other_collectives_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_after_other_collectives_raise() -> None:
     """Otherwise the messages of a gather in flight would meet those of the call."""
-    monkeypatch.setattr(meeting, "ASK_S", 0.02)
-    for text in run_threads(2, one_more):
+    with short_waits(ask=0.02):
+        ends = run_threads(2, one_more)
+    for text in ends:
         assert "after 0 " in text and "after 1 " in text
 
 
@@ -180,15 +171,15 @@ def late(has_warned: threading.Event) -> torch.Tensor:
 def test_a_late_rank_is_reported_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning names the call and the rank; all ranks get their values."""
     has_warned, warnings_given = threading.Event(), []
-    monkeypatch.setattr(meeting, "ASK_S", 0.02)
-    monkeypatch.setattr(meeting, "REPORT_S", 0.05)
 
     def warn(_: str, text: str) -> None:
         warnings_given.append(text)
         has_warned.set()
 
     monkeypatch.setattr(meeting._log, "warning", warn)
-    for full in run_threads(2, late, has_warned):
+    with short_waits(ask=0.02, report=0.05):
+        found = run_threads(2, late, has_warned)
+    for full in found:
         torch.testing.assert_close(full, plain(SHAPE))
     (text,) = warnings_given
     assert "full_tensor" in text and "ranks 1" in text
@@ -209,10 +200,11 @@ def on_two_axes(all_done: threading.Barrier) -> tuple[str, str]:
     return ends[0], ends[1]
 
 
-def test_all_ranks_of_all_groups_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_of_all_groups_raise() -> None:
     """Also those whose own first group has met, since a rank that raises lets its later groups know; then all go on."""
-    monkeypatch.setattr(meeting, "ASK_S", 0.02)
-    for first, then in run_threads(4, on_two_axes, threading.Barrier(4)):
+    with short_waits(ask=0.02):
+        ends = run_threads(4, on_two_axes, threading.Barrier(4))
+    for first, then in ends:
         assert "full_tensor" in first and "sum" in first and then == ""
 
 
@@ -295,10 +287,10 @@ def requests(row: str, lists: list[list[str]]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_requests_to_the_store(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_the_store(row: str) -> None:
     """Three per meeting and rank, and two more of the last rank; a call of many tensors is one meeting."""
-    monkeypatch.setattr(meeting, "ASK_S", 30.0)
-    (count, _), *others = found = run_threads(3, requests, row, [[] for _ in range(3)])
+    with short_waits(ask=30.0):
+        (count, _), *others = found = run_threads(3, requests, row, [[] for _ in range(3)])
     assert count == ROWS[row][1] and all(other[0] == count for other in others)
     assert sum(number for _, number in found) == count * (3 * 3 + 2)
 
@@ -422,8 +414,7 @@ def logging_on_rank_0() -> str:
             if step == 1 and dist.get_rank() == 0:
                 _ = model[0].weight[:, 0]
 
-    soon = mock.patch.object(order_watch, "BOUND_S", 0.8), mock.patch.object(meeting, "ASK_S", 0.1)
-    with soon[0], soon[1], pytest.raises(LifecycleError) as caught:
+    with short_waits(order=0.8, ask=0.1), pytest.raises(LifecycleError) as caught:
         train()
     return f"{caught.value.expected} {caught.value.got}"
 
