@@ -5,6 +5,7 @@ Ranks of the test harness have this in `run_ranks`; jobs under torchrun in `tool
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from typing import Any
+
+import psutil
 
 from tools.torchrun_job import abort_with_children
 
@@ -57,6 +60,13 @@ def receive(pipe: Connection, what: str, *, limit_s: float = 60.0) -> Any:
     """
     assert pipe.poll(limit_s), f"after {limit_s} s, still waiting for {what}"
     return pipe.recv()
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait until a signal has stopped or ended a process, which takes a moment."""
+    gone = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        wait_until(lambda: psutil.Process(pid).status() in gone, f"the end of process {pid}")
 
 
 def join(worker: BaseProcess | Thread, *, limit_s: float = 60.0) -> None:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp import RaggedShard, distribute_tensor
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8
 from vescale_fsdp.torch_private import local_of
@@ -50,7 +50,7 @@ def moved(codec: BlockCodec, first: int) -> tuple[bool, int]:
         local = local_of(into[name])
         assert local.numel() and plan.demand.sent.sum() > 0
         expected = local_of(distribute_stock(part, mesh, [Shard(0)]))
-        same &= bytes_of(local).equal(bytes_of(expected.contiguous()))
+        same &= same_bytes(local, expected)
     return same, transfer._cut_blocks.total
 
 

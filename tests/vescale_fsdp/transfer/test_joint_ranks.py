@@ -7,7 +7,6 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +22,6 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
-from vescale_fsdp.checkpoint.ranks.stores import SignedStore, bound_store
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import store_of
 from vescale_fsdp.transfer.description import describe_states
@@ -251,25 +249,3 @@ def test_a_meeting_leaves_nothing(tmp_path: Path, count: int) -> None:
         files, threads, groups = zip(*found, strict=True)
         assert len(found) == count and len(set(groups)) == 1, found
         assert max(files[1:]) <= files[1] + 1 and max(threads[1:]) <= threads[1] + 1, found
-
-
-def test_stores_that_are_signed() -> None:
-    """Values are read back; a value that was changed, moved to another key or signed with another secret is refused."""
-    inner = dist.HashStore()
-    store = SignedStore(inner, b"x")
-    store.set("a", b"\xff\x00")
-    assert store.get("a") == b"\xff\x00"
-    assert store.compare_set("b", "", "1") == b"1" and store.compare_set("b", "2", "3") == b"1"
-    assert store.compare_set("b", "1", "3") == b"3" == store.get("b")
-    assert dist.PrefixStore("p", store).compare_set("c", "", "4") == b"4"
-    forged = [inner.get("a") + b"y", inner.get("b"), b"", SignedStore(inner, b"y")._signed("a", "1")]
-    for value in forged:
-        inner.set("a", value)
-        with pytest.raises(PlacementError):
-            store.get("a")
-    opened = bound_store("127.0.0.1", 0, timedelta(seconds=10))
-    opened.set("k", "v")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", opened.port), timeout=5)
-    with socket.create_connection(("127.0.0.1", opened.port), timeout=5):
-        pass

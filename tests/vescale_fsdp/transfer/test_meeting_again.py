@@ -15,7 +15,6 @@ from examples.serve_while_training import LIMIT_S, SECRET, run, started, wait_fo
 from tests.support.distributed import _PRELOAD
 from tests.support.processes import wait_until
 from tests.vescale_fsdp.transfer.test_joint_ranks import free_port
-from vescale_fsdp.checkpoint.ranks.stores import BoundedStore
 from vescale_fsdp.transfer.joint_ranks import _Meeting, joint_ranks
 
 
@@ -56,7 +55,7 @@ def test_an_elastic_trainer_feeds_an_engine(tmp_path: Path) -> None:
 
 def test_a_place_that_is_taken_opens_the_next_meeting() -> None:
     """A rank died after its greeting; its successor and a rank that waits in the first meeting find each other."""
-    store = BoundedStore(dist.HashStore(), 60.0)
+    store = dist.HashStore()
     _Meeting(store, 1, 2, 60.0, b"s")._take_place()  # and no more
     with ThreadPoolExecutor(2) as pool:
         deadline_s = time.monotonic() + 60
