@@ -3,7 +3,7 @@
 Memory is freed deterministically, without ``record_stream``: the host frees a buffer at a fixed point of the schedule,
 and the stream that owns the memory waits for the last use by other streams before it allocates again. On the CPU there
 are no streams: collectives run in gloo's threads and `wait` blocks.
-`tests/vescale_fsdp/runtime/comm/test_streams.py` runs this code on recorded streams and checks the order of every
+`tests/vescale_fsdp/runtime/schedule/test_streams.py` runs this code on recorded streams and checks the order of every
 access and allocation.
 """
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.units import groups_of
 from vescale_fsdp import fully_shard
-from vescale_fsdp.runtime.fsdp_state import state_of
 
 
 def filled() -> nn.Sequential:
@@ -47,9 +47,9 @@ def grads(members: list[int], way: str) -> list[torch.Tensor] | None:
     for _ in range(2):
         model.zero_grad()
         model(rows).square().sum().backward()
-    state = state_of(model)
-    assert state is not None and (state.groups[0].comm.part_size == 2) == (mesh.size(mesh.ndim - 1) == 4)
-    made = state.groups[0].comm.process_groups()
+    comm = groups_of(model)[0].comm
+    assert (comm.part_size == 2) == (mesh.size(mesh.ndim - 1) == 4)
+    made = comm.process_groups()
     # The watch closes connections of groups whose backend is "gloo", to end waits for a lost rank.
     assert len(made) > 1 or way != "separate"
     assert {dist.get_backend(group) for group in made} == {"gloo"}

@@ -15,13 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.units import groups_of
 from vescale_fsdp import MixedPrecisionPolicy, PaddingPolicy, RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, step_in_backward
-from vescale_fsdp.runtime.comm.group_comm import GroupSettings
-from vescale_fsdp.runtime.fsdp_state import state_of
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -122,10 +121,9 @@ def _renew_all() -> int:
 def _prove_alike(model: nn.Module, other: nn.Module) -> None:
     """The same layouts, on the same mesh."""
     for module, others in zip(model.modules(), other.modules(), strict=True):
-        mine, theirs = state_of(module), state_of(others)
-        if mine is not None and theirs is not None:
-            assert [g.layout for g in mine.groups] == [g.layout for g in theirs.groups]
-            assert [g.data for g in mine.groups] == [g.data for g in theirs.groups]
+        mine, theirs = groups_of(module), groups_of(others)
+        assert [g.layout for g in mine] == [g.layout for g in theirs]
+        assert [g.data for g in mine] == [g.data for g in theirs]
 
 
 def _prove_equal_states(
@@ -171,25 +169,22 @@ def _settings_renewed() -> None:
     """Every field set on one unit, on its own and with the others, before the model goes to other ranks."""
     for changes in ({name: value} for name, value in CHANGES.items()):
         model = models.shard(models.build(1), cpu_mesh())
-        block, root = state_of(model.blocks[0]), state_of(model)
-        assert block is not None and root is not None
-        for group in block.groups:
+        block, root = groups_of(model.blocks[0]), groups_of(model)
+        defaults = [group.comm.settings for group in root]
+        for group in block:
             group.comm.change(**changes)
-        before = [group.comm.settings for group in block.groups]
-        assert before[0] != GroupSettings()
+        before = [group.comm.settings for group in block]
+        assert before[0] not in defaults and CHANGES.keys() == {each.name for each in fields(before[0])}
         renew_model(model, cpu_mesh())
-        assert [group.comm.settings for group in block.groups] == before
-        assert all(group.comm.settings == GroupSettings() for group in root.groups)
-        for state in (block, root):
-            for group in state.groups:
-                comm = group.comm
-                assert (comm.reduce_group is not None) == comm.settings.separate_reductions
-                assert comm.reduce_group is not comm.shard_group
+        assert [group.comm.settings for group in block] == before
+        assert [group.comm.settings for group in root] == defaults
+        for comm in [group.comm for group in block + root]:
+            assert (comm.reduce_group is not None) == comm.settings.separate_reductions
+            assert comm.reduce_group is not comm.shard_group
 
 
 def test_settings_are_taken_over_whole() -> None:
     """Settings of one unit stay on that unit, and on no other, after a move to other ranks."""
-    assert CHANGES.keys() == {each.name for each in fields(GroupSettings)}
     run_ranks(2, _settings_renewed)
 
 

@@ -22,7 +22,6 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import ParamShape, natural_key, shapes_of, units_of
 from vescale_fsdp.layout.pictures import Canvas
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.runtime.fsdp_state import state_of
 
 
 def model_shapes(num_layers: int = 3) -> dict[str, tuple[int, ...]]:
@@ -115,8 +114,7 @@ def runtime_layouts() -> list[GroupLayout]:
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), granularity=rule)
     fully_shard(model, mesh=cpu_mesh(), granularity=rule)
-    states = [state_of(module) for module in (*model.blocks, model)]
-    return [group.layout for state in states if state is not None for group in state.groups]
+    return [layout for _, layout in model.model_layout().groups]
 
 
 def test_report_plans_what_the_runtime_plans() -> None:

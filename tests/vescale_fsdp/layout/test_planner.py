@@ -10,6 +10,7 @@ import os
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -394,3 +395,15 @@ def test_repeated_names_are_refused() -> None:
     with pytest.raises(LayoutError) as refused:
         plan_group([TensorSpec("w", (4,), "float32", 1)] * 2, 2)
     assert refused.value.got == "['w']"
+
+
+def test_rows_are_cut_as_fsdp2_cuts_them() -> None:
+    """Each tensor by torch.chunk of its rows, at the same place of every shard; padding at the end of rows."""
+    for rows, world in [(8, 2), (7, 2), (7, 3), (2, 4), (9, 4), (5, 1), (0, 2)]:
+        specs = [TensorSpec("a", (rows, 3), "float32", 1), TensorSpec("b", (4,), "float32", 1)]
+        layout = plan_by_rows(specs, world)
+        chunks = [c.numel() for c in torch.zeros(rows, 3).chunk(world)]
+        assert list(layout.piece_numels(layout.slot("a"))) == chunks + [0] * (world - len(chunks))
+        assert layout.shard_numel == -(-(-(-rows // world) * 3) // 32) * 32 + 32
+        starts = {layout.piece(layout.slot("b"), r).local_offset for r in range(world) if r < 4}
+        assert starts <= {0, layout.shard_numel - 32}

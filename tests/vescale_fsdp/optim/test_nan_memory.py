@@ -12,11 +12,10 @@ import torch.distributed as dist
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.faults.nan_memory import nan_memory
+from tests.support.units import groups_of
 from vescale_fsdp import MixedPrecisionPolicy, Rows
-from vescale_fsdp.collectives.operations import all_gather_into
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
-from vescale_fsdp.runtime.fsdp_state import state_of
 
 CODEC = Fp8Blocks(1, 16)
 CASES: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ class SeesShards:
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         largest = input_tensor.abs().max().item() if input_tensor.numel() else 0.0
         self.largest = largest if largest != largest or largest > self.largest else self.largest
-        return all_gather_into(output_tensor, input_tensor, group)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def trained(case: str, shape: tuple[int, ...], filled: bool) -> tuple[list[torch.Tensor], int]:
@@ -73,7 +72,7 @@ def trained(case: str, shape: tuple[int, ...], filled: bool) -> tuple[list[torch
             assert seen.largest < 10.0
         padding = 0
         for module in (*model.blocks, model):
-            for group in state_of(module).groups:  # type: ignore[union-attr]
+            for group in groups_of(module):
                 is_padding = torch.ones_like(group.shard, dtype=torch.bool)
                 for param in group.params:
                     is_padding[param.local] = False

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.grads import reduced_grad
+from tests.support.units import groups_of
 from vescale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, RaggedDTensor, fully_shard
-from vescale_fsdp.dtensor.waiting_grad import waiting_in
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, step_in_backward
-from vescale_fsdp.runtime.fsdp_state import states_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
@@ -33,9 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def num_grads(model: nn.Module) -> int:
     """How many sharded gradients exist."""
     return sum(
-        isinstance(param.sharded.grad, RaggedDTensor) and waiting_in(param.sharded.grad) is None
-        for state in states_of(model)
-        for group in state.groups
+        isinstance(grad := param.sharded.grad, RaggedDTensor) and reduced_grad(param.sharded) is grad
+        for group in groups_of(*model.modules())
         for param in group.params
     )
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.collectives import operations
+from vescale_fsdp.runtime.comm import group_comm
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -106,7 +106,7 @@ class Own:
         async_op: bool = False,
     ) -> Any:
         assert input_tensor.dtype is output_tensor.dtype is torch.float32
-        return operations.reduce_scatter_into(output_tensor, input_tensor, op, group)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
 def change_reductions() -> None:
@@ -150,7 +150,7 @@ def use_unequally() -> torch.dtype:
     model: Any = fully_shard(Either(), mesh=cpu_mesh(), mp_policy=MIXED)
     rank = dist.get_rank()
     reduced = []
-    scatter = operations.reduce_scatter_into
+    scatter = group_comm.reduce_scatter_into
 
     def watched(shard: torch.Tensor, full: torch.Tensor, *rest: Any) -> Any:
         reduced.append(full.dtype)

@@ -14,6 +14,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.grads import all_wait
 from tests.support.models import check_steps, shard
+from tests.support.units import groups_of
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads

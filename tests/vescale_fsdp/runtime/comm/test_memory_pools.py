@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from tests.support import models
 from tests.support.distributed import run_ranks
 from tests.support.models import check_steps, refused, shard
-from vescale_fsdp.collectives.operations import all_gather_into
-from vescale_fsdp.errors import UnsupportedOpError
 from tests.support.units import groups_of
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.torch_private import storage_id
 
 
@@ -43,7 +43,7 @@ class OwnGather:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        return all_gather_into(output_tensor, input_tensor, group)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 @contextmanager

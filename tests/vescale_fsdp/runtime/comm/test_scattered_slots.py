@@ -12,10 +12,9 @@ from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.vescale_fsdp.layout.test_scattered_slots import DRAWN
-from vescale_fsdp import PaddingPolicy, RaggedDTensor, Rows, fully_shard
+from vescale_fsdp import FSDPModule, PaddingPolicy, RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.layout import planner
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.fsdp_state import state_of
 
 GRANULARITY = {"*w0": Rows(3), "*w1": Rows(1), "*w2": Rows(4), "*w3": Rows(2)}
 # What the planner scatters of a Branches unit, by world size.
@@ -57,6 +56,14 @@ def build(seed: int = 3) -> Pair:
     return Pair()
 
 
+def scattered(block: nn.Module) -> list[str]:
+    """Names of a unit's tensors that no rank owns as one run."""
+    assert isinstance(block, FSDPModule)
+    return [
+        slot.fqn for _, layout in block.model_layout().groups for slot in layout.slots if slot.is_scattered
+    ]
+
+
 def shard(model: Pair, world: int, **options: object) -> Pair:
     """Sharded by blocks that make the planner scatter what SCATTERED says."""
     for block in model.blocks:
@@ -64,10 +71,7 @@ def shard(model: Pair, world: int, **options: object) -> Pair:
             planner, "ALIGN_BYTES", 32
         ):  # else there is hardly a place for such small tensors
             fully_shard(block, mesh=cpu_mesh(), granularity=GRANULARITY, **options)  # type: ignore[call-overload]
-        state = state_of(block)
-        assert state is not None
-        (group,) = state.groups
-        assert {slot.fqn for slot in group.layout.slots if slot.is_scattered} == SCATTERED[world]
+        assert set(scattered(block)) == SCATTERED[world]
     fully_shard(model, mesh=cpu_mesh())
     return model
 
@@ -151,9 +155,7 @@ def forbid(world: int) -> list[str]:
     model = build()
     never = PaddingPolicy(scatter="never")
     fully_shard(model.blocks[0], mesh=cpu_mesh(), granularity=GRANULARITY, padding_policy=never)
-    state = state_of(model.blocks[0])
-    assert state is not None
-    return [slot.fqn for group in state.groups for slot in group.layout.slots if slot.is_scattered]
+    return scattered(model.blocks[0])
 
 
 def test_scattering_can_be_forbidden() -> None:

@@ -37,8 +37,6 @@ from tests.support.hooked_tensors import (
 )
 from vescale_fsdp import RaggedDTensor, Rows, fully_shard
 from vescale_fsdp.errors import LayoutError, MisuseError, UnsupportedOpError, VescaleError
-from vescale_fsdp.layout import TensorSpec
-from vescale_fsdp.layout.planner import plan_by_rows
 from vescale_fsdp.runtime.all_gather_hooks import scaled_together
 from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.fsdp_state import state_of, states_of
@@ -339,18 +337,6 @@ def test_missing_padding_is_seen() -> None:
     """A rank with fewer rows whose hook does not pad raises instead of sending too little."""
     expected, got = run_ranks(2, unpadded)[1]
     assert "(4, 6)" in expected and "(3, 6)" in got
-
-
-def test_rows_are_cut_as_fsdp2_cuts_them() -> None:
-    """Each tensor by torch.chunk of its rows, at the same place of every shard; padding at the end of rows."""
-    for rows, world in [(8, 2), (7, 2), (7, 3), (2, 4), (9, 4), (5, 1), (0, 2)]:
-        specs = [TensorSpec("a", (rows, 3), "float32", 1), TensorSpec("b", (4,), "float32", 1)]
-        layout = plan_by_rows(specs, world)
-        chunks = [c.numel() for c in torch.zeros(rows, 3).chunk(world)]
-        assert list(layout.piece_numels(layout.slot("a"))) == chunks + [0] * (world - len(chunks))
-        assert layout.shard_numel == -(-(-(-rows // world) * 3) // 32) * 32 + 32
-        starts = {layout.piece(layout.slot("b"), r).local_offset for r in range(world) if r < 4}
-        assert starts <= {0, layout.shard_numel - 32}
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.elastic.renewal import renew_model
 from vescale_fsdp.layout import GroupLayout, TensorSpec, plan_group
-from vescale_fsdp.layout.planner import plan_buffers
 
 
 class Towers(nn.Module):
@@ -96,6 +95,5 @@ def test_two_buffers_train_save_load_and_move_as_one(tmp_path: Path) -> None:
     """Values are a plain model's; a checkpoint fits any layout; on other ranks there are as many as these need."""
     specs = [TensorSpec(f"t{i}", s, "float32", s[-1]) for i, s in enumerate([(7, 25600), (8, 16000)])]
     assert plan_group(specs, 4, scatter="never").padding_ratio > 0.3
-    assert len(plan_buffers(specs, 4)) == 2
 
     assert run_ranks(4, train_save_and_move, tmp_path / "saved") == [[2, 1, 2]] * 4
