@@ -20,8 +20,9 @@ from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.verified_reads import StripedFile, VerifiedReads
 from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.extent import Extent
-from vescale_fsdp.layout.geometry import Box, run_start
+from vescale_fsdp.layout.geometry import Box, run_start, whole_box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,6 +108,29 @@ class Source(OpenSource):
 
     def __post_init__(self) -> None:
         self.reads = VerifiedReads(self.store, self.checked)
+
+    @classmethod
+    def from_readers(
+        cls, kind: str, store: Storage, tensors: Mapping[str, tuple[str, tuple[int, ...], BoxReader]]
+    ) -> Source:
+        """Return a source whose tensors are read by functions, as formats of other packages may.
+
+        Args:
+            kind: the format's name.
+            store: the folder that contains the files.
+            tensors: flattened name -> dtype such as ``"float32"``, shape, and a function that returns the items of a
+                box (`box.slices()` indexes an array of the shape) in numpy's dtype, or as unsigned integers of the
+                same width.
+        """
+        infos = {
+            name: TensorInfo(name, shape, dtype_from_torch(dtype))
+            for name, (dtype, shape, _) in tensors.items()
+        }
+        stored = {
+            name: StoredTensor(info, (StoredChunk(whole_box(info.shape), Extent("", 0, info.nbytes)),))
+            for name, info in infos.items()
+        }
+        return cls(kind, store, stored, readers={name: read for name, (_, _, read) in tensors.items()})
 
     @property
     def url(self) -> str:

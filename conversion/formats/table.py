@@ -9,6 +9,7 @@ the group ``vescale_fsdp.formats``: the entry point has the format's name and lo
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -199,9 +200,13 @@ TARGETS = {name: form.target for name, form in FORMATS.items() if form.target is
 DCP_INSIDE = r"[^/]+/\.metadata"
 
 
-@lru_cache  # looking up entry points reads the metadata of all installed packages
 def added_formats() -> dict[str, Format]:
     """Return the formats of other packages, by name. Called only if no format of this package matches."""
+    return _added_formats(tuple(sys.path))
+
+
+@lru_cache(maxsize=1)  # looking up entry points reads the metadata of all installed packages
+def _added_formats(path: tuple[str, ...]) -> dict[str, Format]:
     from importlib.metadata import entry_points  # takes 20 ms, which native loads need not spend
 
     return {point.name: point.load() for point in entry_points(group="vescale_fsdp.formats")}

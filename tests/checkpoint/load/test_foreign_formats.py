@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch import nn
 
 from vescale_fsdp.checkpoint import ProgressReport, SourceOptions, load, save
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats import table
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 
@@ -73,35 +70,3 @@ def test_a_save_that_did_not_end_is_no_other_format(tmp_path: Path) -> None:
         (tmp_path / form / "manifest.json").unlink()
         with pytest.raises(NoCheckpointError):
             load(tmp_path / form, _linear())
-
-
-def open_numbers(store: Storage, file: str, trust_pickle: bool) -> Any:
-    """A format of another package: a text with a number, which fills a weight."""
-    from vescale_fsdp.conversion import Source
-    from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-    from vescale_fsdp.layout.dtypes import dtype_from_torch
-    from vescale_fsdp.layout.extent import Extent
-    from vescale_fsdp.layout.geometry import whole_box
-
-    value = float(store.read("weight.number"))
-    info = TensorInfo("weight", (2, 3), dtype_from_torch("float32"))
-    stored = StoredTensor(info, (StoredChunk(whole_box(info.shape), Extent("", 0, 0)),))
-    return Source(
-        "numbers",
-        store,
-        {"weight": stored},
-        readers={"weight": lambda box: torch.full(box.sizes, value).numpy()},
-    )
-
-
-def test_formats_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that an entry point adds is opened when no format of this package fits."""
-    added = {"numbers": table.Format(r".*\.number", f"{__name__}:open_numbers")}
-    (tmp_path / "weight.number").write_text("7")
-    monkeypatch.setattr(table, "added_formats", dict)
-    with pytest.raises(NoCheckpointError):
-        load(tmp_path, _linear())
-    monkeypatch.setattr(table, "added_formats", lambda: added)
-    model = _linear()
-    load(tmp_path, model)
-    assert (model.weight == 7).all()

@@ -22,6 +22,7 @@ MODULES = (
     "vescale_fsdp.checkpoint.data",
     "vescale_fsdp.checkpoint.dcp",
     "vescale_fsdp.checkpoint.state_dict",
+    "vescale_fsdp.conversion.testing",
     "vescale_fsdp.transfer.links",
 )
 # Classes that only methods take or return. They have no public name, but a page.
