@@ -2,9 +2,9 @@
 
     python -m tools.inner_imports [--json FILE]     prints files, the names that they import, and three numbers
 
-A room is a folder of the product. A module is inner unless it is a public package or module, or one of `FRONTS`. A test
-may import inner names of the room that its own folder mirrors, and of rooms in that room. Counted are ``test_*.py``;
-the files that support them have a number of their own.
+A room is a folder of the product. A name is inner unless it has a page, or its module is a public package or module, or
+one of `FRONTS`. A test may import inner names of the room that its own folder mirrors, and of rooms in that room.
+Counted are ``test_*.py``; the files that support them have a number of their own.
 
 A patch is a call of ``monkeypatch.setattr``, ``monkeypatch.delattr``, ``mock.patch``, ``mock.patch.object``,
 ``mock.patch.multiple`` or ``mock.patch.dict`` on an object, or on a string, that does not come from another package.
@@ -18,11 +18,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.docs.public_names import MODULES, PACKAGES
+from tests.house.docs.public_names import MODULES, OF_METHODS, OF_STACKS, PACKAGES, public_names
 from tools.torchrun_job import ROOT
 
 PACKAGE = "vescale_fsdp"
 PUBLIC = {*PACKAGES, *MODULES, "vescale_fsdp.errors"}
+# Some have the name of the module that defines them.
+NAMES = {*public_names(), *OF_METHODS, *OF_STACKS}
 # Inner modules, with what is in them, that tests of any room may use.
 FRONTS = (
     "vescale_fsdp.checkpoint.ranks.coordinator",
@@ -40,7 +42,8 @@ def imports_of(tree: ast.AST, root: Path) -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
             for alias in node.names:
                 module = f"{node.module}.{alias.name}"
-                yield (module, "") if _is_module(root, module) else (str(node.module), alias.name)
+                is_module = module not in NAMES and _is_module(root, module)
+                yield (module, "") if is_module else (str(node.module), alias.name)
 
 
 def _is_ours(module: str) -> bool:
@@ -66,7 +69,7 @@ def room_of(root: Path, test: Path) -> str | None:
     parts = test.parent.parts[1:]
     if parts and parts[0] in ("checkpoint", "conversion"):
         parts = (PACKAGE, *parts)
-    while parts and not _is_module(root, ".".join(parts)):
+    while parts and not root.joinpath(*parts).is_dir():
         parts = parts[:-1]
     return ".".join(parts) or None
 
@@ -78,7 +81,7 @@ def inner_names(root: Path, test: Path) -> list[str]:
         {
             f"{module}.{name}".rstrip(".")
             for module, name in imports_of(ast.parse((root / test).read_text()), root)
-            if module not in PUBLIC
+            if module not in PUBLIC and f"{module}.{name}" not in NAMES
             if not any(_is_within(module, front) for front in FRONTS)
             if room is None or not _is_within(module, room)
         }

@@ -30,6 +30,9 @@ def test(monkeypatch, manager):
 
 def test_names_of_other_rooms(tmp_path: Path) -> None:
     """Public names and fronts never count; a room's inner names only outside of it."""
+    # A module whose public function has its name.
+    (tmp_path / "vescale_fsdp/checkpoint").mkdir(parents=True)
+    (tmp_path / "vescale_fsdp/checkpoint/save.py").touch()
     for folder in (
         "vescale_fsdp/checkpoint/native",
         "vescale_fsdp/layout",
