@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp.checkpoint.foreign import SourceOptions, foreign_formats
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.native.loadable import Loadable, NativeCheckpoint, Supply
 from vescale_fsdp.checkpoint.native.read import Reads
@@ -52,6 +52,7 @@ from vescale_fsdp.errors import (
     CheckpointError,
     CorruptCheckpointError,
     DamagedLoadError,
+    NoCheckpointError,
     PartialLoadError,
     VescaleError,
     some,

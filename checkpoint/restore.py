@@ -25,7 +25,7 @@ from torch import nn
 
 from vescale_fsdp.checkpoint.load import Loader, LoadReport, Read, Verify, partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.memory.peer_memory import (
     HeldPart,
     LostPartError,
@@ -42,7 +42,14 @@ from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, callers_level, some
+from vescale_fsdp.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    PartialLoadError,
+    callers_level,
+    some,
+)
 
 _FIRST_PAUSE_S = 0.01  # pause before the second listing; each further pause is twice as long
 _LAST_PAUSE_S = 0.5  # longest pause between two listings

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from vescale_fsdp.checkpoint.foreign import OpenSource, foreign_formats
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.verify_report import VerifyReport, damage_report
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, VescaleError
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.native.check import Check

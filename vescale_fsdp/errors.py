@@ -11,6 +11,7 @@ The class tree (each class also inherits from the builtin exception that a calle
     +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honor
     |   +-- MisuseError(AssertionError)    a misuse for which torch's FSDP2 has an assert: a second wrap, a deepcopy
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as requested
+    |   +-- NoCheckpointError              a path without a checkpoint
     |   +-- CorruptCheckpointError         the bytes on disk do not match the metadata
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
     |   |   +-- DamagedLoadError           .. because the checkpoint is damaged (also a CorruptCheckpointError)
@@ -118,6 +119,10 @@ class MisuseError(LifecycleError, AssertionError):
 
 class CheckpointError(VescaleError, RuntimeError):
     """A checkpoint that cannot be written or read as requested."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at a path: none was saved there yet, or the checkpoint was removed."""
 
 
 class CorruptCheckpointError(CheckpointError):

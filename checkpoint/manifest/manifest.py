@@ -56,10 +56,6 @@ _MAX_RANKS = 1 << 20  # bounds the time of computations that loop over ranks
 _MAX_CHUNKS = 1 << 24  # bounds the number of files of one tensor
 
 
-class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at a path: none was saved there yet, or the checkpoint was removed."""
-
-
 class SaveRecord(NamedTuple):
     """How a checkpoint was saved.
 

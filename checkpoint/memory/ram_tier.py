@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.async_save import SaveHandle
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.partners import (
     node_name,
@@ -62,7 +62,7 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ArgumentError, CheckpointError, callers_level
+from vescale_fsdp.errors import ArgumentError, CheckpointError, NoCheckpointError, callers_level
 
 NO_COPIES = "a step in memory could not be copied to other nodes, so the loss of a node may lose the step"
 

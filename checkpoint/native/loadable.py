@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
 from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
 from vescale_fsdp.checkpoint.native.read import Reads
@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.state.model_names import ModelNames, container_of, 
 from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.state.optimizer_forms import items_of_node
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError, ConversionError, callers_level
+from vescale_fsdp.errors import CheckpointError, ConversionError, NoCheckpointError, callers_level
 from vescale_fsdp.layout.region import Region
 
 

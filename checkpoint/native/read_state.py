@@ -33,7 +33,13 @@ from vescale_fsdp.checkpoint.ranks.coordinator import num_neighbors
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import how_to_download, open_storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
+from vescale_fsdp.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    UnknownNameError,
+    some,
+)
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.region import Copy, Region, whole_region
 

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
@@ -41,6 +40,7 @@ from vescale_fsdp.errors import (
     ArgumentError,
     CheckpointError,
     CorruptCheckpointError,
+    NoCheckpointError,
     VescaleError,
 )
 from vescale_fsdp.layout.distribution import RankSet

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vescale_fsdp.checkpoint import ProgressReport, SourceOptions, load, save
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.errors import ArgumentError, CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, NoCheckpointError
 
 
 def _linear(device: str = "cpu") -> nn.Linear:

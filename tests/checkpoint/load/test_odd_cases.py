@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 from tests.support.faults.faulty_storage import FaultyStorage
 from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, read_state, save, verify
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, NoCheckpointError
 
 NAMES = ["..", "../../x", "a/b", "a.b", "ü☃", "", ".", " ", "con", "a\nb", "a\x00b", "~", "$x", '"', "\\"]
 

@@ -21,11 +21,10 @@ from tests.support.checkpoint_states import assert_equal, erase, mixed_state, pl
 from tests.support.distributed import run_ranks
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

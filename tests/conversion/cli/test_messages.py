@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 
 from tests.support.rule_cases import GROUPED_EXPERTS, experts, hf_folder
 from vescale_fsdp.checkpoint import CheckpointManager, latest, load, save
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.cli import main as entry
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.engine.copying import CopyLimits
-from vescale_fsdp.errors import ConversionError, VescaleError, option
+from vescale_fsdp.errors import ConversionError, NoCheckpointError, VescaleError, option
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
 

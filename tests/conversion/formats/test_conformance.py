@@ -39,7 +39,6 @@ from tests.conversion.formats.every_leaf import (
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest import zarr_layout
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
@@ -52,7 +51,7 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, read_range
 from vescale_fsdp.conversion.formats.vescale import zarr_plan as zarr_plan
 from vescale_fsdp.conversion.report.describe import describe
-from vescale_fsdp.errors import CheckpointError, ConversionError
+from vescale_fsdp.errors import CheckpointError, ConversionError, NoCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 SAVING_RANKS = 2

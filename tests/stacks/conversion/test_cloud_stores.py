@@ -22,12 +22,11 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, latest, load, save, verify
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, RemoteStorage
 from vescale_fsdp.conversion import HuggingFace, convert, open_source
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import CorruptCheckpointError, NoCheckpointError
 
 # The emulators' own account, which every copy of Azurite has.
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
