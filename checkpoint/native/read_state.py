@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from tests.support.faults.passing_storage import PassingStorage
 from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.storage.base import StorageError
-from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
@@ -301,22 +302,26 @@ def test_what_cannot_be_reached_is_one_message(
     assert len(failures) == (1 if isinstance(error, _ClientError) else 5)
 
 
-def test_a_source_that_fails_is_not_taken_for_the_target(
-    remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class _Unreadable(PassingStorage):
+    """A disk whose files can be opened, and not read; lists the attempts."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.attempts: list[str] = []
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.attempts.append(name)
+        raise OSError(errno.EIO, "Input/output error", name)
+
+
+def test_a_source_that_fails_is_not_taken_for_the_target(remote: str, tmp_path: Path) -> None:
     """A disk that fails while its file is uploaded: its own error, at once, however often uploads are tried."""
     dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = open_source(str(tmp_path / "dcp"))
-    failures: list[str] = []
-
-    def fails(self: LocalStorage, name: str, offset: int, buffer: memoryview) -> None:
-        failures.append(name)
-        raise OSError(errno.EIO, "Input/output error", name)
-
-    monkeypatch.setattr(LocalStorage, "read_into", fails)
+    storage = _Unreadable(source.store)
     with pytest.raises(OSError, match=r"\bdistcp\b", check=lambda error: error.errno == errno.EIO) as caught:
-        convert(source, f"{remote}/out", "hf")
-    assert len(failures) == 1 and caught.value.errno == errno.EIO
+        convert(replace(source, store=storage), f"{remote}/out", "hf")
+    assert len(storage.attempts) == 1 and caught.value.errno == errno.EIO
 
 
 def test_other_names_of_the_disk(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import load, read_state, save
-from vescale_fsdp.checkpoint.state.torch_state_dicts import StateDictOptions
 from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint import (
     read_state,
     save,
 )
-from vescale_fsdp.checkpoint.dcp_storage import RaggedSavePlanner, RaggedWriter
+from vescale_fsdp.checkpoint.dcp import RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas, begin_comparison
 from vescale_fsdp.errors import CheckpointError

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoint_states import sealed_manifest
 from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import outcome_of, state_of
-from vescale_fsdp.checkpoint import BestOf, CheckpointManager, RetentionPolicy, verify
-from vescale_fsdp.checkpoint.manifest.file_names import step_name
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint import BestOf, CheckpointManager, RetentionPolicy, read_state, verify
 from vescale_fsdp.checkpoint.steps.retention import surplus_steps
-from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CorruptCheckpointError
 
@@ -110,7 +107,7 @@ def test_damage_of_a_best_step_is_reported_and_removes_nothing(
     run = tmp_path / "run"
     manager = CheckpointManager(run, retention=RetentionPolicy(keep_last=1, keep_best=BestOf(1)))
     manager.save(1, state_of(1), metric=0.125)
-    best = run / step_name(1)
+    best = run / "step-00000001"
     files = [file for file in best.iterdir() if file.is_file() and file.name != ".lock"]
     assert files and (best / "manifest.json") in files
     cases = [(file, content) for file in files for content in damaged(file.read_bytes())]
@@ -131,7 +128,7 @@ def test_a_damaged_step_is_removed_by_age_alone(tmp_path: Path) -> None:
     """Without a rule about metrics, no manifest is read."""
     manager = CheckpointManager(tmp_path, retention=1)
     manager.save(1, state_of(1), metric=0.125)
-    (tmp_path / step_name(1) / "manifest.json").write_bytes(b"{")
+    (tmp_path / "step-00000001" / "manifest.json").write_bytes(b"{")
     manager.save(2, state_of(2))
     assert manager.steps() == [2]
 
@@ -152,14 +149,14 @@ def test_a_damaged_step_is_removed_by_age_alone(tmp_path: Path) -> None:
 )
 def test_a_record_of_another_form_is_damage(saved: object, tmp_path: Path) -> None:
     """Even with a valid checksum; a record is absent, or has numbers."""
-    CheckpointManager(tmp_path).save(1, state_of(1), metric=0.5)
-    data = json.loads((tmp_path / step_name(1) / "manifest.json").read_bytes())
-    del data["checksum"]
-    content = dump_json({**data, "saved": saved})
-    seal = f',"checksum":"{hex_digest_of(content)}"}}'.encode()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state_of(1), metric=0.5)
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    data = json.loads(manifest.read_bytes())
+    manifest.write_bytes(sealed_manifest({**data, "saved": saved}))
     with pytest.raises(CorruptCheckpointError):
-        Manifest.from_bytes(content[:-1] + seal, where="here")
+        read_state(manifest.parent)
     del data["saved"]
-    content = dump_json(data)
-    seal = f',"checksum":"{hex_digest_of(content)}"}}'.encode()
-    assert Manifest.from_bytes(content[:-1] + seal, where="here").saved is None
+    manifest.write_bytes(sealed_manifest(data))
+    (record,) = manager.history()
+    assert record.metric is None and read_state(manifest.parent).tree()["step"] == 1

@@ -18,8 +18,6 @@ from vescale_fsdp.checkpoint.storage import file_system
 from vescale_fsdp.checkpoint.storage.file_system import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
-from vescale_fsdp.conversion.engine.plan import ClosingFile
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 
 
 def _folder(path: Path, text: str) -> Path:
@@ -130,21 +128,23 @@ def test_the_deciding_file_comes_last(number: int, tmp_path: Path, monkeypatch: 
         assert found == dict.fromkeys(("a", "deep/b", "c"), ".out.saving")
 
 
-def test_in_an_object_store_the_marker_goes_after_the_deciding_file_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class _Watched(RemoteStorage):
+    """Lists, for each file that is removed, whether the file that makes a DCP folder complete exists."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.removals: list[bool] = []
+
+    def remove(self, name: str) -> None:
+        if self.exists(name):
+            self.removals.append(self.exists(".metadata"))
+        super().remove(name)
+
+
+def test_in_an_object_store_the_marker_goes_after_the_deciding_file_is_there() -> None:
     """A process killed between the two leaves a folder with a marker, which readers refuse and a save replaces."""
-    folder = WrittenFolder(RemoteStorage("memory://marked/c"), "a test", "last", lambda _: True, "marker")
-    folder.begin()
-    seen: list[tuple[str, bool]] = []
-    remove = RemoteStorage.remove
+    storage = _Watched("memory://marked/c")
+    save(storage, {"w": torch.ones(3)}, format="dcp")
 
-    def watched(self: RemoteStorage, name: str) -> None:
-        seen.append((name, self.exists("last")))
-        remove(self, name)
-
-    monkeypatch.setattr(RemoteStorage, "remove", watched)
-    folder.commit([ClosingFile("last", lambda: [b"x"])], [])
-
-    assert seen == [("marker", True)]
-    assert folder.final.list_files() == ["last"]
+    assert storage.removals == [True]
+    assert sorted(storage.list_files()) == [".metadata", "__0_0.distcp"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,9 +15,6 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier
-from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.native.read_state import read_manifest
-from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 CALLS = ("open", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate", "pwritev")
 OPEN = os.open
@@ -59,10 +58,14 @@ def _not_of_steps(root: Path, exports: bool) -> list[str]:
     for path in sorted(root.iterdir()):
         if path.name in ("run.json", ".lock") or (exports and path.name == "exports"):
             continue
-        if not parse_step_name(path.name):
+        if not re.fullmatch(r"step-\d{8}", path.name):
             strange.append(path.name)
             continue
-        known = {"manifest.json", ".lock", f"data-{read_manifest(LocalStorage(path)).save_id}"}
+        known = {
+            "manifest.json",
+            ".lock",
+            f"data-{json.loads((path / 'manifest.json').read_text())['save_id']}",
+        }
         strange += [f"{path.name}/{found.name}" for found in path.iterdir() if found.name not in known]
         strange += [str(found.relative_to(root)) for found in path.glob("data-*/.*")]
     return strange

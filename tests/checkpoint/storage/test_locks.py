@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, read_state, save
-from vescale_fsdp.checkpoint.steps.step_folders import remove_step
 from vescale_fsdp.checkpoint.storage import lock_file
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
@@ -192,4 +191,5 @@ def test_a_step_that_another_job_writes_is_not_removed(
         warnings.simplefilter("error")
         ours.save(4, state)
     assert ours.steps() == [4] and not (tmp_path / "step-00000002").exists()
-    assert remove_step(LocalStorage(tmp_path), 4) is None and ours.steps() == []
+    ours.remove(4)
+    assert ours.steps() == []

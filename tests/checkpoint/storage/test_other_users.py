@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
-from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.engine.journal import Journal
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -153,18 +152,18 @@ def test_a_planted_journal_is_not_continued(shared: Path) -> None:
     with pytest.raises((CheckpointError, PermissionError)):
         store.append(journal.name, b"line")
     assert journal.read_text() == "{}\n"
-    for resumed in (Journal(store, "model", "plan").load, Journal(store, "model", "plan").claim):
-        with pytest.raises(CheckpointError):  # when it is opened, not at its first line
-            resumed()
-    own = Journal(store, "mine", "plan")
-    own.start()
-    own.release()
-    journal = shared / own.name
-    journal.rename(shared / "elsewhere")
-    journal.symlink_to(shared / "elsewhere")  # a link is refused whoever made it
-    for resumed in (Journal(store, "mine", "plan").load, Journal(store, "mine", "plan").claim):
+    torch.save({"w": torch.ones(3)}, shared / "source.pt")
+
+    def resumed(name: str) -> None:
         with pytest.raises(CheckpointError):
-            resumed()
+            convert(open_source(shared / "source.pt"), shared / name, "native", ConvertOptions(resume=True))
+        assert not (shared / name).exists()
+
+    resumed("model")
+    (shared / "elsewhere").write_text("{}\n")
+    (shared / ".mine.vescale-convert.jsonl").symlink_to(shared / "elsewhere")  # refused whoever made it
+    resumed("mine")
+    assert (shared / "elsewhere").read_text() == "{}\n"
     store.append("own", b"1")
     store.append("own", b"2")
     assert store.read("own") == b"12"
@@ -196,7 +195,7 @@ def test_bad_paths_are_named(shared: Path, tmp_path: Path) -> None:
     closed = shared / "closed"
     closed.mkdir(0o700)
 
-    def refused(path: Path, format: Format) -> None:
+    def refused(path: Path, format: Any) -> None:
         try:
             save(path, _state(), format=format)
         except CheckpointError as error:

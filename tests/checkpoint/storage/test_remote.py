@@ -21,7 +21,6 @@ from tests.support.checkpoint_states import assert_equal, erase, mixed_state, pl
 from tests.support.distributed import run_ranks
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
-from vescale_fsdp.checkpoint.save import Format
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
@@ -439,7 +438,7 @@ def test_requests_of_dropped_connections_are_sent_again(calm: tuple[str, Weather
     """Requests whose connection the server closes are sent again, whatever they are."""
     endpoint, weather = calm
     state = _state(0.0)
-    forms: tuple[Format, ...] = ("native", "zarr")
+    forms = ("native", "zarr")
     for step, form in enumerate(forms):
         storage = _storage(endpoint, f"dropped/step-{step:08d}")
         weather.drop_next = 3

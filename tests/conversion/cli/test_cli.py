@@ -25,12 +25,10 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from tests.support.processes import run_command, wait_until
+from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import save
-from vescale_fsdp.checkpoint.ranks.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
-from vescale_fsdp.conversion.formats.table import FORMATS
 
 
 @pytest.fixture
@@ -273,25 +271,6 @@ def test_ctrl_c_stops_and_resume_goes_on(source: str, tmp_path: Path, times: int
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "expected" / n).read_bytes() for n in names)
 
 
-def test_threads_have_ended_when_ctrl_c_is_raised() -> None:
-    """Ctrl-C in the middle of a piece of work: the piece is finished, no other is begun, and only then is it raised."""
-    done: list[int] = []
-
-    def work(shared: Shared[int]) -> None:
-        for item in shared:
-            os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: shared.is_stopped, "Ctrl-C to be noticed")
-            done.append(item)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            in_threads(1, work, range(3), name="test")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert done == [0]
-
-
 def _shown(leader: int) -> str:
     """All that a terminal was sent; the kernel delivers it in pieces, and an error at the end."""
     pieces = []
@@ -328,7 +307,10 @@ def test_a_reader_that_leaves_early_is_no_error_message(source: str) -> None:
         os.close(writer)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "dcp"])
+(FROM,) = (param.type for param in cli.commands["to-hf"].params if "--from" in param.opts)
+
+
+@pytest.mark.parametrize("kind", sorted({*FROM.choices} - {"dcp"}))
 def test_a_wrong_kind_is_told_from_damage(source: str, tmp_path: Path, kind: str) -> None:
     """--from something else: the message says what the source looks like, and nothing is written."""
     result = _main("to-hf", source, str(tmp_path / "out"), "--from", kind)

@@ -23,7 +23,6 @@ from vescale_fsdp.checkpoint import CheckpointManager, latest, load, save
 from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.cli import main as entry
 from vescale_fsdp.conversion.cli.commands import cli
-from vescale_fsdp.conversion.engine.copying import CopyLimits
 from vescale_fsdp.errors import ConversionError, NoCheckpointError, VescaleError, option
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
@@ -346,9 +345,3 @@ def test_parts_are_written_only_where_asked_for(tmp_path: Path, monkeypatch: pyt
     assert first != whole and "RANK" not in warnings
     monkeypatch.setenv("RANK", "1")
     assert files_after("parts", "--part", "env")[0] == whole
-
-
-def test_threads_have_an_end() -> None:
-    """Whatever is asked for, and however large the budget."""
-    assert CopyLimits(1 << 60, threads=10**9).usable_threads == 1024
-    assert CopyLimits(1 << 60, threads=7).usable_threads == 7

@@ -27,8 +27,7 @@ from tests.support.dtype_zoo import same_bytes
 from tests.support.s3_server import Weather, bucket_client, s3_server
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load, save
-from vescale_fsdp.checkpoint.state.torch_state_dicts import StateDictOptions, set_state_dict
-from vescale_fsdp.checkpoint.state_dict import get_state_dict
+from vescale_fsdp.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 
 # format -> whether it holds the optimizer

@@ -3,7 +3,7 @@ embeddings make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from tests.conversion.rules.torchtitan_names import NAMES, expand
+from tests.support.array_views import ArrayView, without_values
 from tests.support.rule_cases import GROUPED_EXPERTS
-from vescale_fsdp.conversion import Source
-from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView
 from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules, shipped_rules
 from vescale_fsdp.errors import ConversionError
-from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
 transformers = pytest.importorskip("transformers")
@@ -53,38 +50,11 @@ SAME_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 TORCHTITAN = [name for name in shipped_rules() if name.startswith("torchtitan-")]
 
 
-class _Named(TensorView):
-    """A tensor of which only metadata is wanted."""
-
-    def __init__(self, info: TensorInfo) -> None:
-        self._info = info
-
-    @property
-    def info(self) -> TensorInfo:
-        return self._info
-
-    def read_into(self, box: Box, out: np.ndarray) -> None:
-        raise AssertionError("rules are planned without reading")
-
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        raise AssertionError("rules are planned without reading")
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return iter(())
-
-    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        return self
-
-    def identity(self) -> str:
-        return self._info.name
+def _views(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ArrayView]:
+    return {name: without_values(name, shape) for name, shape in shapes.items()}
 
 
-def _views(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorView]:
-    dtype = dtype_from_torch("float32")
-    return {name: _Named(TensorInfo(name, shape, dtype)) for name, shape in shapes.items()}
-
-
-def _shapes(views: Mapping[str, TensorView]) -> dict[str, tuple[int, ...]]:
+def _shapes(views: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: view.info.shape for name, view in views.items()}
 
 
@@ -142,18 +112,7 @@ def test_models_that_share_rules(model_name: str) -> None:
     assert _shapes(back.views) == shapes
 
 
-class _Tensor(_Named):
-    """A tensor in memory."""
-
-    def __init__(self, name: str, value: torch.Tensor) -> None:
-        super().__init__(TensorInfo(name, tuple(value.shape), dtype_from_torch("float32")))
-        self._value = value.numpy()
-
-    def read_into(self, box: Box, out: np.ndarray) -> None:
-        out[...] = self._value[box.slices()].view(out.dtype)
-
-
-def _read(view: TensorView) -> torch.Tensor:
+def _read(view: Any) -> torch.Tensor:
     out = np.empty(view.info.shape, dtype=np.uint32)
     view.read_into(Box((0,) * out.ndim, out.shape), out)
     return torch.from_numpy(out.view(np.float32))
@@ -179,7 +138,7 @@ def test_attention_agrees_after_the_rows_have_moved() -> None:
     q, k = torch.randn(heads * head, hidden), torch.randn(kv_heads * head, hidden)
     config = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     names = {"q": "model.layers.0.self_attn.q_proj.weight", "k": "model.layers.0.self_attn.k_proj.weight"}
-    views = {names["q"]: _Tensor("q", q), names["k"]: _Tensor("k", k)}
+    views = {names["q"]: ArrayView("q", q.numpy()), names["k"]: ArrayView("k", k.numpy())}
     made = apply_rules(load_rules("torchtitan-llama"), views, config, to_hf=False, partial=True).views
     our_q, our_k = (_read(made[f"layers.0.attention.qkv_linear.w{x}.weight"]) for x in "qk")
     x = torch.randn(tokens, hidden)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.command import vescale_convert
 from tests.support.processes import run_command
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, open_source
-from vescale_fsdp.conversion.cli.commands import summary
 from vescale_fsdp.errors import ConversionError
 
 SETTINGS = [
@@ -113,7 +113,10 @@ def test_settings_go_along_and_nothing_else(repository: Path, tmp_path: Path, gi
     files, report = _run(source, tmp_path / "out", assets=str(repository) if given else None)
     assert files == {*SETTINGS, "model.safetensors"}
     assert set(report.left_assets) == set(OTHERS) == set(report.to_json()["left_assets"])
-    assert "original/consolidated.00.pth" in summary(report) or "checkpoint-100" in summary(report)
+    shown = vescale_convert(
+        "to-hf", source, tmp_path / "again", *(("--assets", repository) if given else ())
+    ).output
+    assert "original/consolidated.00.pth" in shown or "checkpoint-100" in shown
     assert (tmp_path / "out" / "code" / "helper.py").read_text() == "code/helper.py"
 
 

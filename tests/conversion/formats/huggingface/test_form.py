@@ -369,18 +369,26 @@ def test_a_manager_exports_steps(tmp_path: Path) -> None:
     run_ranks(2, _export, tmp_path)
 
 
-def test_room_for_what_is_written_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class _Small(LocalStorage):
+    """A disk with little room."""
+
+    free_bytes = 2000
+
+    def beside(self, name: str) -> LocalStorage:
+        return _Small(self.root.with_name(name))
+
+
+def test_room_for_what_is_written_is_enough(tmp_path: Path) -> None:
     """Its own bytes are asked for: a cast model without its optimizer, however large the state."""
     settings(tmp_path)
     state: dict[str, Any] = {"model": {"a": torch.ones(1000)}}
     state["optimizer"] = {"state": {"a": {"exp_avg": torch.ones(1000)}}, "param_groups": [{"lr": 0.1}]}
-    monkeypatch.setattr(LocalStorage, "free_bytes", 2000)
     form = HuggingFace(assets=tmp_path / "assets-False", dtype="bfloat16")
-    save(tmp_path / "fits", state, format=form)
+    save(_Small(tmp_path / "fits"), state, format=form)
     assert open_source(str(tmp_path / "fits")).nbytes == 2000
     for other in (HuggingFace(assets=tmp_path / "assets-False"), "dcp", "native", "zarr"):
         with pytest.raises(CheckpointError, check=lambda error: error.got == "2000"):
-            save(tmp_path / "not", state, format=other)
+            save(_Small(tmp_path / "not"), state, format=other)
         assert bytes_of_folder(tmp_path / "not").keys() <= {".lock"}
 
 
@@ -394,7 +402,7 @@ def test_the_class_is_checked_by_the_table(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(class_check, "ask_child", lambda *_: pytest.fail("a class was asked"))
     form = HuggingFace(assets=tmp_path / "assets", require_check=True)
     state = {"model": model.state_dict()}
-    save(tmp_path / "fits", state, format=form)
+    save(_Small(tmp_path / "fits"), state, format=form)
     assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "fits").config.hidden_size == 4
 
     lost = {"model": {name: value for name, value in state["model"].items() if name != "model.norm.weight"}}
