@@ -17,15 +17,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.array_views import without_values
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.conversion import ConvertOptions, ConvertReport, convert, diff, open_source
-from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.formats.huggingface.plan import plan_shards
 from vescale_fsdp.conversion.formats.huggingface.repository import Assets
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
-from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 
 def _save(state: dict[str, object], path: Path) -> str:
@@ -127,9 +126,7 @@ def test_column_shards_and_empty_ranks(tmp_path: Path) -> None:
 
 def test_a_file_may_be_exactly_full() -> None:
     """The limit is met, not undercut; one tensor above it has a file of its own."""
-    infos = [
-        TensorInfo(f"w{i}", (n,), dtype_from_torch("float32")) for i, n in enumerate((100, 100, 100, 201, 1))
-    ]
+    infos = [without_values(f"w{i}", (n,)).info for i, n in enumerate((100, 100, 100, 201, 1))]
     shards = plan_shards(infos, 800)
     assert [[info.name for info in shard.infos] for shard in shards] == [["w0", "w1"], ["w2"], ["w3"], ["w4"]]
 
