@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.command import vescale_convert
+from tests.support.faults.disks import disk_operation
 from tests.support.processes import run_command
 from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import save, verify
@@ -223,45 +224,40 @@ def test_a_part_that_is_not_done_holds_back_the_others(
     assert contents(out) == expected
 
 
-def test_an_old_index_never_stands_over_new_files(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_index_never_stands_over_new_files(source: str, tmp_path: Path) -> None:
     """Publishing fails after the first file: readers find no index rather than one for a mixture."""
     index = tmp_path / "out" / "model.safetensors.index.json"
     run(source, str(tmp_path / "out"))
     assert index.exists()
-    rename, done = LocalStorage.rename, list[str]()
+    done: list[str] = []
 
-    def second_fails(store: LocalStorage, old: str, new: str) -> None:
+    def second_fails(rename: Any, store: LocalStorage, old: str, new: str) -> None:
         if done:
             raise OSError("planted")
         done.append(new)
         rename(store, old, new)
 
-    monkeypatch.setattr(LocalStorage, "rename", second_fails)
-    with pytest.raises(OSError, match="planted"):
+    with disk_operation("rename", second_fails), pytest.raises(OSError, match="planted"):
         run(source, str(tmp_path / "out"), overwrite=True)
     assert len(done) == 1 and not index.exists()
 
 
 def test_settings_that_cannot_be_read_are_found_before_anything_has_its_name(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, tmp_path: Path
 ) -> None:
     """A tokenizer that breaks off while it is copied: no weights and no config.json stand there as if complete."""
     assets = tmp_path / "assets"
     assets.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (assets / name).write_text("{}")
-    read_into = LocalStorage.read_into
 
-    def breaks(store: LocalStorage, name: str, offset: int, buffer: memoryview) -> None:
+    def breaks(read_into: Any, store: LocalStorage, name: str, offset: int, buffer: memoryview) -> None:
         if name == "tokenizer.json":
             raise ConversionError("planted")
         read_into(store, name, offset, buffer)
 
-    monkeypatch.setattr(LocalStorage, "read_into", breaks)
     options = ConvertOptions(assets=str(assets), max_shard_bytes=SHARD_BYTES)
-    with pytest.raises(ConversionError, match="planted"):
+    with disk_operation("read_into", breaks), pytest.raises(ConversionError, match="planted"):
         convert(open_source(source), str(tmp_path / "out"), "hf", options)
     assert not (tmp_path / "out").exists()
 
@@ -464,16 +460,15 @@ def test_two_runs_that_begin_at_once_without_locks(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     first, second = (Journal(open_store(str(tmp_path / "out")), "", "the same plan") for _ in range(2))
-    remove, begun = LocalStorage.remove, list[str]()
+    begun: list[str] = []
 
-    def begin_first(store: LocalStorage, name: str) -> None:
+    def begin_first(remove: Any, store: LocalStorage, name: str) -> None:
         remove(store, name)
         if store is second.store and not begun:
             begun.append(name)
             first.start()
 
-    monkeypatch.setattr(LocalStorage, "remove", begin_first)
-    with pytest.raises(ConversionError):
+    with disk_operation("remove", begin_first), pytest.raises(ConversionError):
         second.start()
     assert begun and first.is_started and not second.is_started
 

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_2
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.faults.disks import counted_reads
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load
-from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.engine.box_reading import read_box
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -94,22 +93,7 @@ def _read_in_shards(folder: Path) -> list[tuple[int, int, bool]]:
     for shard, to, expected in ((fully_shard, "ours", ours), (fully_shard_2, "hf", hf)):
         model = _Tree({name: value.shape for name, value in expected.items()})
         shard(model, mesh=cpu_mesh())
-        read: list[int] = []
-        read_into = Storage.read_into
-
-        def counted(
-            self: Storage,
-            name: str,
-            offset: int,
-            buffer: memoryview,
-            read: list[int] = read,
-            original: Any = read_into,
-        ) -> None:
-            read.append(len(buffer))
-            original(self, name, offset, buffer)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Storage, "read_into", counted)
+        with counted_reads() as read:
             source = folder / ("hf" if to == "ours" else "ours")
             names = SourceOptions(rules=str(folder / "rules.toml"), rules_to=to)
             load(source, model, source=names)

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.faults.disks import counted_reads
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load, save
 from vescale_fsdp.checkpoint.state_dict import get_optimizer_state_dict
-from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, VescaleError
 
 
@@ -189,22 +189,7 @@ def _load_damaged(folder: Path) -> dict[str, Any]:
         for kind in ("dcp", "native", "zarr", "whole.pt"):
             model = nn.Linear(5000, 40, bias=False)
             fully_shard(model, mesh=cpu_mesh())
-            read: list[int] = []
-            read_into = Storage.read_into
-
-            def counted(
-                self: Storage,
-                name: str,
-                offset: int,
-                buffer: memoryview,
-                read: list[int] = read,
-                original: Any = read_into,
-            ) -> None:
-                read.append(len(buffer))
-                original(self, name, offset, buffer)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Storage, "read_into", counted)
+            with counted_reads() as read:
                 try:
                     load(folder / kind, model, source=SourceOptions())  # the model inside a state
                 except VescaleError as error:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.distributed import run_ranks
+from tests.support.faults.disks import room
 from vescale_fsdp import conversion
 from vescale_fsdp.checkpoint import (
     CheckpointManager,
@@ -156,7 +157,7 @@ def test_what_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     assert (tmp_path / "small" / "manifest.json").exists()
 
 
-def test_memory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_room(tmp_path: Path) -> None:
     """Each rank asks for what it stores itself, replicas too: the other ranks of a node may store less."""
     tier, coordinator = RamTier("run", folder=tmp_path / "shm"), solo_coordinator()
     run = RunFile((("0123abcd", None),))
@@ -166,21 +167,19 @@ def test_memory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         save_id, _ = tier.begin(coordinator, run)
         return tier.save(coordinator, step, state, None, save_id=save_id, run=run, behind=coordinator)
 
-    monkeypatch.setattr(LocalStorage, "free_bytes", 4095)
-    with pytest.warns(UserWarning, match="vescale-run"):
+    with room(4095), pytest.warns(UserWarning, match="vescale-run"):
         assert not is_taken(1)
-    monkeypatch.setattr(LocalStorage, "free_bytes", 2 * 4096)
-    assert is_taken(2)
+    with room(2 * 4096):
+        assert is_taken(2)
 
 
-def test_a_conversion_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_without_room(tmp_path: Path) -> None:
     """It says so, and leaves no folder behind; with room it goes well."""
     save(tmp_path / "native", {"model": {"w": torch.ones(1 << 16)}})
     source = conversion.open_source(str(tmp_path / "native"))
-    monkeypatch.setattr(LocalStorage, "free_bytes", 1 << 17)
-    with pytest.raises(ConversionError, check=lambda error: str(error.got) == "131072"):
+    with room(1 << 17), pytest.raises(ConversionError, check=lambda error: str(error.got) == "131072"):
         conversion.convert(source, str(tmp_path / "out"), "hf")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(LocalStorage, "free_bytes", 1 << 19)
-    conversion.convert(source, str(tmp_path / "out"), "hf")
+    with room(1 << 19):
+        conversion.convert(source, str(tmp_path / "out"), "hf")
     assert (tmp_path / "out").exists()

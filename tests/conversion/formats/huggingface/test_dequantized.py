@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard as fully_shard_2
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
+from tests.support.faults.disks import counted_reads
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import SourceOptions, load
-from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError, VescaleError, option
 
@@ -87,17 +87,7 @@ def _load_all(root: Path) -> list[tuple[str, int, int, int]]:
             shard(model, mesh=cpu_mesh())
             rules = str(root / "rules.toml") if name == "fused" else None
             source = root / ("fp8" if name == "fused" else name)
-            read: list[int] = []
-            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-                original = Storage.read_into
-
-                def counted(
-                    self: Storage, *args: Any, read: list[int] = read, original: Any = original
-                ) -> None:
-                    read.append(len(args[-1]))
-                    original(self, *args)
-
-                patch.setattr(Storage, "read_into", counted)
+            with counted_reads() as read, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of input_scale, which belongs to no weight
                 load(source, model, source=SourceOptions(dequantize="bf16", rules=rules))
             params: dict[str, Any] = dict(model.named_parameters())
