@@ -113,7 +113,7 @@ def test_a_format_that_accepts_files_that_are_cut_short(tmp_path: Path) -> None:
     """Reading zeros where a file ends is no error that a user would see."""
     folder = _saved(tmp_path / "saved", "index.sloppy")
     load(folder, {name: torch.empty_like(each) for name, each in TENSORS.items()})
-    with pytest.raises(AssertionError, match="cut short"):
+    with pytest.raises(AssertionError, match="short"):
         check_format(folder, TENSORS)
 
 

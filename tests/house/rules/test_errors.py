@@ -18,6 +18,7 @@ BUILTINS = {
     "LayoutError": ValueError,
     "LifecycleError": RuntimeError,
     "MisuseError": AssertionError,
+    "NoCheckpointError": RuntimeError,
     "PartialLoadError": RuntimeError,
     "PlacementError": ValueError,
     "TransferError": RuntimeError,
