@@ -129,16 +129,22 @@ class OwnStore(MemoryFileSystem):
         return "/" + path.removeprefix("own://").strip("/")
 
 
-class Replacing(OwnStore):
-    """A store whose writes replace what is there, whatever the mode."""
+class Keeps(OwnStore):
+    """A store that removes nothing."""
 
     store: ClassVar[dict[str, Any]] = {}
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        super().pipe_file(path, value, mode="overwrite", **kwargs)
+    def rm(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def exists(self, path: str, **kwargs: Any) -> bool:
-        return False
+
+class FromTheStart(OwnStore):
+    """A store that ignores where a range starts."""
+
+    store: ClassVar[dict[str, Any]] = {}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        return bytes(super().cat_file(path, 0, None if end is None else end - (start or 0), **kwargs))
 
 
 @pytest.mark.parametrize("store", ["own://bucket/run", "memory://conformance/run", "folder"])
@@ -148,10 +154,11 @@ def test_stores_of_other_packages(store: str, tmp_path: Path) -> None:
     check_store(store if "://" in store else tmp_path / store)
 
 
-def test_a_store_that_replaces_what_it_should_not() -> None:
-    """Two jobs could then commit the same step."""
-    fsspec.register_implementation("own", Replacing, clobber=True)
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(("kind", "problem"), [(Keeps, "removed"), (FromTheStart, "range")])
+def test_stores_with_a_mistake(kind: type[OwnStore], problem: str) -> None:
+    """The operation is named."""
+    fsspec.register_implementation("own", kind, clobber=True)
+    with pytest.raises(AssertionError, match=problem):
         check_store("own://bucket/run")
 
 
