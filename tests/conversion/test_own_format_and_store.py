@@ -154,7 +154,7 @@ def test_stores_of_other_packages(store: str, tmp_path: Path) -> None:
     check_store(store if "://" in store else tmp_path / store)
 
 
-@pytest.mark.parametrize(("kind", "problem"), [(Keeps, "removed"), (FromTheStart, "range")])
+@pytest.mark.parametrize(("kind", "problem"), [(Keeps, "listing"), (FromTheStart, "range")])
 def test_stores_with_a_mistake(kind: type[OwnStore], problem: str) -> None:
     """The operation is named."""
     fsspec.register_implementation("own", kind, clobber=True)
