@@ -143,9 +143,7 @@ class HeldShards:
         first = piece.local_start + start - self.own_run(leaf).start
         return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
 
-    def _brought(
-        self, place: int, box: Box, turn: int
-    ) -> Iterator[tuple[int, list[Copy]]]:
+    def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, list[Copy]]]:
         """Yield (rank, the rank's shares of the box) for each rank that provides items of a box.
 
         Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -9,7 +11,7 @@ import pytest
 
 from tests.support.processes import wait_until
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
-from vescale_fsdp.checkpoint.ranks.threads import Workers, for_each
+from vescale_fsdp.checkpoint.ranks.threads import Shared, Workers, for_each, in_threads
 
 
 def _names(prefix: str) -> list[str]:
@@ -106,3 +108,22 @@ def test_a_block_that_is_left_by_an_error_waits_for_work_under_way_alone() -> No
     with pytest.raises(KeyboardInterrupt):
         leave()
     assert done == [0] and kept.error is None and _names("leaving") == []
+
+
+def test_threads_have_ended_when_ctrl_c_is_raised() -> None:
+    """Ctrl-C in the middle of a piece of work: the piece is finished, no other is begun, and only then is it raised."""
+    done: list[int] = []
+
+    def work(shared: Shared[int]) -> None:
+        for item in shared:
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: shared.is_stopped, "Ctrl-C to be noticed")
+            done.append(item)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(1, work, range(3), name="test")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == [0]
