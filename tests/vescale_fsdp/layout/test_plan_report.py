@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.units import groups_of
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Element, PaddingPolicy, PlanReport, Rows, fully_shard, plan_report
 from vescale_fsdp.errors import LayoutError
@@ -114,7 +115,7 @@ def runtime_layouts() -> list[GroupLayout]:
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh(), granularity=rule)
     fully_shard(model, mesh=cpu_mesh(), granularity=rule)
-    return [layout for _, layout in model.model_layout().groups]
+    return [group.layout for group in groups_of(*model.blocks, model)]
 
 
 def test_report_plans_what_the_runtime_plans() -> None:
