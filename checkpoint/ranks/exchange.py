@@ -29,8 +29,8 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
-MOST_TURNS = 8  # turns in flight on one rank, unless turns are large:
-_MOST_BYTES = 32 << 20  # 32 MiB: bytes in flight on one rank; always at least two turns
+MOST_TURNS = 4  # turns in flight on one rank, unless turns are large: more buffers leave the cache
+_MOST_BYTES = 16 << 20  # 16 MiB: bytes in flight on one rank; always at least two turns
 _PIECE_BYTES = 4 << 20  # 4 MiB: most bytes of a file in one message, which bounds the memory for messages
 FROM_DISK = -1  # in place of a sending rank: the file was rebuilt from disk
 
