@@ -2,7 +2,7 @@
 
     python -m tools.part_classes [--json FILE]
 
-A class is one of them if it is a NamedTuple or a dataclass, and its fields are
+A class is one of them if it is a NamedTuple, a dataclass or has `__slots__`, and its fields are
 
 * a position (`POSITIONS`) beside a size (`SIZES`) or beside memory (`MEMORY`), as integers or shapes; or
 * a field that is typed as one of `GEOMETRY`, or a NamedTuple's field that is typed as another class that was found; or
@@ -87,7 +87,7 @@ class Found(NamedTuple):
 
 
 def classes_of(file: str, text: str) -> list[Found]:
-    """NamedTuples and dataclasses of a file."""
+    """NamedTuples, dataclasses, and classes with slots, whose fields are the arguments of `__init__`."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
@@ -98,7 +98,15 @@ def classes_of(file: str, text: str) -> list[Found]:
                 for line in node.body
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
             }
-            if is_tuple or is_dataclass:
+            has_slots = any(
+                "__slots__" in ast.unparse(line) for line in node.body if isinstance(line, ast.Assign)
+            )
+            for line in node.body:
+                if has_slots and isinstance(line, ast.FunctionDef) and line.name == "__init__":
+                    fields |= {
+                        each.arg: ast.unparse(each.annotation) for each in line.args.args if each.annotation
+                    }
+            if is_tuple or is_dataclass or has_slots:
                 found.append(Found(file, node.name, is_tuple, fields))
     return found
 

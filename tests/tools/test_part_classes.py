@@ -34,6 +34,10 @@ class Writer:
     start: str
     sizes: tuple[int, ...]
 
+class Slotted:
+    __slots__ = ("first", "num_bytes")
+    def __init__(self, first: int, num_bytes: int) -> None: ...
+
 class Stop(NamedTuple):
     stop: int
     reason: str
@@ -53,5 +57,5 @@ def test_classes_by_their_fields(tmp_path: Path) -> None:
 
     found = [kind.name for kind in part_classes(tmp_path.resolve())]
 
-    assert sorted(found) == ["Job", "Placed", "Run", "Span", "Turn"]
+    assert sorted(found) == ["Job", "Placed", "Run", "Slotted", "Span", "Turn"]
     assert unnamed_tuples(PRODUCT) == 2
