@@ -1,8 +1,8 @@
 """CommContext: the streams and the reductions in flight of all units under a root, and which stream owns which memory.
 
 Memory is freed deterministically, without ``record_stream``: the host frees a buffer at a fixed point of the schedule,
-and the stream that owns the memory waits for the last use by other streams before it allocates again. On the CPU there
-are no streams: collectives run in gloo's threads and `wait` blocks.
+after it has let the stream that owns the memory wait for the last use by other streams. On the CPU there are no
+streams: collectives run in gloo's threads and `wait` blocks.
 `tests/vescale_fsdp/runtime/schedule/test_streams.py` runs this code on recorded streams and checks the order of every
 access and allocation.
 """
@@ -42,6 +42,7 @@ class _Reduction(NamedTuple):
     group: ParamGroup
     reduced: ReducedShard
     owner: Stream | None  # the stream that owns the memory of the gradient buffer
+    home: Stream | None  # the stream that owns the memory of the reduced shard
     started: Event | None  # recorded on the reduce stream after the start of the collective
 
 
@@ -49,23 +50,30 @@ class _InUse(NamedTuple):
     """Tensors that one stream owns and another stream reads: kept alive until the owner has waited for the event."""
 
     tensors: Sequence[torch.Tensor]
+    owner: Stream
     event: Event
+
+
+def _release(kept: deque[_InUse], *, most: int = 0) -> None:
+    """Drop the oldest tensors, after their owners wait for their readers, until at most ``most`` entries are left."""
+    while len(kept) > most:
+        kept[0].owner.wait_event(kept[0].event)  # before the tensors are dropped, which frees their memory
+        kept.popleft()
 
 
 class CommContext:
     """Streams and reductions in flight. Several roots may share one context (`share_comm_ctx`).
 
-    A block of memory belongs to the stream on which it was allocated. When the host frees the block, the caching
-    allocator may give it to this stream's next allocation at once, so before that the stream must wait for every other
-    stream that used the block. In the table, c is the compute stream, g gathers, r reduces, a all-reduces over
-    replicas, and h copies from the host:
+    A block of memory belongs to the stream on which it was allocated. Before the host frees the block, this stream must
+    wait for every other stream that used the block: the native caching allocator may give the block to the stream's
+    next allocation, and with ``backend:cudaMallocAsync`` the free itself is work of the stream. In the table, c is the
+    compute stream, g gathers, r reduces, a all-reduces over replicas, and h copies from the host:
 
         full buffers, and the scratch memory of gathers           g; it waits for c whenever a buffer is freed
         full buffers that last until the backward (the root's)    c; g waits for c before it writes them
         gradients from autograd                                   the stream that computed them; it waits for c
         gradient buffers                                          c; freed once c waits for their reduction
-        reduced shards, which become the sharded gradients        r; r waits for c at the start of a reduction
-        reduced shards during the all-reduce over replicas        r; kept until a is done, and r waits for it
+        reduced shards, which become the sharded gradients        c; kept until c waits for the delivery on r or a
         copies of shards from the host, for a gather              h; kept until gathered, and h waits for the gather
 
     Args:
@@ -88,7 +96,8 @@ class CommContext:
         self._waits_for_event = False  # whether gathers wait for a user's event instead of the compute stream
         self._shards_ready: Event | None = None  # shards may be read after this event
         self._brought: deque[_InUse] = deque()  # shards from the host that the gather stream reads
-        self._all_reducing: deque[_InUse] = deque()  # reduced shards that the replicas' stream reads
+        self._home: Stream | None = None  # the stream on which the last backward has begun
+        self._reduced: deque[_InUse] = deque()  # reduced shards that the streams of reductions use
         # On the CPU, all-reduces of replicas in flight: the network sends one while a unit computes.
         self._replicating: deque[tuple[ParamGroup, ReducedShard, Work | None]] = deque()
         self.watches: dict[DeviceMesh, OrderWatch] = {}
@@ -113,6 +122,11 @@ class CommContext:
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
         """Return a context that runs work on a stream; on the CPU a null context."""
         return self.streams.on(stream) if self.streams is not None and stream is not None else NULL_CONTEXT
+
+    def begin_backward(self) -> None:
+        """Note the stream of a backward, which owns the gradients."""
+        if self.streams is not None:
+            self._home = self.streams.current()
 
     def wait_for_compute(self) -> None:
         """Let gathers, and copies from the host, wait for the compute stream's work so far (the optimizer's step)."""
@@ -159,6 +173,7 @@ class CommContext:
 
     def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
         """Start the all-gathers of those groups that are sharded; a no-op for the rest.
+
         Args:
             groups: the groups of a unit.
             lasting: whether the groups stay gathered from the forward to the backward, like the root's. Then the
@@ -166,17 +181,19 @@ class CommContext:
                 other use for so large a block. The gather then waits for the compute stream, which so far has only
                 the work of earlier units.
         """
+        owned: list[ParamGroup] = []  # groups whose memory belongs to the compute stream
         if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
             # Here and below, outside of torch.func and inference mode, because the buffers outlive this forward.
             with outside_modes():
-                for group in groups:
-                    group.allocate_full()
+                owned = [group for group in groups if group.allocate_full()]
             self._gathers_wait_for_frees()  # the compute stream may still use what was in this memory before
         if any(group in self._lingering for group in groups):
             self.free_lingering()  # before the gather: a later free would drop the gathered parameters
+        here = self.streams.current() if self.streams is not None else None
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
+                    group.full_owner = here if group in owned else self.gather_stream
                     group.note_start("gather")
                     self._ahead.add(group)
                     adopt_replaced_params(group)
@@ -187,8 +204,9 @@ class CommContext:
                     # Decoding and copies after the collective use memory of the gather stream, so they must run on it.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
-        if brought and self.gather_stream is not None:  # keep the copies until the gather has read them
-            self._brought.append(_InUse(brought, self.gather_stream.record_event()))
+        # Keep the copies until the gather has read them.
+        if brought and self.copy_stream is not None and self.gather_stream is not None:
+            self._brought.append(_InUse(brought, self.copy_stream, self.gather_stream.record_event()))
         self.free_lingering()  # last, so that this gather need not wait for the freed buffer's readers
 
     def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
@@ -218,8 +236,7 @@ class CommContext:
         offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
         if not offloaded or self.copy_stream is None or self.gather_stream is None:
             return []
-        while len(self._brought) > 1:  # keep copies of at most two units in memory
-            self.copy_stream.wait_event(self._brought.popleft().event)
+        _release(self._brought, most=1)  # keep copies of at most two units in memory
         if self._shards_ready is not None:  # the optimizer may still be writing the shards
             self.copy_stream.wait_event(self._shards_ready)
         with self._on(self.copy_stream), outside_modes():
@@ -232,13 +249,19 @@ class CommContext:
         """Free full buffers that `reshard` has left allocated; later gathers wait until the buffers were read."""
         if self._lingering:
             lingering, self._lingering = self._lingering, []
+            # The recorded event, not the current stream's work: the unit may have computed on another stream.
             with outside_modes():
-                for group in lingering:
-                    group.free_full()
-            # Wait for the recorded event, not for the current stream: the unit may have computed on another stream.
-            assert self.gather_stream is not None and self._lingering_read is not None
-            self.gather_stream.wait_event(self._lingering_read)
-            self._lingering_read = None
+                self._free_full(lingering, self._lingering_read)
+
+    def _free_full(self, groups: Sequence[ParamGroup], read: Event | None) -> None:
+        """Free full buffers, after their owners, and gathers, wait for the event after the last read."""
+        if read is not None:
+            # Gathers wait also where another stream owns the memory: `reshard` writes gathered values to the shards.
+            for owner in dict.fromkeys([self.gather_stream, *[group.full_owner for group in groups]]):
+                if owner is not None:
+                    owner.wait_event(read)
+        for group in groups:
+            group.free_full()
 
     def wait(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the all-gathers in flight and set the unsharded parameters on the modules."""
@@ -273,20 +296,23 @@ class CommContext:
         self.free_lingering()
         if all(group.state is GroupState.SHARDED for group in groups):
             return
-        stays = lingers and self.streams is not None and not self._ahead
         with outside_modes():
-            for group in groups:
-                # A stream on which the unit has not computed may reshard it, and reads the buffer to keep writes.
-                if self.streams is not None and group.filled is not None:
-                    self.streams.current().wait_event(group.filled)
-                group.filled = None
-                group.reshard(keep_part=keep_part, frees=not stays)
-        if stays:
-            assert self.streams is not None
-            self._lingering, self._lingering_read = list(groups), self.streams.current().record_event()
-            return
-        # Wait here, not at the next gather, when another stream may be the current stream.
-        self._gathers_wait_for_frees()
+            try:
+                for group in groups:
+                    # A stream on which the unit has not computed may reshard it, and reads the buffer to keep writes.
+                    if self.streams is not None and group.filled is not None:
+                        self.streams.current().wait_event(group.filled)
+                    group.filled = None
+                    group.reshard(keep_part=keep_part)
+            finally:  # also of a group that raises, because its parameters were replaced
+                freed = [group for group in groups if group.state is not GroupState.UNSHARDED]
+                # Recorded here, not at the next gather, when another stream may be the current stream.
+                read = self.streams.current().record_event() if self.streams is not None else None
+                if lingers and read is not None and not self._ahead:
+                    self._lingering, self._lingering_read = freed, read
+                else:
+                    self._free_full(freed, read)
+                    self._waits_for_event = False  # the gather stream has waited for compute
 
     # -- gradient buffers -------------------------------------------------------------------------------
 
@@ -349,15 +375,19 @@ class CommContext:
             self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
-        if owner is not None and self.reduce_stream is not None:
+        # Memory of the backward's stream, because it becomes gradients: users free them after work of this stream.
+        home = self._home or owner
+        with self._on(home):
+            results = group.allocate_reduced()
+        if owner is not None and home is not None and self.reduce_stream is not None:
             self.reduce_stream.wait_stream(owner)  # the owner has written the gradients
-            while len(self._all_reducing) > 1:  # the last all-reduce may overlap with this reduction
-                self.reduce_stream.wait_event(self._all_reducing.popleft().event)
+            if home != owner:  # it may still use what was in the results' memory before
+                self.reduce_stream.wait_stream(home)
         with self._on(self.reduce_stream):
-            reduced = group.start_reduce(source)
+            reduced = group.start_reduce(source, *results)
             if self.reduce_stream is not None:
                 started = self.reduce_stream.record_event()
-        self.in_flight.append(_Reduction(group, reduced, owner, started))
+        self.in_flight.append(_Reduction(group, reduced, owner, home, started))
 
     def finish_reduction(self) -> None:
         """Finish the oldest reduction in flight. On an accelerator streams wait, and the host does not."""
@@ -374,7 +404,7 @@ class CommContext:
             else:
                 buffer.free()
             # Listed before `start_replicate`, which drops the sums while another stream may still read them.
-            kept = [] if stream is None else [reduced.shard, *group.unreplicated_sums()]
+            kept = [] if stream is None else [reduced.shard, reduced.home, *group.unreplicated_sums()]
             with self._on(stream):
                 started = group.start_replicate(reduced)
                 if started is not None:
@@ -387,9 +417,9 @@ class CommContext:
         except RuntimeError as error:  # torch raises it if a collective fails
             self.explain(error)
             raise
-        # The replicas' stream has read memory of the reduce stream, which must be kept until then.
-        if stream is not None and stream is not self.reduce_stream:
-            self._all_reducing.append(_InUse(kept, stream.record_event()))
+        if reduction.home is not None and stream is not None:
+            _release(self._reduced, most=1)  # the last all-reduce may overlap with compute
+            self._reduced.append(_InUse(kept, reduction.home, stream.record_event()))
         self._note_host_copy(stream, [group])
 
     def _deliver(self, *, most_in_flight: int) -> None:
@@ -409,7 +439,7 @@ class CommContext:
         Returns:
             The stream that continues.
         """
-        group, reduced, owner, started = reduction
+        group, reduced, owner, _, started = reduction
         stream = self.reduce_stream if group.comm.replicate_group is None else self.replica_stream
         with self._on(stream):
             if stream is not None and started is not None:
@@ -436,22 +466,25 @@ class CommContext:
         # For all of them, also after one that raises. The last that is added is the first: the oldest.
         with ExitStack() as waits:
             for reduction in reversed(dropped):
-                waits.callback(self._wait_until_reduced, reduction)
+                waits.callback(self._drop, reduction)
             for _, _, work in reversed(replicating):
                 if work is not None:
                     waits.callback(work.wait)
         self._join_streams()
 
+    def _drop(self, reduction: _Reduction) -> None:
+        stream = self._wait_until_reduced(reduction)
+        if reduction.home is not None and stream is not None:
+            self._reduced.append(_InUse([reduction.reduced.shard], reduction.home, stream.record_event()))
+
     def _join_streams(self) -> None:
         """Let the compute stream wait for reductions, and release memory that was kept for other streams."""
-        # The deques hold memory of the reduce stream and of the copy stream. Each of these streams must wait for the
-        # readers of its memory before the memory is freed.
-        while self._all_reducing and self.reduce_stream is not None:
-            self.reduce_stream.wait_event(self._all_reducing.popleft().event)
-        while self._brought and self.copy_stream is not None:
-            self.copy_stream.wait_event(self._brought.popleft().event)
-        if self.streams is not None:
-            self.streams.current().wait_stream(self.reduce_stream)
+        _release(self._reduced)
+        _release(self._brought)
+        if self.streams is not None and self._home is not None:
+            here = self.streams.current()
+            if here != self._home:
+                here.wait_stream(self._home)
 
     def run_on(self, stream: Stream | None, work: Callable[[], None]) -> None:
         """Run a user's function on the user's stream; ``stream`` None: on the current stream.

@@ -52,7 +52,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings
-from vescale_fsdp.runtime.comm.streams import Event
+from vescale_fsdp.runtime.comm.streams import Event, Stream
 from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard, UnshardedGrads
 from vescale_fsdp.runtime.data_mesh import GatheredDTensor, PriorSharding, local_part
 from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of, note_exposed
@@ -365,6 +365,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # created at the first unshard
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
+        self.full_owner: Stream | None = None  # the stream that owns the full buffer's memory
         self.filled: Event | None = None  # the same, until the group is resharded
         self.was_gathered = False  # whether a gather has ever started
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
@@ -536,10 +537,13 @@ class ParamGroup:
         self.was_gathered = True
         self.state = GroupState.GATHERING
 
-    def allocate_full(self) -> None:
+    def allocate_full(self) -> bool:
         """Allocate the memory of the full buffer on the current stream; a no-op if it is allocated.
 
         The first call also creates the buffer and the unsharded parameters.
+
+        Returns:
+            True; False if only a gather can allocate the memory.
         """
         if self.full is None:
             self._check_shard()
@@ -553,6 +557,7 @@ class ParamGroup:
                     param.prior.full_parameter(view, requires_grad=param.sharded.requires_grad)
                 )
         self.full.allocate()
+        return True
 
     def bring_shard(self) -> list[torch.Tensor]:
         """Copy an offloaded shard to the unit's device, on the current stream, for the next gather.
@@ -672,15 +677,12 @@ class ParamGroup:
                 todo=f"look the parameter up in the module inside the {phase} (module.weight), or write outside of it",
             )
 
-    def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
-        """Free the full buffer and set the sharded parameters on the modules.
-
-        The caller must let the streams wait for each other: freed memory may be reused at once.
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Set the sharded parameters on the modules. The caller frees the full buffer after this (`free_full`).
 
         Args:
             keep_part: under `reshard_after_forward=<int>`, keep this rank's part of the full buffer for the gather of
                 the backward.
-            frees: free the memory now; False: the caller calls `free_full` later.
 
         Raises:
             LifecycleError: if unsharded parameters were replaced on the modules, or deleted.
@@ -705,10 +707,8 @@ class ParamGroup:
             unsharded.append(param.unsharded)
         report = self.writes.close(self, unsharded)
         if keep_part and self.comm.part_size is not None and self.full is not None:
-            # A copy, because the buffer is freed next.
+            # A copy, because the caller frees the buffer next.
             self._part = self.full.flat.view(self.comm.part_size, -1)[self.comm.part_rank].clone()
-        if frees:
-            self.free_full()
         self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
         if replaced:
             raise LifecycleError(
@@ -975,14 +975,29 @@ class ParamGroup:
                 foreach_zero_(buffer.padding())
             return buffer
 
-    def start_reduce(self, source: DBuffer) -> ReducedShard:
-        """Start the reduction of the buffer from `complete_grads`, on the current stream."""
+    def allocate_reduced(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate, on the current stream, the result of a reduction, and the result in the dtype of the shard.
+
+        Returns:
+            Two 1-D tensors [shard_numel]; one twice, if the dtypes are equal. Under CPU offload the second is on the
+            host, and is allocated later.
+        """
+        shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
+        is_home = self.is_offloaded or shard.dtype is self.shard.dtype
+        return shard, shard if is_home else torch.empty_like(shard, dtype=self.shard.dtype)
+
+    def start_reduce(self, source: DBuffer, shard: torch.Tensor, home: torch.Tensor) -> ReducedShard:
+        """Start the reduction of the buffer from `complete_grads`, on the current stream.
+
+        Args:
+            source: the buffer.
+            shard, home: from `allocate_reduced`, written.
+        """
         used = self.grads.hand_over()
         self.owes_reduction = False
         # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
-        shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
-        return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
+        return ReducedShard(shard, home, source, self.comm.reduce_scatter(shard, source.flat), used)
 
     def start_replicate(self, reduced: ReducedShard) -> tuple[ReducedShard, Work | None] | None:
         """Start to reduce the result of a reduction over replicas. The caller must have waited for the reduction.
@@ -995,7 +1010,9 @@ class ParamGroup:
             reduced = reduced._replace(used=reduced.used | self._unreplicated.used)
             self._unreplicated = None
         if not self._delivers:
-            self._unreplicated = reduced
+            self._unreplicated = reduced._replace(
+                home=reduced.shard
+            )  # nothing is delivered to the other tensor
             return None
         return reduced, self.comm.all_reduce(reduced.shard)
 
@@ -1008,7 +1025,10 @@ class ParamGroup:
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(shard)
         self.comm.finish_division(shard)  # after the hook, as in FSDP2
-        shard = self._to_shard_home(shard.to(self.shard.dtype))
+        if self.is_offloaded:
+            shard = self._to_host(shard)
+        elif reduced.home is not shard:
+            shard = reduced.home.copy_(shard)
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
             fqn, piece = param.slot.fqn, shard[param.local]
@@ -1115,10 +1135,9 @@ class ParamGroup:
         names = {param.slot.fqn for param, flag in zip(self.params, used, strict=True) if flag}
         self._deliver({fqn: piece for fqn, piece in deferred.items() if fqn in names})
 
-    def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the reduced shard on the device of the parameters' shard: under CPU offload, a copy on the host."""
-        if not self.is_offloaded:
-            return shard
+    def _to_host(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the reduced shard on the host, for CPU offload."""
+        shard = shard.to(self.shard.dtype)
         host = self._room_on_host(shard)
         # The host reads gradients at once if it adds them to existing ones, or calls a hook. Only then is the copy
         # blocking; otherwise `wait_for_host_copies` waits when the backward ends.

@@ -313,6 +313,7 @@ class Schedule:
         if self.in_backward:
             return
         self.in_backward, self.has_grads = True, False
+        self.comm.begin_backward()
         self._is_differentiable = torch.is_grad_enabled()  # create_graph=True
         if not self._is_differentiable:
             self._kept.clear()  # units are resharded once this backward has left them

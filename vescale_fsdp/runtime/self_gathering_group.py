@@ -99,8 +99,9 @@ class SelfGatheringGroup(ParamGroup):
         mesh = self.data.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]  # the last axis shards
 
-    def allocate_full(self) -> None:
-        """Do nothing: `start_gather` allocates, because only the results of ``pre`` show which sizes are needed."""
+    def allocate_full(self) -> bool:
+        """Return False: `start_gather` allocates, because only the results of ``pre`` show which sizes are needed."""
+        return False
 
     @torch.no_grad()
     def bring_shard(self) -> list[torch.Tensor]:

@@ -4,8 +4,9 @@ Every operator, copy and collective is queued on a stream and runs later, in a s
 when the host or another rank waits for it, compute first, side streams first, or at random. What a GPU does by chance,
 it does on purpose:
 
-    freed memory        becomes NaN when its stream allocates again (memory.h); new memory is NaN
-    accesses            are compared with earlier ones of the same bytes; one that no event orders is a hazard,
+    freed memory        becomes NaN at this place in its stream's work, as with cudaMallocAsync (memory.h); new
+                        memory is NaN
+    accesses and frees  are compared with earlier accesses of the same bytes; one that no event orders is a hazard,
                         in whatever order tasks run (`hazards`)
     collectives         have NCCL's rules: on the caller's stream, equal on all ranks, buffers aligned and in place
                         where they should be (communicator.h)
@@ -162,19 +163,19 @@ def _device_module(module: Any) -> types.ModuleType:
             self.of_torch.record(torch.accelerator.current_stream(device) if stream is None else stream)
 
         def synchronize(self) -> None:
-            if not waits.is_removed():
-                self.of_torch.synchronize()
+            waits.call(self.of_torch.synchronize)
 
     class Stream(torch.Stream):
         def wait_event(self, event: Any) -> None:
-            if not waits.is_removed():
-                super().wait_event(event.of_torch if isinstance(event, Event) else event)
+            of_torch = event.of_torch if isinstance(event, Event) else event
+            waits.call(lambda: torch.Stream.wait_event(self, of_torch))
 
         def wait_stream(self, stream: torch.Stream) -> None:
-            if not waits.is_removed():
-                super().wait_event(torch.Stream.record_event(stream))
+            event = torch.Stream.record_event(stream)
+            waits.call(lambda: torch.Stream.wait_event(self, event))
 
         def record_event(self, event: Any = None) -> Any:
+            waits.make_late_waits()
             return Event(super().record_event())
 
     def current_stream(device_: Any = None) -> Stream:
@@ -183,6 +184,7 @@ def _device_module(module: Any) -> types.ModuleType:
 
     @contextmanager
     def stream(chosen: torch.Stream) -> Iterator[torch.Stream]:
+        waits.make_late_waits()
         before = torch.accelerator.current_stream(device)
         torch.accelerator.set_stream(chosen)
         try:

@@ -1,10 +1,10 @@
-// Memory of the simulated device, under the rule of caching allocators: a block belongs to the stream on which it was
-// allocated, and once the host has freed it, that stream's next allocation may be given it at once.
+// Memory of the simulated device, under the rule of cudaMallocAsync: a block belongs to the stream on which it was
+// allocated, and a free is work of that stream. So at the free, the stream must have waited for every other stream that
+// uses the block. CUDA's native allocator only requires this at the stream's next allocation.
 //
-// Two things make a missing wait visible. At an allocation, all blocks that were freed into the stream's pool become NaN
-// (of 8-bit codes: 255), at this place in the stream's work, and so does new memory. And every access is compared with
-// the earlier accesses of the same bytes: one that is not ordered behind them by events is a hazard, whatever the order
-// in which tasks happen to run.
+// Two things make a missing wait visible. A freed block becomes NaN (of 8-bit codes: 255) at this place in its stream's
+// work, and so does new memory. And every access and every free is compared with the earlier accesses of the same bytes:
+// one that is not ordered behind them by events is a hazard, whatever the order in which tasks happen to run.
 #pragma once
 
 #include <sys/mman.h>
@@ -38,7 +38,6 @@ struct Memory {
   size_t used = 0;
   std::map<char*, Block> blocks;                             // by address; for life
   std::map<int, std::multimap<size_t, char*>> free_by_pool;  // by size
-  std::map<int, std::vector<char*>> not_cleared;             // freed since the pool's last allocation
   std::map<char*, size_t> pinned;                            // of the host
 };
 
@@ -83,14 +82,19 @@ inline void note_access(const std::string& name, int stream, const Range& range)
   block->uses = std::move(kept);
 }
 
+// The next task of a stream. It is launched after whatever the host has waited for.
+inline void tick(int stream) {
+  auto& clock = device().clocks[stream];
+  join(clock, device().host);
+  if (clock.size() <= static_cast<size_t>(stream)) clock.resize(stream + 1);
+  ++clock[stream];
+}
+
 // Queue a task with what it reads and writes.
 inline void launch(int stream, std::string name, const std::vector<Range>& ranges, std::function<bool()> step) {
   auto& d = device();
   raise_error();
-  auto& clock = d.clocks[stream];
-  join(clock, d.host);  // launched after whatever the host has waited for
-  if (clock.size() <= static_cast<size_t>(stream)) clock.resize(stream + 1);
-  ++clock[stream];
+  tick(stream);
   for (auto& range : ranges)
     if (!range.is_write) note_access(name, stream, range);
   for (auto& range : ranges)
@@ -100,12 +104,15 @@ inline void launch(int stream, std::string name, const std::vector<Range>& range
   pump();
 }
 
-// Bytes of 255 are NaN in every floating dtype.
-inline void clear(char* start, size_t num_bytes) {
-  launch(current_stream, "clear", {}, [=] {
-    std::memset(start, 0xFF, num_bytes);
-    return true;
-  });
+// Queue a task that sets bytes to 255, NaN in every floating dtype. It raises nothing: destructors free memory.
+inline void clear(int stream, char* start, size_t num_bytes) {
+  tick(stream);
+  device().queues[stream].push_back(Task{"clear", [=] {
+                                           std::memset(start, 0xFF, num_bytes);
+                                           return true;
+                                         },
+                                         nullptr, nullptr});
+  pump();
 }
 
 inline void* allocate(size_t num_bytes) {
@@ -113,17 +120,7 @@ inline void* allocate(size_t num_bytes) {
   Lock lock;
   auto& m = memory();
   const int pool = current_stream;
-  join(device().clocks[pool], device().host);
-  for (char* start : m.not_cleared[pool]) {  // any of them might be given out now
-    auto& block = m.blocks[start];
-    for (auto& use : block.uses)
-      if (use.stream != pool && at_stream(device().clocks[pool], use.stream) < use.tick)
-        add_hazard("memory of stream " + std::to_string(pool) + " is allocated again, and " + use.name +
-                   " on stream " + std::to_string(use.stream) + " still uses it");
-    block.uses.clear();
-    clear(start, block.num_bytes);
-  }
-  m.not_cleared[pool].clear();
+  raise_error();
   num_bytes = (num_bytes + 511) / 512 * 512;
   auto& free_blocks = m.free_by_pool[pool];
   auto found = free_blocks.lower_bound(num_bytes);
@@ -142,7 +139,7 @@ inline void* allocate(size_t num_bytes) {
   char* start = m.arena + m.used;
   m.used += num_bytes;
   m.blocks[start] = Block{num_bytes, pool};
-  clear(start, num_bytes);
+  clear(pool, start, num_bytes);
   return start;
 }
 
@@ -154,8 +151,16 @@ inline void release(void* address) {
   auto& block = m.blocks.at(start);
   block.is_free = true;
   if (block.is_shared) return;  // `record_stream`: it would be free once those streams are done; here it is not reused
-  m.free_by_pool[block.pool].emplace(block.num_bytes, start);
-  m.not_cleared[block.pool].push_back(start);
+  const int pool = block.pool;
+  auto& clock = device().clocks[pool];
+  join(clock, device().host);
+  for (auto& use : block.uses)
+    if (use.stream != pool && at_stream(clock, use.stream) < use.tick)
+      add_hazard("memory of stream " + std::to_string(pool) + " is freed, and " + use.name + " on stream " +
+                 std::to_string(use.stream) + " still uses it");
+  block.uses.clear();
+  clear(pool, start, block.num_bytes);
+  m.free_by_pool[pool].emplace(block.num_bytes, start);
 }
 
 // `record_stream` of a block.

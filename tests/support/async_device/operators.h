@@ -308,6 +308,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
   });
   library.impl("unfold", at::native::unfold);
+  library.impl("record_stream", [](Tensor& self, at::Stream user) {
+    share(self.storage().data(), static_cast<int>(user.id()));
+  });
   library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& {
     return at::native::set_(self, source);

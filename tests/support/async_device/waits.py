@@ -1,10 +1,11 @@
-"""Waits of the product for streams and events: where they are, which ones a program executes, and a run without one."""
+"""Waits of the product for streams and events: where they are, which ones a program executes, and a run with one
+removed or late."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ class Wait(NamedTuple):
     first: int
     last: int
     text: str
+    function: str  # its name
 
 
 def all_waits() -> list[Wait]:
@@ -30,37 +32,57 @@ def all_waits() -> list[Wait]:
             file = str(path.relative_to(ROOT))
             if file.startswith(("vescale_fsdp/checkpoint", "vescale_fsdp/conversion")):  # links
                 continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                match node:
-                    case ast.Call(func=ast.Attribute(attr=method)) if method in _METHODS:
-                        last = node.end_lineno or node.lineno
-                        found.append(Wait(file, node.lineno, last, ast.unparse(node)))
+            functions = [
+                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+            ]
+            for function in functions:
+                for node in ast.walk(function):
+                    match node:
+                        case ast.Call(func=ast.Attribute(attr=method)) if method in _METHODS:
+                            last = node.end_lineno or node.lineno
+                            found.append(Wait(file, node.lineno, last, ast.unparse(node), function.name))
     return sorted(found)
 
 
-_removed: Wait | None = None
+_changed: Wait | None = None
+_is_late = False  # whether the changed wait is late, not removed
+_late: list[Callable[[], None]] = []  # calls of the changed wait that are not made yet
 executed: set[tuple[str, int]] = (
     set()
 )  # file and line of each wait of the product that this process has called
 
 
-def is_removed() -> bool:
-    """Whether the wait that calls this function's caller is the one that is removed."""
+def make_late_waits() -> None:
+    """Make the calls of a late wait, where its stream may be used next."""
+    while _late:
+        _late.pop(0)()
+
+
+def call(wait: Callable[[], None]) -> None:
+    """Call a wait for the caller's caller, unless it is the changed one."""
+    make_late_waits()
     frame = sys._getframe(2)
     path = Path(frame.f_code.co_filename).resolve()
-    if ROOT not in path.parents:
-        return False
-    file, line = str(path.relative_to(ROOT)), frame.f_lineno
-    executed.add((file, line))
-    return _removed is not None and file == _removed.file and _removed.first <= line <= _removed.last
+    if ROOT in path.parents:
+        file, line = str(path.relative_to(ROOT)), frame.f_lineno
+        executed.add((file, line))
+        if _changed is not None and file == _changed.file and _changed.first <= line <= _changed.last:
+            if _is_late:
+                _late.append(wait)
+            return
+    wait()
 
 
 @contextmanager
-def without(wait: Wait) -> Iterator[None]:
-    """A context in which this call does nothing."""
-    global _removed
-    _removed = wait
+def changed(wait: Wait, *, is_late: bool) -> Iterator[None]:
+    """A context in which this call does nothing; if it is late, in which it waits only before the next use of streams.
+
+    A late wait is in time for allocations of its stream, and too late for memory that is freed after it.
+    """
+    global _changed, _is_late
+    _changed, _is_late = wait, is_late
     try:
         yield
     finally:
-        _removed = None
+        _changed = None
+        make_late_waits()

@@ -322,7 +322,9 @@ def test_dropping_waits_for_all_reduces_of_replicas_after_one_that_fails() -> No
     for number in range(2):
         work = _Recorded(f"all-reduce {number}", waited, fails=number == 0)
         comm._replicating.append((mock.Mock(), mock.Mock(), cast(Work, work)))
-    comm.in_flight = [_Reduction(mock.Mock(), cast(ReducedShard, _Recorded("reduction", waited)), None, None)]
+    comm.in_flight = [
+        _Reduction(mock.Mock(), cast(ReducedShard, _Recorded("reduction", waited)), None, None, None)
+    ]
     with pytest.raises(ConnectionError):
         comm.drop_reductions()
     assert waited == ["all-reduce 0", "all-reduce 1", "reduction"]

@@ -64,19 +64,25 @@ class SideStreams:
         self._streams: Streams | None = streams_of(device)
         self._sides = [] if self._streams is None else [self._streams.new() for _ in range(count)]
 
-    def begin(self) -> None:
-        """Let the side streams wait for the caller's."""
+    def begin(self, *read: torch.Tensor) -> None:
+        """Let the side streams wait for the caller's, and read tensors of the caller's stream."""
         for side in self._sides:
             side.wait_stream(self._streams.current())  # type: ignore[union-attr]
+            for (
+                tensor
+            ) in read:  # as any program must do whose tensor another stream reads, also in the backward
+                tensor.record_stream(side)  # type: ignore[arg-type]
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """A context on side stream ``number``."""
         return nullcontext() if self._streams is None else self._streams.on(self._sides[number])
 
-    def join(self) -> None:
-        """Let the caller's stream wait for the side streams."""
+    def join(self, *made: torch.Tensor) -> None:
+        """Let the caller's stream wait for the side streams, and read what they have made."""
         for side in self._sides:
             self._streams.current().wait_stream(side)  # type: ignore[union-attr]
+            for tensor in made:
+                tensor.record_stream(self._streams.current())  # type: ignore[union-attr, arg-type]
 
 
 class Towers(nn.Module):
@@ -90,13 +96,13 @@ class Towers(nn.Module):
         self.streams = SideStreams(device, count - 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.streams.begin()
+        self.streams.begin(x)
         ends = [x] * len(self.towers)
         for layers in zip(*self.towers, strict=True):
             for number, layer in enumerate(layers):
                 with self.streams.on(number - 1) if number else nullcontext():
                     ends[number] = layer(ends[number]).tanh()
-        self.streams.join()
+        self.streams.join(*ends[1:])
         return torch.stack(ends).sum(0)
 
 
@@ -127,10 +133,10 @@ class Language(nn.Module):
     def _aside(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self.streams is None:
             return module(x)
-        self.streams.begin()
+        self.streams.begin(x)
         with self.streams.on(0):
             y = module(x)
-        self.streams.join()
+        self.streams.join(y)
         return y
 
 
@@ -143,11 +149,11 @@ class SideExpert(nn.Module):
         self.streams = streams
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.streams.begin()
+        self.streams.begin(x)
         with self.streams.on(0):
             y = self.other(x).tanh()
         z = self.one(x).tanh()
-        self.streams.join()
+        self.streams.join(y)
         return x + y + z
 
 
@@ -276,6 +282,19 @@ def _replicas(device: torch.device) -> Values:
     model = blocks()
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     return _trained(shard(model, list(model), device, mesh), device)
+
+
+@_program("replicas, two backwards per step", world_size=4)
+def _accumulated_replicas(device: torch.device) -> Values:
+    model = blocks()
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    optimizer = sgd(shard(model, list(model), device, mesh))
+    for step in range(STEPS):
+        for part in range(2):
+            loss_of(model, 2 * step + part, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
 
 
 @_program("replicas, two compute streams, bf16", world_size=4, apart=0.05)

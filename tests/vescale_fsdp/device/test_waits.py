@@ -1,7 +1,7 @@
 """Every wait of the runtime and of checkpoints for a stream or an event is needed: without it, some program is wrong.
 
-Run by `make test-device`. Each wait is removed from the programs that execute it, until one has wrong values, an
-unordered access, or an error.
+`make test-device` removes each wait from the programs that execute it, until one has wrong values, an unordered access,
+or an error. `make test` lets the waits that come before a free come after it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import cache
 import pytest
 
 from tests.support.async_device import needs_device, run_on_device
-from tests.support.async_device.waits import Wait, all_waits, executed, without
+from tests.support.async_device.waits import Wait, all_waits, changed, executed
 from tests.support.distributed import RankError, RankTimeout
 from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, needs_fresh, run, world_size
 
-pytestmark = [needs_device(), pytest.mark.skipif(not IS_LONG, reason="runs in make test-device")]
+pytestmark = needs_device()
 
 WAITS = all_waits() if IS_LONG else []
 ORDERS = (("sides last", 0), ("sides first", 0), ("late", 0), ("uneven", 0))
@@ -39,8 +39,8 @@ def _programs_of() -> dict[Wait, list[str]]:
     return programs
 
 
-def _run_without(wait: Wait, name: str, order: tuple[str, int]) -> list[str]:
-    with without(wait):
+def _run_changed(wait: Wait, name: str, order: tuple[str, int], is_late: bool) -> list[str]:
+    with changed(wait, is_late=is_late):
         return run(name, order)
 
 
@@ -48,6 +48,7 @@ def _id(wait: Wait) -> str:
     return f"{wait.file}:{wait.first} {wait.text}"
 
 
+@pytest.mark.skipif(not IS_LONG, reason="runs in make test-device")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("wait", WAITS, ids=_id)
 def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
@@ -58,10 +59,11 @@ def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
             try:
                 results = run_on_device(
                     world_size(name),
-                    _run_without,
+                    _run_changed,
                     wait,
                     name,
                     order,
+                    False,
                     timeout_s=300,
                     fresh=needs_fresh(name),
                 )
@@ -72,3 +74,29 @@ def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
                 print(f"{_id(wait)}: {name}, {order}: {next(filter(None, results))[0]}")
                 return
     pytest.fail(f"right without the wait: {', '.join(programs)}")
+
+
+# A function that frees memory after it waits, and a program that is wrong if the function frees first.
+FREES = [
+    ("_free_full", "two dtypes and a frozen matrix in each unit"),  # `reshard` and `free_lingering`
+    ("_release", "offload, two dtypes"),  # copies from the host
+    ("_release", "replicas, two backwards per step"),  # reduced shards, which are added to gradients
+    ("_wait_until_reduced", "AdamW"),
+    ("write_kept", "a side stream in each unit"),
+]
+
+
+@pytest.mark.parametrize(("function", "name"), FREES)
+def test_memory_that_is_freed_before_its_stream_waits_is_found(function: str, name: str) -> None:
+    """Under the native allocator such a wait would be in time, because it comes before the stream's next work."""
+    found = [
+        hazard
+        for wait in all_waits()
+        if wait.function == function
+        for results in run_on_device(
+            world_size(name), _run_changed, wait, name, ("early", 0), True, fresh=needs_fresh(name)
+        )
+        for hazard in results
+    ]
+
+    assert any("freed" in hazard for hazard in found), found

@@ -59,8 +59,8 @@ def compare(dtype: torch.dtype, steps: list[list[int]]) -> list[torch.dtype]:
     reduced = []
     start = ParamGroup.start_reduce
 
-    def watched(group: ParamGroup, source: DBuffer) -> Any:
-        found = start(group, source)
+    def watched(group: ParamGroup, source: DBuffer, *results: torch.Tensor) -> Any:
+        found = start(group, source, *results)
         assert found.shard.dtype is torch.float32
         if group is groups_of(ours.blocks[0])[0]:
             reduced.append(found.source.flat.dtype)

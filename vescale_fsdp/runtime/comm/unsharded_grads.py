@@ -181,6 +181,7 @@ class ReducedShard(NamedTuple):
     """A reduction in flight: its result, its source, and the work object to wait on."""
 
     shard: torch.Tensor  # 1-D [S], reduce dtype, the result
+    home: torch.Tensor  # 1-D [S], the shard's dtype, what becomes gradients; ``shard`` if dtypes are equal
     source: DBuffer  # the gradient buffer, which must live until the reduction has read it
     work: Work | None  # None: the current stream has run the collective
     used: frozenset[str]  # names of parameters that have a gradient on this rank

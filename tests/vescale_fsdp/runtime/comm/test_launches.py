@@ -87,12 +87,12 @@ KINDS = {
     "kept after the forward": Kind(
         {"mp_policy": HALF, "reshard_after_forward": False}, unit(2, gathers=1, _to_copy=1)
     ),
-    "two dtypes": Kind({"mp_policy": HALF}, unit(6, groups=2, _to_copy=5), scales_in_fp64),
+    "two dtypes": Kind({"mp_policy": HALF}, unit(7, groups=2, _to_copy=4), scales_in_fp64),
     # All its lines are short, so each matrix is encoded and decoded alone; other values are copied at once.
     "codes": Kind(
         {"mp_policy": CODES, "granularity": Rows(1)},
         # A policy without `reduce_dtype` reduces in bf16 and casts the sums, but not as of torch 2.15.
-        {**unit(19, _to_copy=23 - REDUCES_AS_STORED, clone=8), "_foreach_copy_": 1 + 2 * 2},
+        {**unit(20 - REDUCES_AS_STORED, _to_copy=22, clone=8), "_foreach_copy_": 1 + 2 * 2},
     ),
     "offload": Kind({"mp_policy": HALF}, unit(6), offload=True),
     "accumulation": Kind({"mp_policy": HALF}, unit(5, gathers=4, _to_copy=4), microbatches=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,13 +23,18 @@ from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.param_group import GradHook, ParamGroup
 
 
+def free_at_once(comm: CommContext, groups: Sequence[ParamGroup], read: Any) -> None:
+    """Free full buffers without waits."""
+    CommContext._free_full(comm, groups, None)
+
+
 class RemembersTheLastFree(CommContext):
     """Gathers wait for the stream that has freed last, and for no other."""
 
     last: Any = None
 
     def reshard(self, groups: Sequence[ParamGroup], **options: bool) -> None:
-        with mock.patch.object(self, "_gathers_wait_for_frees"):
+        with mock.patch.object(self, "_free_full", functools.partial(free_at_once, self)):
             super().reshard(groups, **options)
         self.last = self.streams.current().record_event()  # type: ignore[union-attr]
 

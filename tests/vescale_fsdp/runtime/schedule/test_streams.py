@@ -325,13 +325,8 @@ def test_no_hazard_where_classes_gather_themselves() -> None:
 
 
 class GathersDoNotWaitForFrees(CommContext):
-    def reshard(self, groups: Sequence[ParamGroup], **options: bool) -> None:
-        with mock.patch.object(self, "_gathers_wait_for_frees"):
-            super().reshard(groups, **options)
-
-    def free_lingering(self) -> None:
-        with mock.patch.object(self, "_gathers_wait_for_frees"):
-            super().free_lingering()
+    def _free_full(self, groups: Sequence[ParamGroup], read: Any) -> None:
+        super()._free_full(groups, None)
 
 
 class GathersDoNotWaitForTheOptimizer(CommContext):
@@ -361,7 +356,7 @@ class CopiesAreNotKept(CommContext):
 class ReducedShardsAreNotKept(CommContext):
     def finish_reduction(self) -> None:
         super().finish_reduction()
-        self._all_reducing.clear()
+        self._reduced.clear()
 
 
 class ReplicasDoNotWaitForReductions(CommContext):
@@ -398,7 +393,7 @@ class ReductionsDoNotWaitForCompute(CommContext):
 
 class ComputeDoesNotWaitForReductions(CommContext):
     def _join_streams(self) -> None:
-        with mock.patch.object(RecordedStream, "wait_stream"):
+        with mock.patch.object(RecordedStream, "wait_event"):
             super()._join_streams()
 
 
@@ -464,7 +459,7 @@ def test_every_wait_is_needed(context: type[CommContext], case: str, hazard: str
 @pytest.mark.parametrize(
     ("context", "case", "hazard"),
     [
-        (ReducedShardsAreNotKept, "accumulate", "freed to stream2 are still used by"),
+        (ReducedShardsAreNotKept, "accumulate", "freed to compute are still used by"),
         (ReplicasDoNotWaitForReductions, "plain", "on stream3 reads what stream2 may"),
     ],
 )
