@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vescale_fsdp.collectives.process_groups import backends_of, crosses_network, nodes_of, two_levels
 from vescale_fsdp.collectives.slice_exchange import (
     AllWorks,
+    MaxByMessages,
     Work,
     gather_by_node,
     movable,
@@ -252,6 +253,19 @@ def all_reduce_in_place(
 def all_reduce_at_once(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce a tensor over the ranks, in place, on the current stream (on the CPU, the caller waits)."""
     dist.all_reduce(tensor, op, group=group)
+
+
+def max_apart(values: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+    """Start the elementwise maximum of a few values over the ranks, in place; on an accelerator, on the current stream.
+
+    On gloo its messages cannot meet those of other collectives, which ranks may have started in another order.
+    """
+    if not runs_beside(values):
+        all_reduce_at_once(values, dist.ReduceOp.MAX, group)
+        return None
+    if backend_of(group, values.device.type) is _GLOO and group.size() > 1:
+        return MaxByMessages(values, group)
+    return all_reduce_in_place(values, dist.ReduceOp.MAX, group)
 
 
 def reduce_in_place(

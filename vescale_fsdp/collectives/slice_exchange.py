@@ -34,6 +34,7 @@ _SLICE_TAG = 0x51CE  # tag of slices that `sum_slices` exchanges
 # Tags of collectives in two levels. Each kind has its own, because messages of one pair of ranks and one tag are
 # received in the order in which they are sent, and two threads send.
 _ACROSS_TAG, _OWN_TAG, _FORWARDED_TAG, _RING_TAG = 0xAC05, 0x0435, 0xF0A3, 0x416A
+_MAX_TAG = 0x3A75  # tag of `MaxByMessages`
 
 
 class Work(Protocol):
@@ -114,6 +115,44 @@ def sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup
                 works = []  # gloo would wait for another message if these were waited for again
         wait_for(*works)
         _sum_into(shard[piece], parts, divisor)
+
+
+class MaxByMessages:
+    """The elementwise maximum of a few values over the ranks of a gloo group, in flight; in place.
+
+    It is right even if ranks have started different collectives: its messages have a tag of their own. gloo would end
+    the process if a small all-reduce met a larger collective. In round k a rank sends the maximum so far to the rank
+    2^k places after it, so log2(ranks) rounds reach all ranks. The first round starts at once, the others in `wait`.
+
+    Args:
+        values: on the CPU.
+        group: the ranks that take part.
+    """
+
+    def __init__(self, values: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._values, self._group, self._distance = values, group, 1
+        self._largest = (
+            values  # so far; a new tensor in each round, because messages in flight read the last one
+        )
+        self._start()
+
+    def _start(self) -> None:
+        rank, size = self._group.rank(), self._group.size()
+        self._received = torch.empty_like(self._values)
+        self._works = [
+            _receive(self._received, self._group, (rank - self._distance) % size, _MAX_TAG),
+            _send(self._largest, self._group, (rank + self._distance) % size, _MAX_TAG),
+        ]
+
+    def wait(self) -> None:
+        while self._distance < self._group.size():
+            wait_for(*self._works)
+            self._distance *= 2
+            if self._distance < self._group.size():
+                self._largest = torch.maximum(self._largest, self._received)
+                self._start()
+            else:
+                torch.maximum(self._largest, self._received, out=self._values)
 
 
 def _sends_in_rounds(nodes: Nodes, slice_bytes: int) -> bool:

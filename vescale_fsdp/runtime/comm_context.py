@@ -10,7 +10,7 @@ access and allocation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from itertools import islice
@@ -152,13 +152,22 @@ class CommContext:
 
     # -- order ----------------------------------------------------------------------------------------
 
-    def watch(self, comm: GroupComm) -> None:
+    def watch(self, comm: GroupComm, device: torch.device) -> None:
         """Begin to compare the order of a group's collectives with other ranks (`OrderWatch`)."""
         if comm.can_watch:
             if comm.mesh not in self.watches:
-                self.watches[comm.mesh] = OrderWatch(comm.mesh)
+                self.watches[comm.mesh] = OrderWatch(comm.mesh, device)
             comm.watch = self.watches[comm.mesh]
             comm.watch.over.add(comm)
+
+    def compare_order(self, watches: Iterable[OrderWatch]) -> None:
+        """Start to compare the order of collectives; `OrderWatch.read` must follow.
+
+        On the gather stream: the compute stream joins the reduce stream at the end of every backward.
+        """
+        for watch in watches:
+            with self._on(self.gather_stream):
+                watch.compare(self.gather_stream)
 
     def explain(self, failure: RuntimeError) -> None:
         """Raise a clearer error than ``failure`` if a collective failed because ranks started different collectives.
@@ -318,7 +327,7 @@ class CommContext:
 
     def adopt(self, group: ParamGroup) -> None:
         """Let a group use this context's watch and streams, and share gradient buffers with groups of equal layout."""
-        self.watch(group.comm)
+        self.watch(group.comm, group.device)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
         # Buffers that a user's reduce-scatter allocates are not shared with groups that do not use it.
@@ -364,8 +373,12 @@ class CommContext:
     def reduce(self, group: ParamGroup) -> None:
         """Start the reduction of a group's gradients; `finish_reduction` delivers the result."""
         self.wait_for_slot()  # first, because it frees a gradient buffer before this group allocates one
-        if group.comm.watch is not None:
-            group.comm.watch.wait_until_compared()  # ranks whose forwards differed must not reduce together
+        # Ranks whose forwards differed must not reduce together. On an accelerator the host would wait, so the end of
+        # the backward reads the comparison, unless optimizers step before it.
+        if group.comm.watch is not None and (
+            self.streams is None or group.comm.settings.on_delivery is not None
+        ):
+            group.comm.watch.read()
         group.note_start("reduction")
         source = group.complete_grads()
         # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
@@ -582,6 +595,8 @@ class GradientReductionHandle:
         """Wait for the reductions and messages; the sharded gradients may be read after this."""
         try:
             self._comm.finish_reductions()
+            for watch in self._comm.watches.values():
+                watch.read()
             while self._messages:
                 flags, groups = self._messages.pop(0)  # popped, so that a second wait is a no-op
                 flags.wait()

@@ -271,16 +271,14 @@ class Schedule:
         self.comm.wait_for_reads([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self.comm.wait_for_host_copies()  # otherwise the end of a backward does this
-            return late
-        if self.comm.watches:
-            # These facts decide which collectives the backward issues, so they must be the same on all ranks.
+        elif self.comm.watches:
+            # The order decides which collectives the backward issues, so it must be the same on all ranks.
             run = ", ".join([unit.label for unit in self._order])
-            unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
             for watch in self.comm.watches.values():
-                watch.note(
-                    f"forward of {run}; without gradient sync: {unsynced}; last backward: {self.is_last_backward}"
-                )
-                watch.end_step(then_reduces=True)
+                watch.note(f"forward of {run}")
+        full = [watch for watch in self.comm.watches.values() if watch.is_full]
+        if full:
+            self.comm.compare_order(full)
         return late
 
     def note(self, make_up: Callable[[], None]) -> Moment:
@@ -320,6 +318,27 @@ class Schedule:
         ending = partial(self._end_backward)  # referred to only by the backward
         self._ending = weakref.ref(ending)
         autograd_engine_callback(ending)  # called once, after the whole backward
+        self._compare_order()
+
+    def _compare_order(self) -> None:
+        """Compare with other ranks what this rank has started so far, and what decides about the backward."""
+        if not self.comm.watches:
+            return
+        unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
+        changed = ", ".join(
+            [
+                group.label + group.comm.settings.changes
+                for unit in self.units
+                for group in unit.groups
+                if group.comm.settings.changes
+            ]
+        )
+        for watch in self.comm.watches.values():
+            watch.note(
+                f"backward without gradient sync of: {unsynced}; last backward: {self.is_last_backward}; "
+                f"settings: {changed}"
+            )
+        self.comm.compare_order(self.comm.watches.values())
 
     def enter_differentiable(self, unit: FSDPState) -> None:
         """Begin a unit's backward with create_graph=True: gather the unit, which then stays gathered.
@@ -448,8 +467,6 @@ class Schedule:
         if is_last:  # later backwards of the same forward need the order
             self._forget_order()
         self._unfinalized = False
-        for watch in self.comm.watches.values():
-            watch.end_step()
         try:
             return GradientReductionHandle(self.comm, self._send_used(), self.hold_grads)
         except RuntimeError as error:  # torch raises it if a collective fails

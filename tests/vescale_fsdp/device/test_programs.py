@@ -12,11 +12,13 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.async_device import ORDERS, TYPE, Order, hazards, in_order, needs_device, run_on_device
-from tests.vescale_fsdp.device.programs import PROGRAMS
+from tests.vescale_fsdp.device.programs import PROGRAMS, WIDTH, sgd, shard, train
 from tools.gpu import parity
 from tools.gpu.switches import CASES
+from vescale_fsdp.errors import LifecycleError
 
 pytestmark = needs_device()
 
@@ -83,3 +85,40 @@ def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
     results = run_on_device(world_size(name), run, name, order, fresh=needs_fresh(name))
 
     assert results == [[]] * world_size(name)
+
+
+class _Pair(torch.nn.Module):
+    """Two equal units, which run in one of two orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.is_swapped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for unit in reversed(self.units) if self.is_swapped else self.units:
+            x = unit(x)
+        return x
+
+
+def _swapped(order: Order) -> tuple[str, bool]:
+    """The second rank runs the units in the other order: the error, and whether weights are those before the step."""
+    device, model = torch.device(TYPE, 0), _Pair()
+    optimizer = sgd(shard(model, list(model.units), device))
+    model.is_swapped = dist.get_rank() == 1
+    with in_order(order):
+        before = [param.to_local().clone() for param in model.parameters()]  # type: ignore[operator]
+        try:  # in the first step, in which no rank prefetches by the order of the last step
+            train(model, optimizer, device, [0])
+        except LifecycleError as error:
+            now = [param.to_local() for param in model.parameters()]  # type: ignore[operator]
+            return f"{error.expected} {error.got}", all(map(torch.equal, before, now))
+    return "", False
+
+
+def test_no_optimizer_steps_with_mixed_gradients() -> None:
+    """Ranks compare the order of collectives on the device, and read the result before the backward returns."""
+    for text, is_unchanged in run_on_device(2, _swapped, ("late", 0)):
+        assert "units.0" in text
+        assert "units.1" in text
+        assert is_unchanged

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -118,7 +119,7 @@ class GroupSettings:
         """Return the text of all settings, which ranks compare."""
         return ", ".join(self._shown(each) for each in fields(self))
 
-    @property
+    @cached_property
     def changes(self) -> str:
         """The text of the settings that differ from their defaults, with a comma before each setting."""
         changed = [each for each in fields(self) if getattr(self, each.name) != each.default]

@@ -2,17 +2,24 @@
 
 If only some ranks run a unit, or change a setting, a collective of one unit meets a collective of another unit: then
 gradients are wrong without an error, or the job hangs. So every rank keeps a log of the collectives that it starts, and
-a background thread compares a digest of the log with other ranks, once per forward and backward, through the process
-group's store. No communicator is used. Training does not wait for the comparison, apart from a short wait before the
-first reduction:
+compares a digest of the log with other ranks once per backward, by one MAX of (digest, ~digest): all digests are equal
+if the largest one is also the smallest. The message is sent when the backward begins, with all facts that decide which
+collectives this backward starts, and is read before an optimizer step can use what it reduces:
 
-    training                         thread                                  store
+    on the CPU            before the first reduction; the message has its own tag, and meets no other collective
+    on an accelerator     when the host has queued the backward. The message is on the gather stream, behind the gathers
+                          of the forward, so the host waits until the device has begun this backward, and not longer
+    steps in backward     before the first reduction
+
+The process group's store is used only after that, or if a rank waits: to find the first difference and the ranks on
+each side.
+
+    training                              thread                              store
     note() each gather, reduction
-    end_step() where a forward or    digest of the log   -- compare_set -->  step n: digest of the first rank
-    a backward ends                  another digest      -- alarm, log  -->  read by the threads of all ranks
-    wait_until_compared() before     <- this rank's digest differs: it must not reduce with the first rank
-    a reduction
-    note() raises                    <- names the first difference
+    compare() where a backward begins
+    read(): digests differ                                                    <-  the log of each rank
+    note(), read() raise                                                      ->  the first difference
+    a rank starts no collective           look(): logs of its groups          <-> compared with other ranks' logs
 
 A step that does not end is compared by the logs of the process groups (`GroupLog`), which contain operators on sharded
 tensors too: if no collective was started for half of `BOUND_S`, if a collective failed, or if a rank waits for others
@@ -26,25 +33,29 @@ import atexit
 import hashlib
 import json
 import logging
-import queue
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives.group_log import GroupLog, LogDifference, first_difference, log_of
+from vescale_fsdp.collectives.operations import max_apart
 from vescale_fsdp.collectives.process_groups import (
     break_group,
     closed_peers,
     digest_of_ranks,
     ended_peers,
 )
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.errors import LifecycleError, VescaleError
+from vescale_fsdp.runtime.comm.streams import Event, Stream
+from vescale_fsdp.torch_modes import is_fake, outside_modes
 from vescale_fsdp.torch_private import default_store
 
 if TYPE_CHECKING:
@@ -55,16 +66,22 @@ if TYPE_CHECKING:
 BOUND_S = 30.0
 # How many times per BOUND_S an idle rank looks whether another rank asks for its log, or has found a difference.
 _LOOKS_PER_BOUND = 8
-# Seconds: longest wait before the first reduction after a forward. Short, so that a slow store does not delay steps.
-_SETTLE_S = 0.05
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
 _LOST_S = 0.3  # the same, if a rank has probably ended: it publishes no log
 _ANSWER_S = 1.0  # seconds for which the store may take to answer after that
-# A log of this length is compared though no step has ended, because forwards without gradients end no step.
+# A log of this length is compared at the end of a forward, because forwards without gradients have no backward.
 _MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
-_KEPT_KEYS = 64  # number of steps whose digests stay in the store, for ranks that are behind
 _log = logging.getLogger(__name__)
+
+
+class _Message(NamedTuple):
+    """A comparison of digests in flight."""
+
+    step: int
+    values: torch.Tensor  # int64 [2] on the host: the largest digest, and the complement of the smallest
+    work: Work | None  # on the CPU
+    event: Event | None  # on an accelerator, after the copy to the host
 
 
 class OrderWatch:
@@ -72,6 +89,7 @@ class OrderWatch:
 
     Args:
         mesh: a mesh of more than one rank.
+        device: the device of its collectives.
 
     Attributes:
         error: the error that the next `note` raises; None as long as no difference was found.
@@ -79,8 +97,9 @@ class OrderWatch:
             that the watch does not keep old models alive.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.error: LifecycleError | None = None
+        self._mesh, self._device = mesh, device
         self.over: weakref.WeakSet[GroupComm] = weakref.WeakSet()
         self._ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._rank, self._store = dist.get_rank(), default_store()
@@ -99,11 +118,11 @@ class OrderWatch:
         self._entries: list[str] = []
         self._step = 0
         self._logs: dict[int, list[str]] = {0: self._entries}  # step -> log; this step and the two before
+        self._digest = hashlib.blake2b(digest_size=8)  # of all entries before this step
+        self._message: _Message | None = None
         self._last = time.monotonic()  # time of the last start of a collective
-        self._has_ended = self._differs = False
-        self._is_compared = threading.Event()  # set once the last step that ended is compared
-        self._is_awaited = False  # whether the next reduction waits for `_is_compared`
-        self._lock = threading.Lock()  # held while comparing, in the thread or in `explain`
+        self._has_ended = False
+        self._lock = threading.Lock()  # held while the store is used, by the thread or by training
         self._is_concluding = False  # whether `_conclude` waits for other ranks' logs
         self._silent: list[int] = []  # ranks that have shown no sign since a collective failed
         _thread.watch(self)
@@ -130,34 +149,64 @@ class OrderWatch:
     def _append(self, entry: str) -> None:
         self._entries.append(entry)
         self._last = time.monotonic()
-        if len(self._entries) >= _MOST_ENTRIES:  # forwards without gradients end no step
-            self.end_step()
 
-    def end_step(self, *, then_reduces: bool = False) -> None:
-        """End the step of a forward or a backward: its log is compared while the training continues.
+    @property
+    def is_full(self) -> bool:
+        """Whether the log is so long that it must be compared, without a backward."""
+        return len(self._entries) >= _MOST_ENTRIES
+
+    def compare(self, stream: Stream | None) -> None:
+        """End a step, and start to compare its log with other ranks; `read` must follow. A collective of the mesh.
 
         Args:
-            then_reduces: whether `wait_until_compared` waits before the next reduction.
+            stream: the current stream, on which the message runs; None on the CPU.
         """
-        self._is_compared.clear()
-        self._is_awaited = then_reduces
-        step, entries = self._step, self._entries
-        self._step, self._entries = step + 1, []
+        self.read()
+        self._digest.update("\n".join([*self._entries, ""]).encode())
+        step, self._step, self._entries = self._step, self._step + 1, []
         self._logs[step + 1] = self._entries
-        self._logs.pop(step - 2, None)  # a difference is detected within two steps
-        self._last = time.monotonic()
-        _thread.put(self, step, entries)
+        self._logs.pop(step - 2, None)  # a difference is found within two steps
+        digest = int.from_bytes(self._digest.digest(), "big", signed=True)
+        with outside_modes():  # a backward under torch.func must not wrap these tensors
+            # On an accelerator the host does not wait for the copies, because its memory is pinned.
+            pins = self._device.type != "cpu"
+            host = torch.tensor([digest, ~digest], device="cpu", pin_memory=pins)
+            if is_fake(host):  # without values there is nothing to compare
+                return
+            values = host.to(self._device, non_blocking=True)
+            work: Work | None = None
+            for axis in range(self._mesh.ndim):
+                if (
+                    self._mesh.size(axis) > 1
+                ):  # MAX over one axis after another yields MAX over the whole mesh
+                    wait_for(work)
+                    work = max_apart(values, self._mesh.get_group(axis))
+            if values is not host:
+                host.copy_(values, non_blocking=True)
+        self._message = _Message(step, host, work, stream.record_event() if stream is not None else None)
 
-    def wait_until_compared(self) -> None:
-        """Wait for the comparison of the last forward: ranks whose forwards differed must not reduce with each other.
+    def read(self) -> None:
+        """Wait for the comparison in flight; a no-op if there is none.
 
-        A no-op except before the first reduction after a forward.
+        Raises:
+            LifecycleError: on all ranks, if their logs differ.
         """
-        if self._is_awaited:
-            self._is_awaited = False
-            self._is_compared.wait(_SETTLE_S)
-            if self._differs:
-                self._is_compared.wait(BOUND_S)  # until the thread has read other ranks' logs for the error
+        if self._message is None:
+            return
+        message, self._message = self._message, None
+        try:
+            wait_for(message.work)
+            if message.event is not None:
+                message.event.synchronize()
+        except RuntimeError as failure:  # a rank was lost, or has aborted the groups because logs differ
+            self.explain(failure)
+            raise
+        high, complement = message.values.tolist()
+        if high != ~complement:
+            self.guarded(self._sound, message.step)
+            if self.error is None:  # the store no longer exists
+                raise first_difference({}, self._ranks, f"step {message.step}").error()
+            raise self.error
 
     def explain(self, failure: RuntimeError) -> None:
         """Raise a clearer error than ``failure`` for a collective that failed; a no-op if there is none.
@@ -225,7 +274,7 @@ class OrderWatch:
     # -- called by the thread -------------------------------------------------------------------------
 
     def guarded(self, work: Callable[..., bool], *arguments: Any) -> bool:
-        """Run `compare` or `look` and return its result; True if the store no longer exists."""
+        """Run a function that uses the store and return its result; True if the store no longer exists."""
         if self._has_ended:
             return True
         try:
@@ -233,29 +282,14 @@ class OrderWatch:
                 return work(*arguments)
         except (RuntimeError, ValueError, TypeError) as error:
             # torch raises these once the store or the groups are destroyed, at the end of the job.
-            self._has_ended, self._differs = True, False
+            self._has_ended = True
             _log.info("The order of collectives is no longer compared between ranks: %s", error)
             return True
 
-    def compared(self) -> None:
-        """Let a reduction continue that waits for the comparison."""
-        self._is_compared.set()
-
-    def compare(self, step: int, entries: list[str]) -> bool:
-        """Compare the log of a step with the log of the first rank that ended this step.
-
-        Returns:
-            Whether the comparison is complete, as `look`.
-        """
-        digest = hashlib.blake2b("\n".join(entries).encode(), digest_size=8).hexdigest()
-        # compare_set sets only a key that does not exist, and returns the value of the first rank that set it.
-        first = self._store.compare_set(f"{self._key} {step}", "", f"{digest} {self._rank}").decode()
-        if first.split()[0] != digest:
-            self._differs = True
-            self._store.compare_set(self._alarm, "", str(step))  # keeps an earlier alarm
-        elif first.split()[1] == str(self._rank) and step >= _KEPT_KEYS:  # one rank deletes an old digest
-            self._store.delete_key(f"{self._key} {step - _KEPT_KEYS}")
-        return self.look()
+    @property
+    def idle_s(self) -> float:
+        """Seconds since this rank has started a collective."""
+        return time.monotonic() - max([self._last, *(log.last_s for log in self._group_logs)])
 
     def look(self, is_late: bool = False) -> bool:
         """Check whether another rank has found a difference. If this rank is late, compare the running step's logs too.
@@ -269,8 +303,7 @@ class OrderWatch:
         """
         if self.error is None and self._store.check([self._alarm]):
             self._conclude()
-        last_s = max([self._last, *(log.last_s for log in self._group_logs)])
-        if self.error is not None or not (is_late or time.monotonic() - last_s > BOUND_S / 2):
+        if self.error is not None or not (is_late or self.idle_s > BOUND_S / 2):
             return self.error is not None
         is_complete = True
         for log in self._group_logs:
@@ -291,7 +324,8 @@ class OrderWatch:
         """Abort the process groups of all ranks, and let all ranks raise; for a rank that waits in an operator."""
         self.guarded(self._sound, difference)
 
-    def _sound(self, difference: LogDifference) -> bool:
+    def _sound(self, difference: LogDifference | int) -> bool:
+        """Raise the alarm for a difference, or for a step in which logs differ."""
         self._store.compare_set(self._alarm, "", json.dumps(difference))  # keeps an earlier alarm
         if self.error is None:
             self._conclude()
@@ -351,13 +385,11 @@ _num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ..
 
 
 class _Thread:
-    """The thread that compares logs for all watches of a process. It ends when no watch is left."""
+    """The thread that looks for differences while a rank is idle, for all watches of a process; ends with the last."""
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[OrderWatch] = weakref.WeakSet()
-        self._steps: queue.SimpleQueue[tuple[weakref.ref[OrderWatch], int, list[str]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._changed = threading.Event()  # ends a pause early
         self.is_stopping = False  # whether the interpreter is about to exit
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -366,49 +398,41 @@ class _Thread:
         """Add a watch, and start the thread if it does not run."""
         with self._lock:
             self._watches.add(watch)
+            self._changed.set()
             if self._thread is None or not self._thread.is_alive():  # not alive in a forked child process
                 # A daemon, because Python waits for threads that are not daemons before `atexit` runs `stop`.
                 self._thread = threading.Thread(target=self._run, name="vescale_fsdp order", daemon=True)
                 self._thread.start()
-
-    def put(self, watch: OrderWatch, step: int, entries: list[str]) -> None:
-        """Queue a step for comparison. The queue has a weak reference, so that it does not keep the watch alive."""
-        self._steps.put((weakref.ref(watch), step, entries))
 
     def stop(self) -> None:
         """End the thread before the interpreter exits, because it could use modules that no longer exist."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self.is_stopping = True
-            self._steps.put(None)
+            self._changed.set()
             thread.join(timeout=5.0)  # bounded, because the thread may be waiting for the store
 
     def _run(self) -> None:
-        while True:
-            try:
-                item = self._steps.get(timeout=BOUND_S / _LOOKS_PER_BOUND)
-            except queue.Empty:  # no step has ended for a while
-                if not self._look():
-                    return
-                continue
-            if item is None:
+        while not self.is_stopping:
+            self._changed.clear()
+            pause_s = BOUND_S / _LOOKS_PER_BOUND
+            if not self._changed.wait(pause_s) and not self._look(pause_s):
                 return
-            reference, step, entries = item
-            watch = reference()
-            if watch is not None:
-                watch.guarded(watch.compare, step, entries)
-                watch.compared()
-            del watch  # otherwise this variable would keep the watch alive while the thread waits
 
-    def _look(self) -> bool:
-        """Let every watch check for differences; return False if no watch is left, so that the thread ends."""
+    def _look(self, idle_s: float) -> bool:
+        """Let the watches of an idle rank check for differences. While it starts collectives, the store is not used.
+
+        Returns:
+            Whether a watch is left; else the thread ends.
+        """
         with self._lock:
             watches = list(self._watches)
             if not watches:
                 self._thread = None  # so that `watch` starts a new thread
         for watch in watches:
-            watch.guarded(watch.answer)
-            watch.guarded(watch.look)
+            if watch.idle_s > idle_s:
+                watch.guarded(watch.answer)
+                watch.guarded(watch.look)
         return bool(watches)
 
 
