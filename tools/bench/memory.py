@@ -1,6 +1,7 @@
 """Peak memory of a training step on an accelerator, simulated for one rank of many: this package against FSDP2.
 
     python tools/bench/memory.py                              the whole table, minutes
+    python tools/bench/memory.py --cases Llama-70B gpt-oss-120B DeepSeek-V3 --ranks 64 256 1024 --peaks
     python tools/bench/memory.py --cases blocks "256 k tied, 32 ranks" --dtypes bf16 --json memory.json
 
 No GPU is needed: `tools/bench/parts/simulated_accelerator.py` explains what is counted and how. Sequences are short, so
@@ -18,7 +19,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,6 +77,12 @@ CASES = {
         DecoderShape(4, 4096, 1024, 14336, 128_256), 4096, ends_are_units=True, by_activations=True
     ),
 }
+# Of many ranks, which `--ranks` sets; for `--cases`, not in the default table.
+LARGE = {
+    "Llama-70B": Case(DecoderShape(80, 8192, 1024, 28672, 128_256), 64),
+    "gpt-oss-120B": Case(DecoderShape(36, 2880, 576, 2880, 201_088, num_experts=128), 64),
+    "DeepSeek-V3": Case(DecoderShape(61, 7168, 1792, 2048, 129_280, num_experts=256), 64),
+}
 POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     "bf16 narrow": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -129,9 +136,23 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def rows_of(name: str, dtypes: str) -> list[Row]:
+def peaks_of(name: str, case: Case) -> list[Row]:
+    """Peaks of one model in bf16, with both reductions, next to FSDP2's."""
+    policy = POLICIES["bf16"]
+    theirs = measure(case, ours=False, policy=policy)
+    rows = []
+    for title, narrow in ((name, False), (f"{name}, narrow", True)):
+        mine = measure(case, ours=True, policy=policy, narrow=narrow)
+        rows += [
+            Row(title, "live peak", "GiB", mine.peak / GIB, theirs.peak / GIB, "FSDP2", TARGETS["bf16"][0]),
+            Row(title, "sum of pools", "GiB", mine.reserved / GIB, theirs.reserved / GIB, "FSDP2", "<= 1"),
+        ]
+    return rows
+
+
+def rows_of(name: str, case: Case, dtypes: str) -> list[Row]:
     """One model under one policy."""
-    case, policy = CASES[name], POLICIES[dtypes]
+    policy = POLICIES[dtypes]
     mine = measure(case, ours=True, policy=policy, narrow=dtypes == "bf16 narrow")
     theirs = measure(case, ours=False, policy=policy)
     live, pools = TARGETS["fp32" if case.by_activations else dtypes]
@@ -178,14 +199,24 @@ def rows_of(name: str, dtypes: str) -> list[Row]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="peak memory on an accelerator, simulated: ours, FSDP2")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=[*CASES, *LARGE])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[], help="instead of the cases' own ranks")
+    parser.add_argument(
+        "--peaks", action="store_true", help="only live peak and pools in bf16, for both reductions"
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[Row] = []
     for name in given.cases:
-        with fake_group(math.prod(CASES[name].mesh_shape)):
-            rows += [row for dtypes in given.dtypes for row in rows_of(name, dtypes)]
+        given_case = {**CASES, **LARGE}[name]
+        cases = {f"{name}, {ranks} ranks": replace(given_case, mesh_shape=(ranks,)) for ranks in given.ranks}
+        for title, case in (cases or {name: given_case}).items():
+            with fake_group(math.prod(case.mesh_shape)):
+                if given.peaks:
+                    rows += peaks_of(title, case)
+                else:
+                    rows += [row for dtypes in given.dtypes for row in rows_of(title, case, dtypes)]
     print_table(rows)
     if given.json:
         write_json(given.json, rows)

@@ -81,6 +81,7 @@ class MemoryUse(Streams):
     pool_peaks: Counter[str] = field(default_factory=Counter)
     stream: NamedStream = field(default_factory=lambda: NamedStream(name="compute"))
     num_streams: int = 0
+    num_allocations: int = 0
 
     def new(self) -> NamedStream:
         self.num_streams += 1
@@ -100,6 +101,7 @@ class MemoryUse(Streams):
     def take(self, nbytes: int) -> str:
         """Count an allocation on the current stream; returns its pool."""
         pool = self.stream.name
+        self.num_allocations += nbytes > 0
         self.live += nbytes
         self.pools[pool] += nbytes
         self.pool_peaks[pool] = max(self.pool_peaks[pool], self.pools[pool])

@@ -1,0 +1,32 @@
+"""What a unit adds to a step, as `tools/bench/counts.py` counts it."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tools.bench.counts import POLICIES, TRAINED, most_in_full, of_one_more
+from tools.bench.parts.simulated_accelerator import fake_group
+from vescale_fsdp import fully_shard
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_unit_costs_no_more_than_under_fsdp2(name: str) -> None:
+    """FSDP2's number of collectives, with fewer operators and allocations, at any number of ranks."""
+    found = []
+    for ranks in (64, 1024):
+        with fake_group(ranks):
+            found.append(of_one_more(POLICIES[name], fully_shard))
+    with fake_group(64):
+        theirs, plain = (of_one_more(POLICIES[name], function) for function in (torch_fully_shard, None))
+    assert found[0] == found[1]
+    assert found[0]["collectives"] == theirs["collectives"] == 3
+    assert plain["operators"] < found[0]["operators"] < theirs["operators"]
+    assert plain["allocations"] < found[0]["allocations"] < theirs["allocations"]
+
+
+def test_no_unit_is_in_full_between_backwards() -> None:
+    """On an accelerator's branch, whatever is frozen: as under FSDP2."""
+    with fake_group(64):
+        for is_trained in TRAINED.values():
+            assert most_in_full(fully_shard, is_trained) == most_in_full(torch_fully_shard, is_trained) == 0
