@@ -96,7 +96,10 @@ BOUNDS: dict[str, dict[str, str]] = {
     ),
     "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
     "vescale_fsdp/runtime/comm/unsharded_grads.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
-    "vescale_fsdp/runtime/comm/order_watch.py": {"looking.join()": THREAD},
+    "vescale_fsdp/runtime/comm/order_watch.py": {
+        "looking.join()": THREAD,
+        "message.event.synchronize()": GROUP,
+    },
     "vescale_fsdp/runtime/comm_context.py": {
         "event.synchronize()": DEVICE,
         "flags.wait()": GROUP,
@@ -209,7 +212,6 @@ UNBOUNDED = {
     "support/distributed.py": "a worker's next call; it ends with its parent",
     "checkpoint/save/test_faults.py": "after a poll: what a killed process had sent",
     "checkpoint/steps/test_rollback.py": "a process that lives until it is killed",
-    "vescale_fsdp/device/programs.py": "streams of a model, not a process",
     "vescale_fsdp/elastic/formation.py": "after a kill",
     "vescale_fsdp/elastic/killed_ranks.py": "after a kill",
 }
