@@ -324,21 +324,18 @@ class Schedule:
         """Compare with other ranks what this rank has started so far, and what decides about the backward."""
         if not self.comm.watches:
             return
+        groups = [group for unit in self.units for group in unit.groups]
         unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
-        changed = ", ".join(
-            [
-                group.label + group.comm.settings.changes
-                for unit in self.units
-                for group in unit.groups
-                if group.comm.settings.changes
-            ]
-        )
-        for watch in self.comm.watches.values():
+        changes = [(group.label, group.comm.settings.changes) for group in groups]
+        changed = ", ".join([label + text for label, text in changes if text])
+        # Not of other roots with the same context: not all ranks of their meshes may run this backward.
+        watches = dict.fromkeys([group.comm.watch for group in groups if group.comm.watch is not None])
+        for watch in watches:
             watch.note(
                 f"backward without gradient sync of: {unsynced}; last backward: {self.is_last_backward}; "
                 f"settings: {changed}"
             )
-        self.comm.compare_order(self.comm.watches.values())
+        self.comm.compare_order(watches)
 
     def enter_differentiable(self, unit: FSDPState) -> None:
         """Begin a unit's backward with create_graph=True: gather the unit, which then stays gathered.
