@@ -235,11 +235,11 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     try:
         with gc_paused():  # the walk creates many small objects and no cycles
             tree = encode(state, "", taker)
-            order = taker.file_order  # differs from the order of the walk, so the tree is renumbered
+            order = taker.file_order()  # differs from the order of the walk, so the tree is renumbered
             number_of = {index: number for number, index in enumerate(order)}
             structure = Structure(
                 renumber(tree, number_of),
-                tuple(taker.tensors[index].entry for index in order),
+                tuple(taker.tensors[index][0] for index in order),
                 tuple(taker.axes),
                 taker.describer.layouts,
             )
@@ -252,17 +252,8 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
             where="the state itself",
             todo="flatten the state, or remove a container's reference to itself",
         ) from error
-    locals_by_name = {item.entry.name: item.local for item in taker.tensors}
+    locals_by_name = {entry.name: local for entry, local in taker.tensors}
     return TakenState(structure, locals_by_name, taker.per_rank_values, taker.resharded)
-
-
-class _Taken(NamedTuple):
-    """A captured tensor: its entry, this rank's part, and its role and offset (see `_Taker._role`)."""
-
-    entry: Entry
-    local: torch.Tensor
-    role: str
-    offset: int
 
 
 class _Taker(TreeSink):
@@ -272,12 +263,11 @@ class _Taker(TreeSink):
         self._live = LiveObjects(state)
         self.describer = describer
         self.axes: dict[Axes, int] = {}
-        self.tensors: list[_Taken] = []
+        self.tensors: list[tuple[Entry, torch.Tensor]] = []  # (description, this rank's tensor)
         self.per_rank_values: dict[str, tuple[Json, list[torch.Tensor]]] = {}
         self.resharded: dict[str, Reshardable] = {}
         self._names: set[str] = set()
         self._by_memory: dict[tuple[Any, ...], list[int]] = {}
-        self._roles: dict[str, int] = {}
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         dtype, shape, distribution, local = self.describer.describe(name, tensor)
@@ -295,12 +285,12 @@ class _Taker(TreeSink):
                 (local.data_ptr(), shape, dtype, axes, distribution.cuts, slot_key), []
             )
         for index in alike:
-            if self.tensors[index].local.is_set_to(local):
+            if self.tensors[index][1].is_set_to(local):
                 return {"$": "tensor", "i": index}
         self._claim(name)  # only now: a second name of the same memory is not a name in the files
         entry = Entry(name, dtype, shape, axes, distribution.cuts)
         alike.append(len(self.tensors))
-        self.tensors.append(_Taken(entry, local, *self._role(entry)))
+        self.tensors.append((entry, local))
         return {"$": "tensor", "i": alike[-1]}
 
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
@@ -350,31 +340,26 @@ class _Taker(TreeSink):
             )
         self._names.add(name)
 
-    def _role(self, entry: Entry) -> tuple[str, int]:
-        """Return a tensor's role in its group and its offset in the group's buffer; ("", 0) if it is in no group.
-
-        All weights of a group have the same role; so do all optimizer states of one kind.
-        """
-        cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
-        if not isinstance(cut, LayoutCut):
-            return "", 0
-        slot = self.describer.layouts[cut.layout].slots[cut.slot]
-        # The name without the parameter's part is equal for all tensors of a role: optimizer/state/*/exp_avg.
-        role = f"{cut.layout}:" + entry.name.replace(slot.fqn, "*", 1)
-        self._roles.setdefault(role, len(self._roles))
-        return role, slot.offset
-
-    @property
     def file_order(self) -> list[int]:
-        """Indices of the tensors in file order."""
+        """Return the indices of the tensors in file order.
 
-        def key(index: int) -> tuple[int, int, int, int]:
-            # Descending item sizes keep every tensor aligned in its file. Tensors of one role follow each other in the
-            # order of their group's buffer; tensors without a role come last.
-            item = self.tensors[index]
-            return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, index)
-
-        return sorted(range(len(self.tensors)), key=key)
+        Descending item sizes keep every tensor aligned in its file. Tensors of one role follow each other in the order
+        of their group's buffer; tensors in no group come last. All weights of a group have the same role; so do all
+        optimizer states of one kind.
+        """
+        roles: dict[tuple[int, str], int] = {}  # role -> its number, in the order of the walk
+        keys: list[tuple[int, float, int]] = []
+        layouts = self.describer.layouts
+        for entry, _ in self.tensors:
+            cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
+            if not isinstance(cut, LayoutCut):
+                keys.append((-entry.itemsize, math.inf, 0))
+                continue
+            slot = layouts[cut.layout].slots[cut.slot]
+            # The name without the parameter's part is equal for all tensors of a role: optimizer/state/*/exp_avg.
+            role = (cut.layout, entry.name.replace(slot.fqn, "*", 1))
+            keys.append((-entry.itemsize, roles.setdefault(role, len(roles)), slot.offset))
+        return sorted(range(len(keys)), key=keys.__getitem__)  # stable: else in the order of the walk
 
 
 class _LeafTaker(TreeSink):
