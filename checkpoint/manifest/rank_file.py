@@ -74,7 +74,7 @@ class RankFile:
             if key not in positions:
                 positions[key] = manifest.holders_of(index).position(self.rank)
             position = positions[key]
-            if position is None:  # this rank has no part of the tensor
+            if position is None:  # this rank is outside of the tensor's mesh
                 continue
             coordinates, replica, replicas = position
             cut = (entry.shape, entry.axes, entry.cuts, coordinates)
@@ -146,11 +146,11 @@ class RankFile:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of all tensors and other parts of the file, for messages."""
+        """Names of all that the file stores, for messages; see `names_in`."""
         return self.names_in(len(self.header), self.table_start)
 
     def names_in(self, start: int, stop: int) -> list[str]:
-        """Return the names of the tensors and other parts in a byte range, for messages."""
+        """Return the names of what a byte range stores, for messages: tensors, header, checksums, per-rank values."""
         names = ["the header"] if start < len(self.header) else []
         ends = self._relative_starts[1:]
         first = bisect_right(ends, start - len(self.header))  # the first piece that ends after `start`

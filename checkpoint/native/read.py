@@ -4,9 +4,9 @@ The plan collects the copies (see `targets`) from each file and divides their by
 checksums are compared, jobs consist of whole stripes. A job is verified, taken, or both:
 
     verify     hash the bytes: on a local disk, in mapped pages of the page cache, without a copy
-    take       positional reads straight into the tensors. Copied from a buffer instead: strided parts, parts on a
-               device, and every part of a *far* job, whose bytes come over a network: a single request for the job
-               and its small gaps costs less than one request for each part
+    take       positional reads straight into the tensors. Through a buffer instead: strided copies, copies to a
+               device, and all copies of a *far* job, whose bytes come over a network: a single request for the job
+               and its small gaps costs less than one request for each copy
 
 ``verify="before"`` verifies all jobs, then takes them. "while" reads a stripe in slices that stay in a core's cache,
 and hashes each slice after its read; in a far job, it verifies each stripe before the copy. Far jobs are read by more
@@ -208,19 +208,19 @@ def _deliver(start: int, stop: int, data: Bytes, copies: Sequence[FileCopy]) -> 
 
 def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
     """Yield the buffers, cut into consecutive groups of `_SLICE_BYTES` bytes; the last group may be smaller."""
-    part: list[Bytes] = []
+    group: list[Bytes] = []
     room = _SLICE_BYTES
     for memory in memories:
         at = 0
         while len(memory) - at >= room:
-            part.append(memory[at : at + room])
-            yield part
-            at, part, room = at + room, [], _SLICE_BYTES
+            group.append(memory[at : at + room])
+            yield group
+            at, group, room = at + room, [], _SLICE_BYTES
         if at < len(memory):
-            part.append(memory[at:])
+            group.append(memory[at:])
             room -= len(memory) - at
-    if part:
-        yield part
+    if group:
+        yield group
 
 
 class _Walk:
@@ -292,7 +292,7 @@ class Reads(ABC):
         return []
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[Extent]]) -> None:
-        """Let a single rank read each stripe that several ranks request, and send it to the others.
+        """Let a single rank read each stripe that several ranks request, and send the stripe to these ranks.
 
         `run` is then a collective.
 
@@ -483,7 +483,7 @@ class ReadPlan(Reads):
         return [Extent(name, start, stop - start) for start, stop in zip(starts, stops, strict=True)]
 
     def _without_shared(self, extent: Extent) -> Iterator[Extent]:
-        """Yield the parts of an extent that are in no shared stripe."""
+        """Yield extents of those bytes of an extent that are in no shared stripe."""
         shared, size = self._shared.get(extent.file), self._stripe_bytes
         if not shared:
             yield extent
