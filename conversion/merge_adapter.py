@@ -137,6 +137,8 @@ class MergedView(TensorView):
         return self.inputs[0].info
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
+        from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of  # imports torch
+
         if self.latest.view is not self:  # a matrix is read box by box, but computed once
             self.latest.view = self.latest.raw = None  # frees the last matrix before the next one is computed
             tensors = [_read(view) for view in self.inputs]
@@ -144,7 +146,7 @@ class MergedView(TensorView):
             weight = self.compute(*tensors).to(tensors[0].dtype).contiguous()
             if (lost := int(weight.isinf().sum()) - before) > 0:
                 self.lost[self.info.name] = lost
-            self.latest.raw = weight.view(_raw_type(weight)).numpy()
+            self.latest.raw = weight.view(carrier_of(weight.dtype)).numpy()
             self.latest.view = self
         assert self.latest.raw is not None
         out[...] = self.latest.raw[box.slices()]
@@ -168,23 +170,12 @@ class MergedView(TensorView):
         return f"{self.recipe} of {', '.join(view.identity() for view in self.inputs)}"
 
 
-def _raw_type(tensor: torch.Tensor) -> torch.dtype:
-    """Return the unsigned integer type of the same size as the tensor's items."""
-    import torch
-
-    # numpy has no bfloat16 or float8, so bytes are passed as integers.
-    types = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-    return types[tensor.element_size()]
-
-
 def _read(view: TensorView) -> torch.Tensor:
     """Read a whole tensor."""
     import torch
 
-    info = view.info
-    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype.required_torch_name), device="cpu")
-    view.read_into(whole_box(info.shape), tensor.view(_raw_type(tensor)).numpy())
-    return tensor
+    raw = torch.from_numpy(view.read(whole_box(view.info.shape)))
+    return raw.view(getattr(torch, view.info.dtype.required_torch_name))
 
 
 @dataclass

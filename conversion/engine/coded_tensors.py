@@ -68,19 +68,11 @@ class RawBytesView(_ComputedView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        inner = self._items_of(box)
-        raw = self.items.read(inner)
-        skipped = box.offsets[0] - inner.offsets[0] * raw.itemsize
-        out[...] = raw.view(np.uint8)[skipped : skipped + box.sizes[0]]
-
-    def _items_of(self, box: Box) -> Box:
-        """Return the box of items that contain a box of bytes."""
-        each = self.items.info.dtype.itemsize
-        first, stop = box.offsets[0] // each, -(-(box.offsets[0] + box.sizes[0]) // each)
-        return Box((first,), (stop - first,))
+        items, skipped = _groups_of(box, 0, self.items.info.dtype.itemsize)
+        out[...] = self.items.read(items).view(np.uint8)[skipped : skipped + box.sizes[0]]
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return self.items.parts(self._items_of(box))
+        return self.items.parts(_groups_of(box, 0, self.items.info.dtype.itemsize)[0])
 
     def identity(self) -> str:
         return f"bytes of {self.items.identity()}"
@@ -117,11 +109,7 @@ class DecodedView(_ComputedView):
     def _bytes_of(self, box: Box) -> tuple[Box, int]:
         """Return the bytes that encode a box, and how many values of the first byte precede the box."""
         each = self.table.shape[1]
-        if not box.sizes or each == 1:
-            return box, 0
-        first, stop = box.offsets[-1] // each, -(-(box.offsets[-1] + box.sizes[-1]) // each)
-        inner = Box((*box.offsets[:-1], first), (*box.sizes[:-1], stop - first))
-        return inner, box.offsets[-1] - first * each
+        return _groups_of(box, len(box.sizes) - 1, each) if box.sizes else (box, 0)
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         return self.codes.parts(self._bytes_of(box)[0])
@@ -166,9 +154,9 @@ class BlocksView(_ComputedView):
 
     def _bytes_of(self, box: Box) -> Box:
         """Return the bytes of the blocks that a box overlaps."""
-        first = box.offsets[-1] // self.block_values
-        stop = -(-(box.offsets[-1] + box.sizes[-1]) // self.block_values)
-        return box.with_range(len(box.sizes) - 1, first * self.block_bytes, (stop - first) * self.block_bytes)
+        last = len(box.sizes) - 1
+        blocks, _ = _groups_of(box, last, self.block_values)
+        return _times(blocks, (*(1,) * last, self.block_bytes))
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         return self.blocks.parts(self._bytes_of(box)) if box.numel else iter(())
@@ -219,11 +207,10 @@ class UnpackedView(_ComputedView):
 
     def _words_of(self, box: Box) -> tuple[Box, int]:
         """Return the words of the periods that a box overlaps, and how many codes of the first period precede it."""
-        start, each = box.offsets[self.dim], self.packing
-        first, stop = start // each.codes, -(-(start + box.sizes[self.dim]) // each.codes)
-        end = min(stop * each.words, self.words.info.shape[self.dim])
-        inner = box.with_range(self.dim, first * each.words, end - first * each.words)
-        return inner, start - first * each.codes
+        periods, skipped = _groups_of(box, self.dim, self.packing.codes)
+        first, count = (n * self.packing.words for n in (periods.offsets[self.dim], periods.sizes[self.dim]))
+        left = self.words.info.shape[self.dim] - first  # the last period may be cut off
+        return box.with_range(self.dim, first, min(count, left)), skipped
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         return self.words.parts(self._words_of(box)[0]) if box.numel else iter(())
@@ -574,6 +561,13 @@ def _floats(view: TensorView, box: Box) -> np.ndarray:
     import numpy as np
 
     return view.read(box).view(np.float32)  # views read raw bits
+
+
+def _groups_of(box: Box, dim: int, size: int) -> tuple[Box, int]:
+    """Return the groups of ``size`` items of a dim that a box overlaps, and how many items of the first precede it."""
+    start = box.offsets[dim]
+    first, stop = start // size, -(-(start + box.sizes[dim]) // size)
+    return box.with_range(dim, first, stop - first), start - first * size
 
 
 def _blocks_of(box: Box, block: tuple[int, ...]) -> Box:

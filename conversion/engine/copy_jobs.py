@@ -84,7 +84,7 @@ def jobs_of(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Jo
         yield from jobs_in_order(plan, buffer_bytes)
     elif plan.stretch_bytes:
         # Without the last content, the table that is computed from the bytes of the stretches.
-        yield from _split(Extent(plan.name, 0, plan.offsets[-1]), plan.stretch_bytes)
+        yield from Extent(plan.name, 0, plan.offsets[-1]).split(plan.stretch_bytes)
     else:
         yield from _jobs_by_source(plan, buffer_bytes)
 
@@ -120,15 +120,7 @@ def _tensor_extents(plan: FilePlan, index: int, buffer_bytes: int) -> Iterator[E
     """Split the extent of a tensor in the output into whole items of at most one buffer."""
     items = plan.tensor(index)
     itemsize = items.view.info.dtype.itemsize
-    yield from _split(
-        Extent(plan.name, plan.offsets[index], items.nbytes), buffer_bytes // itemsize * itemsize
-    )
-
-
-def _split(extent: Extent, nbytes: int) -> Iterator[Extent]:
-    """Split an extent into parts of ``nbytes``; the last part may be smaller."""
-    for start in range(0, extent.nbytes, nbytes):
-        yield extent.part(start, start + nbytes)
+    yield from Extent(plan.name, plan.offsets[index], items.nbytes).split(buffer_bytes // itemsize * itemsize)
 
 
 def _copy_jobs(source: Source, file: str, copies: list[ByteCopy], cell_bytes: int) -> Iterator[CopyJob]:
@@ -160,7 +152,7 @@ def _copy_jobs(source: Source, file: str, copies: list[ByteCopy], cell_bytes: in
 def reads_of(job: CopyJob, buffer_bytes: int) -> Iterator[tuple[Extent, list[ByteCopy]]]:
     """Return the reads of a job: (extent, copies clipped to it). They cover all bytes of the job."""
     first = 0
-    for extent in _split(job.extent, min(_STEP_BYTES, buffer_bytes)):
+    for extent in job.extent.split(min(_STEP_BYTES, buffer_bytes)):
         # Copies that end before this extent are skipped for good, so that a job takes linear time.
         while first < len(job.copies) and job.copies[first].stop <= extent.offset:
             first += 1
@@ -179,7 +171,7 @@ def steps(plan: FilePlan, job: Extent, buffer_bytes: int) -> Iterator[Extent]:
     If the file has computed tensors, writes are as large as the buffer, because a small write may have to read many
     source bytes for a few items.
     """
-    yield from _split(job, _STEP_BYTES if plan.stretch_bytes and plan.is_moved else buffer_bytes)
+    return job.split(_STEP_BYTES if plan.stretch_bytes and plan.is_moved else buffer_bytes)
 
 
 def writes(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> list[Extent]:

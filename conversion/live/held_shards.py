@@ -104,7 +104,7 @@ class HeldShards:
 
     def _read(self, place: int, box: Box) -> np.ndarray:
         """Return the bits of a box's items; zeros for items that only other ranks have."""
-        region, wanted = self._region(place), _region_of(box)
+        region, wanted = self._region(place), Region.of_box(box)
         shares = overlaps(region, wanted) if region is not None else []
         # No copy if a single run contains the whole box.
         if len(shares) == 1 and shares[0].is_run and shares[0].numel == box.numel:
@@ -149,7 +149,7 @@ class HeldShards:
         Args:
             turn: any number; consecutive numbers choose the replicas in turn.
         """
-        wanted, holders = _region_of(box), self.manifest.holders_of(place)
+        wanted, holders = Region.of_box(box), self.manifest.holders_of(place)
         for coordinates, region in self.manifest.distributions[place].touching(
             self.manifest.entries[place].shape, wanted, self.manifest.structure.layouts
         ):
@@ -220,11 +220,6 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
     return words ^ (words >> np.uint64(33))
-
-
-def _region_of(box: Box) -> Region:
-    """Return all elements of a box as a region."""
-    return Region(box, FlatRange(0, box.numel))
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,9 @@ def _read_tensor(
 def _read_extent(source: Source, extent: Extent, count: Callable[[int], None]) -> None:
     """Read an extent, and call ``count`` with the number of bytes of each read."""
     buffer = memoryview(bytearray(min(_READ_BYTES, extent.nbytes)))
-    for offset in range(extent.offset, extent.stop, _READ_BYTES):
-        part = buffer[: extent.stop - offset]
-        source.reads.read(extent.file, offset, part)
-        count(len(part))
+    for part in extent.split(_READ_BYTES):
+        source.reads.read(part.file, part.offset, buffer[: part.nbytes])
+        count(part.nbytes)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 # reason -> file -> sites in it
 REVIEWED: dict[str, dict[str, str]] = {
     "the bytes are damaged or incomplete: only another copy, a new save or an older step helps": {
-        "conversion/formats/dcp/source.py": "open_dcp[1] _open_folder _locate _MetadataReader._byte_range "
-        "_MetadataReader._byte_range[2] _MetadataReader._checked_name",
+        "conversion/formats/dcp/source.py": "open_dcp[1] _open_folder _locate _MetadataReader._record "
+        "_MetadataReader._record[2] _MetadataReader._checked_name",
         "conversion/formats/huggingface/read.py": "_joined_metadata _odd_shard weight_map _disagree",
         "conversion/formats/huggingface/repository.py": "refuse_pointers",
         "checkpoint/native/open_rank_file.py": "OpenRankFile.corrupt",
@@ -65,7 +65,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/quantization/gguf.py": "_package",
     },
     "the program that saved it, or made the weights, must write them in another way": {
-        "conversion/formats/dcp/source.py": "_MetadataReader._byte_range[1]",
+        "conversion/formats/dcp/source.py": "_MetadataReader._record[1]",
         "conversion/formats/torch_save/read.py": "TorchFile.leaves[1] _unplaced",
         "conversion/formats/deepspeed.py": "_Reader._require_all_known",
         "conversion/formats/deepspeed_zero.py": "ZeroFiles.find RankShards.read",

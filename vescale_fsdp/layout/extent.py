@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -41,6 +42,15 @@ class Extent(NamedTuple):
         Extent(file='a', offset=104, nbytes=4)
         """
         return self.part(start - self.offset, stop - self.offset)
+
+    def split(self, nbytes: int) -> Iterator[Extent]:
+        """Yield consecutive parts of ``nbytes`` each; the last part may be smaller. An empty extent has no parts.
+
+        >>> [part.nbytes for part in Extent("a", 100, 8).split(3)]
+        [3, 3, 2]
+        """
+        for start in range(0, self.nbytes, nbytes):
+            yield self.part(start, start + nbytes)
 
     def joined(self, following: Extent) -> Extent | None:
         """Return both extents as one if ``following`` begins where this extent ends; None otherwise.
