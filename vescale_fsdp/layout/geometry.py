@@ -99,7 +99,12 @@ class Box:
 
 def whole_box(shape: Sequence[int]) -> Box:
     """Return the box that covers a whole tensor of this shape."""
-    return Box((0,) * len(shape), tuple(shape))
+    return Box(_zeros(len(shape)), tuple(shape))
+
+
+@lru_cache  # one tuple for the boxes of all tensors: a checkpoint may have a hundred thousand
+def _zeros(count: int) -> tuple[int, ...]:
+    return (0,) * count
 
 
 def numel_of(shape: Sequence[int]) -> int:
