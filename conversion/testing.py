@@ -1,7 +1,7 @@
 """Conformance: checks that the test suite of another package runs on a format or a store of its own.
 
     check_format("saved_by_us", {"weight": torch.ones(2, 3)})       a source format
-    check_store("ours://bucket/tests")                              a store: an fsspec protocol, or a `Storage`
+    check_store("ours://bucket/tests")                              a store: an fsspec protocol
 
 A package adds a source format by an entry point of the group ``vescale_fsdp.formats``, whose value is a `Format`:
 
@@ -91,11 +91,11 @@ def check_format(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
                     raise AssertionError(f"file {number} was cut short, which no error reports") from error
 
 
-def check_store(folder: str | os.PathLike[str] | Storage) -> None:
+def check_store(folder: str | os.PathLike[str]) -> None:
     """Check that a store keeps what checkpoints rely on: whole files, commits that are atomic, removals, listings.
 
     Args:
-        folder: path, fsspec URL or `Storage` of a folder that is empty or does not exist. It is empty at the end.
+        folder: path or fsspec URL of a folder that is empty or does not exist. It is empty at the end.
 
     Raises:
         AssertionError: if the store differs; says in which operation.
