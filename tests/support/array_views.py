@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.conversion import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView
+from vescale_fsdp.conversion.engine.tensor_view import TensorView
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -27,15 +25,6 @@ class ArrayView(TensorView):
     def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
         index: tuple[Any, ...] = (*box.slices(), ...)
         out[...] = self._array[index].view(out.dtype)
-
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return iter(())
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return iter(())
-
-    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        return self
 
     def identity(self) -> str:
         return self._info.name

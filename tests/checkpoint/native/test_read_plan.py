@@ -12,12 +12,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.support.striped_saves import save_striped
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import verify as verify_files
 from vescale_fsdp.checkpoint.load import Verify
 from vescale_fsdp.checkpoint.native import read as native_read
-from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
@@ -127,10 +126,6 @@ def test_every_mode_brings_the_same_values(tmp_path: Path, mapped: bool, verify:
     assert torch.equal(expected["large"][3:1003, 500:507], box)
 
 
-def _saver(folder: Path, stripe_mib: int) -> Saver:
-    return Saver(LocalStorage(folder), SoloCoordinator(), stripe_bytes=stripe_mib << 20)
-
-
 def _flip(folder: Path, at: int) -> None:
     (file,) = folder.glob("data-*/*")
     content = bytearray(file.read_bytes())
@@ -146,7 +141,7 @@ def test_damage_names_its_tensor(
     tmp_path: Path, mapped: bool, verify: Verify, stripe_mib: int, names: str
 ) -> None:
     """Mode "before" leaves all tensors alone; "while" names what it has filled by then."""
-    _saver(tmp_path / "c", stripe_mib).save(_tensors(0))
+    save_striped(tmp_path / "c", _tensors(0), stripe_bytes=stripe_mib << 20)
     state = _tensors(1)
     load(tmp_path / "c", state, verify=verify)
     assert all(torch.equal(value, state["model"][name]) for name, value in _tensors(0)["model"].items())
@@ -283,9 +278,7 @@ def test_large_gaps_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors far apart come without the megabytes between them."""
     storage = RemoteStorage("memory://gaps/large")
     middle = torch.zeros(1 << 20)  # 4 MiB
-    Saver(storage, SoloCoordinator(), stripe_bytes=64 << 10).save(
-        {"a": torch.ones(10), "middle": middle, "z": torch.ones(10)}
-    )
+    save_striped(storage, {"a": torch.ones(10), "middle": middle, "z": torch.ones(10)}, stripe_bytes=64 << 10)
     state = {"a": torch.zeros(10), "middle": middle, "z": torch.zeros(10)}
     found: Counter[str] = Counter()
     _counted(monkeypatch, found, MemoryFileSystem, "cat_file", lambda path, start=0, end=0: end - start)

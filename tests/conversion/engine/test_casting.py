@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.support.dtype_zoo import same_bytes, zoo
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.engine.casting import CastRules
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.quantization.float_codes import cast_array
 from vescale_fsdp.errors import ConversionError, option
 from vescale_fsdp.layout.dtypes import dtype_from_torch

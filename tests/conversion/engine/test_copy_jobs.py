@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.save import Saver
+from tests.support.striped_saves import save_striped
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.engine.copy_jobs import CopyJob, jobs_of, reads_of, writes
 from vescale_fsdp.conversion.engine.plan import FilePlan, FixedBytes, whole
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import SourceView
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.extent import Extent
@@ -164,7 +162,7 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("native") / "ckpt"
     torch.manual_seed(0)
     state = {"model": {"a": torch.randn(1500, 1000), "b": torch.randn(1400, 1000)}}
-    Saver(LocalStorage(path), SoloCoordinator(), stripe_bytes=request.param << 20).save(state)
+    save_striped(path, state, stripe_bytes=request.param << 20)
     return path
 
 

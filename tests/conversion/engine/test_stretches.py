@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.striped_saves import save_striped
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
-from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.conversion.formats.vescale import plan
 from vescale_fsdp.errors import CorruptCheckpointError
 
@@ -34,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model |= {f"small.{i}": torch.randn(13).bfloat16() for i in range(200)}
     model |= {"mid": torch.randn(2_000_003), "codes": torch.randint(0, 99, (77, 3), dtype=torch.int8)}
     path = tmp_path_factory.mktemp("native") / "source"
-    Saver(LocalStorage(path), SoloCoordinator(), stripe_bytes=4 * MIB).save({"model": model})
+    save_striped(path, {"model": model}, stripe_bytes=4 * MIB)
     return path
 
 

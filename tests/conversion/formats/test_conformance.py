@@ -37,17 +37,21 @@ from tests.conversion.formats.every_leaf import (
     violations,
 )
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.checkpoint import load, read_state, save, verify
+from tests.support.striped_saves import save_striped
+from vescale_fsdp.checkpoint import RamTier, load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest import zarr_layout
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
-from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
-from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
-from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion import ConvertOptions, ConvertReport, HuggingFace, convert, open_source
-from vescale_fsdp.conversion.diff import diff
-from vescale_fsdp.conversion.engine.source import Source
+from vescale_fsdp.conversion import (
+    ConvertOptions,
+    ConvertReport,
+    HuggingFace,
+    Source,
+    convert,
+    diff,
+    open_source,
+)
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, read_range
 from vescale_fsdp.conversion.formats.vescale import zarr_plan as zarr_plan
 from vescale_fsdp.conversion.report.describe import describe
@@ -78,7 +82,7 @@ _MODEL_ALONE = {"hf", "arrays"}
 
 
 def _save(path: Path, state: dict[str, Any], form: Any, split_bytes: int | None = 16) -> None:
-    Saver(open_storage(path), coordinator_for(), format=form, split_bytes=split_bytes).save(state)
+    save_striped(path, state, format=form, split_bytes=split_bytes)
 
 
 def _save_to_ram(path: Path, state: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ from tests.support.checkpoint_states import sealed_manifest
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import verify as verify_native
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.conversion import convert
 from vescale_fsdp.conversion.cli import main as cli_main
-from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.errors import CheckpointError, ConversionError, CorruptCheckpointError, VescaleError

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
-from vescale_fsdp.conversion import Source
+from tests.support.array_views import ArrayView
 from vescale_fsdp.conversion.engine.casting import CastView
-from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import (
     MappedView,
-    SourceView,
     TensorView,
     ZerosView,
     read_range,
@@ -23,31 +18,11 @@ from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.layout.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
 
-class _Array(TensorView):
+class _Array(ArrayView):
     """A tensor in memory."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self._array = array.astype(np.int32)
-
-    @property
-    def info(self) -> TensorInfo:
-        return TensorInfo("x", self._array.shape, dtype_from_torch("int32"))
-
-    def read_into(self, box: Box, out: np.ndarray) -> None:
-        index: tuple[Any, ...] = (*box.slices(), ...)
-        out[...] = self._array[index].view(out.dtype)
-
-    def sources(self) -> Iterator[tuple[Source, str]]:
-        return iter(())
-
-    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
-        return iter(())
-
-    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
-        return self
-
-    def identity(self) -> str:
-        return "array"
+        super().__init__("x", array.astype(np.int32))
 
 
 def _count(*shape: int) -> np.ndarray:

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion import ConvertOptions, Source, convert, open_source
 from vescale_fsdp.conversion.engine.plan import ComputedBytes, FilePlan, FixedBytes, TensorItems, whole
-from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView
-from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.write import plan_archive
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
