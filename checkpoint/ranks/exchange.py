@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
@@ -109,13 +108,10 @@ class Exchange(Generic[J]):
                 kept_of(turn.job).attempt(partial(take, turn.job, _bytes_of(turn, data)))
             self._free.append(data)
 
-        with ExitStack() as closing:
-            if self._threads:
-                # An executor of its own: turns are sent in order, and must not queue behind the writes of taken turns.
-                pool = ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read")
-                ahead = deque(
-                    closing.enter_context(pool).submit(filled, turn) for turn in islice(own, self._threads)
-                )
+        # An executor of its own: turns are sent in order, and must not queue behind the writes of taken turns. With 0
+        # threads it is not used.
+        with ThreadPoolExecutor(max(1, self._threads), thread_name_prefix="checkpoint-read") as pool:
+            ahead = deque(pool.submit(filled, turn) for turn in islice(own, self._threads))
             for turn in self.turns:
                 if len(in_flight) == self._most_turns:
                     finish_first()
@@ -127,12 +123,9 @@ class Exchange(Generic[J]):
                     incoming.append((data[:nbytes], turn.sender))
                     received += turn.nbytes
                 else:
-                    if self._threads:
-                        data = ahead.popleft().result()
-                        # Read one more turn ahead, in place of the turn just taken.
+                    data = ahead.popleft().result() if ahead else filled(turn)
+                    if self._threads:  # one more turn is read ahead, in place of this one
                         ahead.extend(pool.submit(filled, following) for following in islice(own, 1))
-                    else:
-                        data = filled(turn)
                     outgoing += [(data[:nbytes], receiver) for receiver in turn.receivers if receiver != rank]
                 in_flight.append((turn, data, self._coordinator.begin_exchange(outgoing, incoming)))
             while in_flight:
