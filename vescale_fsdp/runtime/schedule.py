@@ -488,6 +488,9 @@ class Schedule:
 
     def reset(self) -> None:
         """Drop all collectives in flight, and gradients that are not yet reduced, after an exception."""
+        if self.comm.streams is not None:
+            # The exception may have come between a model's work on another stream and the wait for this stream.
+            self.comm.streams.synchronize()
         self.comm.drop_reductions()  # first, because it waits until buffers are no longer in use
         for unit in self.units:
             for group in unit.groups:

@@ -172,6 +172,9 @@ class StreamRecorder(TorchDispatchMode, Streams):
     def current(self) -> RecordedStream:
         return RecordedStream(self, self.stream)
 
+    def synchronize(self) -> None:
+        """Do nothing: the work of these streams takes no time."""
+
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         before, self.stream = self.stream, stream.name

@@ -1,13 +1,15 @@
-"""Programs of the device tests: each trains, saves, loads or transfers on a device, and returns tensors of the host.
+"""Programs of the device tests, drawn from a seed: each trains on a device, and returns tensors of the host.
 
-A program runs on the CPU too, which is its reference. `PROGRAMS` has those of this file; `tools.gpu.parity` has more,
-each with a plain model as its reference.
+A program is a value: a model, a mesh, options of sharding, an optimizer, and events at moments of the training loop.
+It runs on the CPU too, which is its reference. `tools.gpu.parity` has a case for each switch of `fully_shard`, with a
+plain model as its reference.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,45 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from vescale_fsdp import FSDPModule, fully_shard
+from vescale_fsdp import FSDPModule, Rows, fully_shard
 from vescale_fsdp.checkpoint import async_save, load, save
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, step_in_backward
+from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.streams import Streams, streams_of
 from vescale_fsdp.transfer import Transfer, describe_states, plan_transfer
 
-WIDTH, HIDDEN, STEPS = 48, 64, 3
-HALF = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+WIDTH, HIDDEN = 48, 64
 Values = list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Program:
-    """Args:
-    run: the program.
-    world_size: its number of ranks.
-    fresh: see `run_on_device`.
-    apart: allowed difference from the CPU's values: of the order of sums, or of 16 or 8 bits.
-    """
-
-    run: Callable[[torch.device], Values]
-    world_size: int = 2
-    fresh: bool = False
-    apart: float = 2e-5
-
-
-PROGRAMS: dict[str, Program] = {}
-
-
-def _program(name: str, **options: Any) -> Callable[[Callable[[torch.device], Values]], None]:
-    def add(run: Callable[[torch.device], Values]) -> None:
-        PROGRAMS[name] = Program(run, **options)
-
-    return add
 
 
 class SideStreams:
@@ -177,8 +154,9 @@ def blocks(count: int = 3) -> nn.Sequential:
     )
 
 
-def rows(step: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+def rows(step: int, device: torch.device, number: int) -> torch.Tensor:
+    """A batch of a step, with the number of the rank that it is for."""
+    generator = torch.Generator().manual_seed(100 * step + number)
     # Without a wait of the host, which would order the next forward behind the optimizer's step.
     return torch.randn(4, WIDTH, generator=generator).to(device, non_blocking=True)
 
@@ -195,12 +173,10 @@ def shard(
 
 
 def loss_of(model: nn.Module, step: int, device: torch.device) -> torch.Tensor:
-    return model(rows(step, device)).float().square().mean()
+    return model(rows(step, device, dist.get_rank())).float().square().mean()
 
 
-def train(
-    model: nn.Module, optimizer: Any, device: torch.device, steps: Sequence[int] = range(STEPS)
-) -> None:
+def train(model: nn.Module, optimizer: Any, device: torch.device, steps: Sequence[int] = range(3)) -> None:
     for step in steps:
         loss_of(model, step, device).backward()
         optimizer.step()
@@ -219,160 +195,6 @@ def values(model: nn.Module) -> Values:
     return [param.full_tensor().cpu() for param in model.parameters()]
 
 
-def _trained(model: nn.Module, device: torch.device) -> Values:
-    train(model, sgd(model), device)
-    return values(model)
-
-
-@_program("two compute streams")
-def _two_towers(device: torch.device) -> Values:
-    model = Towers(device, 2)
-    return _trained(shard(model, [layer for tower in model.towers for layer in tower], device), device)
-
-
-@_program("three compute streams, bf16", apart=0.05)
-def _three_towers(device: torch.device) -> Values:
-    model = Towers(device, 3)
-    units = [layer for tower in model.towers for layer in tower]
-    return _trained(shard(model, units, device, **HALF), device)
-
-
-@_program("embedding and head in the root")
-def _language(device: torch.device) -> Values:
-    model = Language()
-    return _trained(shard(model, list(model.layers), device), device)
-
-
-@_program("embedding and head in the root, two compute streams, bf16", apart=0.05)
-def _language_on_two_streams(device: torch.device) -> Values:
-    model = Language(SideStreams(device, 1))
-    return _trained(shard(model, list(model.layers), device, **HALF), device)
-
-
-@_program("embedding and head in the root, recomputed layers")
-def _recomputed_language(device: torch.device) -> Values:
-    model = Language(recomputes=True)
-    return _trained(shard(model, list(model.layers), device), device)
-
-
-@_program("a side stream in each unit")
-def _side_experts(device: torch.device) -> Values:
-    streams = SideStreams(device, 1)
-    model = nn.Sequential(*(SideExpert(streams) for _ in range(3)))
-    return _trained(shard(model, list(model), device), device)
-
-
-@_program("a side stream in each unit, and other work on it")
-def _busy_side_experts(device: torch.device) -> Values:
-    streams = SideStreams(device, 1)
-    model = nn.Sequential(*(SideExpert(streams) for _ in range(3)))
-    optimizer = sgd(shard(model, list(model), device))
-    for step in range(STEPS):
-        loss_of(model, step, device).backward()
-        with streams.on(0):  # waits for no other stream, and is given memory that gradients had
-            for _ in range(4):
-                torch.ones(WIDTH, WIDTH, device=device)
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-@_program("replicas, two by two", world_size=4)
-def _replicas(device: torch.device) -> Values:
-    model = blocks()
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    return _trained(shard(model, list(model), device, mesh), device)
-
-
-@_program("replicas, two backwards per step", world_size=4)
-def _accumulated_replicas(device: torch.device) -> Values:
-    model = blocks()
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    optimizer = sgd(shard(model, list(model), device, mesh))
-    for step in range(STEPS):
-        for part in range(2):
-            loss_of(model, 2 * step + part, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-@_program("replicas, two compute streams, bf16", world_size=4, apart=0.05)
-def _replicated_towers(device: torch.device) -> Values:
-    model = Towers(device, 2)
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    units = [layer for tower in model.towers for layer in tower]
-    return _trained(shard(model, units, device, mesh, **HALF), device)
-
-
-@_program("tensor parallel", world_size=4, fresh=True)
-def _tensor_parallel(device: torch.device) -> Values:
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data", "tensor"))
-    model = blocks().to(device)
-    for block in model:
-        parallelize_module(block, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    shard(model, list(model), device, mesh["data"])
-
-    def same_rows(step: int) -> torch.Tensor:  # on the ranks of a tensor
-        generator = torch.Generator().manual_seed(100 * step + mesh["data"].get_local_rank())
-        return torch.randn(4, WIDTH, generator=generator).to(device)
-
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        model(same_rows(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
-@_program("two dtypes and a frozen matrix in each unit")
-def _mixed(device: torch.device) -> Values:
-    model = nn.Sequential(*(Mixed() for _ in range(3)))
-    return _trained(shard(model, list(model), device), device)
-
-
-@_program("offload, two dtypes")
-def _offload(device: torch.device) -> Values:
-    model = nn.Sequential(*(Mixed() for _ in range(3)))
-    for unit in (*model, model):
-        fully_shard(
-            unit,
-            mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
-            offload_policy=CPUOffloadPolicy(),
-        )
-    return _trained(model, device)
-
-
-@_program("offload, an optimizer on a stream of the device")
-def _offload_optimizer(device: torch.device) -> Values:
-    model = blocks()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for unit in (*model, model):
-        fully_shard(unit, mesh=mesh, offload_policy=CPUOffloadPolicy())
-    streams = streams_of(device)
-    side = None if streams is None else streams.new()
-    stepped = None
-    for step in range(STEPS):
-        for part in range(2):  # no write between these two, so the event holds for both forwards
-            if stepped is not None:
-                model.set_post_optim_event(stepped)  # type: ignore[operator]
-            model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
-            loss_of(model, 2 * step + part, device).backward()
-        shards: Values = [param.to_local() for param in model.parameters()]  # type: ignore[operator]
-        grads: Values = [param.grad.to_local() for param in model.parameters()]  # type: ignore[union-attr]
-        with nullcontext() if streams is None or side is None else streams.on(side):
-            moved = [(shard.to(device), grad.to(device)) for shard, grad in zip(shards, grads, strict=True)]
-            for shard, (weight, grad) in zip(shards, moved, strict=True):
-                # The host does not wait for the copy: shards are pinned.
-                shard.detach().copy_(weight.detach() - grad, non_blocking=True)
-            stepped = None if side is None else side.record_event()
-        for param in model.parameters():
-            param.grad = None
-    if side is not None:
-        side.record_event().synchronize()
-    return values(model)
-
-
 class Routed(nn.Module):
     """A unit whose experts are used by turns, on each rank another."""
 
@@ -387,174 +209,401 @@ class Routed(nn.Module):
         return y
 
 
-@_program("parameters that some ranks do not use")
-def _unused(device: torch.device) -> Values:
-    model = nn.Sequential(*(Routed() for _ in range(3)))
-    return _trained(shard(model, list(model), device), device)
+class Recomputed(nn.Module):
+    """A unit that is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=False)
 
 
-@_program("unshard ahead of use")
-def _unshard(device: torch.device) -> Values:
-    model = shard(model := blocks(4), list(model), device)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        handles = [block.unshard(async_op=True) for block in model]
-        for handle in handles[::2]:
-            handle.wait()
-        loss_of(model, step, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
+class Branches(nn.Module):
+    """A unit whose data decides which of two layers runs: the host waits for the device in the middle of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.high if x.sum().item() > 0 else self.low)(x).tanh()
+
+
+def _chain(kind: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    return nn.Sequential(*(kind(*arguments) for _ in range(3)))
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """The modules of a model that become units, or are, without the root."""
+    match model:
+        case Towers():
+            return [layer for tower in model.towers for layer in tower]  # type: ignore[union-attr]
+        case Language():
+            return list(model.layers)
+        case _:
+            return list(model.children())
+
+
+# -- programs -------------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[torch.device], nn.Module]] = {
+    "blocks": lambda device: blocks(),
+    "mixed dtypes, frozen matrices": lambda device: nn.Sequential(*(Mixed() for _ in range(3))),
+    "two towers on two streams": lambda device: Towers(device, 2),
+    "three towers on three streams": lambda device: Towers(device, 3),
+    "side streams in units": lambda device: _chain(SideExpert, SideStreams(device, 1)),
+    "experts by turns": lambda device: _chain(Routed),
+    "branches by data": lambda device: _chain(Branches),
+    "recomputed units": lambda device: _chain(Recomputed),
+    "embedding and head": lambda device: Language(),
+    "embedding and head, two streams": lambda device: Language(SideStreams(device, 1)),
+    "embedding and head, recomputed": lambda device: Language(recomputes=True),
+}
+MESHES = ("ranks", "replicas", "tensor")
+POLICIES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "bf16 sums": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    "codes": {"mp_policy": QuantizedGather(codecs=Fp8Blocks(1, 4)), "granularity": Rows(1)},
+}
+OPTIMIZERS = ("SGD", "AdamW", "fused AdamW", "in backward", "Muon", "Shampoo", "AdamW8bit")
+GRANULARITIES = {
+    "Muon": Muon.granularity(),
+    "Shampoo": Shampoo.granularity(block_size=32),
+    "AdamW8bit": AdamW8bit.granularity(min_8bit_numel=1024),
+}
+# Allowed difference from the CPU's values: of the order of sums, or of 16 or 8 bits.
+APART = {"fp32": 2e-5, "bf16": 0.05, "bf16 sums": 0.05, "codes": 0.1}
+APART |= {"SGD": 0.0, "AdamW": 1e-3, "fused AdamW": 1e-3, "in backward": 1e-3}
+APART |= {"Muon": 5e-3, "Shampoo": 5e-3, "AdamW8bit": 3e-2}
+
+MOMENTS = ("before the forward", "before the backward", "before the step", "after the step")
+EVENTS: dict[str, tuple[str, ...]] = {  # and the moments at which each may happen
+    "full tensors": MOMENTS,
+    "evaluation": MOMENTS,
+    "work on a side stream": MOMENTS,
+    "another model on a side stream": MOMENTS,
+    "another model, freed": MOMENTS,
+    "units gathered ahead": ("before the forward",),
+    "an exception in a forward": ("before the forward",),
+    "an exception in a backward": ("before the forward",),
+    "a save in the background": ("before the step", "after the step"),
+    "a restore": ("after the step",),
+    "a save, loaded into another layout": ("after the step",),
+    "an average, swapped in": ("after the step",),
+    "a transfer": ("after the step",),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training on a device.
+
+    Args:
+        model, policy, optimizer: keys of the tables above.
+        mesh: one axis; two replicas; or two ranks per tensor.
+        keeps: whether units stay gathered after the forward; a number: parts of them, over so many ranks.
+        micro_batches: backwards per step.
+        syncs: which backwards reduce: each; the last; or each, but over replicas the last.
+        events: (step, moment, event).
+    """
+
+    model: str = "blocks"
+    mesh: str = "ranks"
+    world_size: int = 2
+    policy: str = "fp32"
+    optimizer: str = "SGD"
+    keeps: bool | int = False
+    offload: bool = False
+    is_narrow: bool = False
+    micro_batches: int = 1
+    syncs: str = "each"
+    steps: int = 3
+    events: tuple[tuple[int, str, str], ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the program needs new processes: see `run_on_device`."""
+        return self.mesh == "tensor"
+
+    @property
+    def apart(self) -> float:
+        """Allowed difference from the CPU's values."""
+        return APART[self.policy] + APART[self.optimizer]
+
+    def run(self, device: torch.device) -> Values:
+        """Train; returns what events have found, and the parameters at the end."""
+        with ExitStack() as ends:
+            return _Run(self, device, ends).train()
+
+
+def draw(seed: int) -> Program:
+    """Draw a program; equal seeds give equal programs."""
+    pick = random.Random(seed)
+    mesh = pick.choices(MESHES, (6, 3, 1))[0]
+    world_size = {"ranks": pick.choice((2, 2, 3)), "replicas": 4, "tensor": 4}[mesh]
+    if mesh == "replicas" and pick.random() < 0.1:
+        world_size = 8  # two nodes of four ranks
+    model = "blocks" if mesh == "tensor" else pick.choice(list(MODELS))
+    policy = (
+        pick.choice(list(POLICIES))
+        if model == "blocks" and mesh == "ranks"
+        else pick.choice(("fp32", "bf16"))
+    )
+    offload = policy == "fp32" and mesh != "tensor" and pick.random() < 0.2
+    if mesh != "ranks" or offload or policy != "fp32" or model.startswith("mixed"):
+        optimizer = pick.choice(OPTIMIZERS[:2] if mesh == "tensor" or offload else OPTIMIZERS[:4])
+    else:
+        optimizer = pick.choice(OPTIMIZERS)
+    # torch 2.11's eigh ends processes on this device in some runs; the cause is not known.
+    if optimizer == "Shampoo" and torch.__version__ < "2.12":
+        optimizer = "SGD"
+    in_backward = optimizer == "in backward"
+    micro_batches = 1 if in_backward else pick.choice((1, 1, 2))
+    syncs = pick.choice(("each", "last") + (("last over replicas",) if mesh == "replicas" else ()))
+    steps = pick.choice((2, 3))
+    possible = [event for event in EVENTS if not (in_backward and event.startswith("an exception"))]
+    if offload or mesh == "tensor":
+        possible = [event for event in possible if "transfer" not in event and "layout" not in event]
+    if mesh == "tensor":
+        possible = [event for event in possible if "another model" not in event]
+    events = []
+    for _ in range(pick.choice((1, 2, 3))):
+        event = pick.choice(possible)
+        events.append((pick.randrange(steps), pick.choice(EVENTS[event]), event))
+    return Program(
+        model=model,
+        mesh=mesh,
+        world_size=world_size,
+        policy=policy,
+        optimizer=optimizer,
+        keeps=pick.choice(
+            (False, False, True, world_size // 2 if world_size == 4 and mesh == "ranks" else False)
+        ),
+        offload=offload,
+        is_narrow=pick.random() < 0.3,
+        micro_batches=micro_batches,
+        syncs="each" if micro_batches == 1 else syncs,
+        steps=steps,
+        events=tuple(sorted(events, key=lambda each: (each[0], MOMENTS.index(each[1])))),
+    )
 
 
 class _Stop(Exception):
     pass
 
 
-@_program("exceptions in the forward and in the backward")
-def _exceptions(device: torch.device) -> Values:
-    model = shard(model := blocks(4), list(model), device)
-    optimizer = sgd(model)
+class _Run:
+    """One run of a program on one device."""
 
-    def stop(*unused: Any) -> None:
-        raise _Stop
+    def __init__(self, program: Program, device: torch.device, ends: ExitStack) -> None:
+        self.program, self.device, self.ends = program, device, ends
+        self.found: Values = []
+        self.mesh = self._mesh()
+        self.model = self._sharded(MODELS[program.model](device))
+        self.params = list(self.model.parameters())  # the sharded ones, also while units are gathered
+        self.optimizer = self._optimizer()
+        self.side = SideStreams(device, 1)
+        self.saves: list[tuple[Path, Any]] = []
+        self.average: Values = []
 
-    for step in range(STEPS):
-        for arm in (model[2][1].register_forward_hook, model[1][1].register_full_backward_hook):
-            hook = arm(stop)
-            with suppress(_Stop):
-                loss_of(model, 10 + step, device).backward()
-            hook.remove()
-            model.reset_iter_state()
-            optimizer.zero_grad()
-        train(model, optimizer, device, [step])
-    return values(model)
+    def _mesh(self) -> DeviceMesh:
+        size, kind = self.program.world_size, self.device.type
+        names = {"replicas": ("replicate", "shard"), "tensor": ("data", "tensor")}.get(self.program.mesh)
+        return init_device_mesh(kind, (2, size // 2) if names else (size,), mesh_dim_names=names)
+
+    def _sharded(self, model: nn.Module) -> Any:
+        program, mesh = self.program, self.mesh
+        if program.mesh == "tensor":
+            model.to(self.device)
+            for block in model.children():
+                parallelize_module(block, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            mesh = mesh["data"]
+        options: dict[str, Any] = {"reshard_after_forward": program.keeps or True, **POLICIES[program.policy]}
+        if program.keeps is True:
+            options["reshard_after_forward"] = False
+        if program.optimizer in GRANULARITIES:
+            options["granularity"] = GRANULARITIES[program.optimizer]
+        if program.offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        else:
+            model.to(self.device)
+        for unit in (*units_of(model), model):
+            fully_shard(unit, mesh=mesh, **options)
+        sharded: Any = model
+        if program.is_narrow:
+            sharded.set_narrow_reduction(True)
+        return sharded
+
+    def _optimizer(self) -> Any:
+        params = [param for param in self.params if param.requires_grad]
+        match self.program.optimizer:
+            case "SGD":
+                return torch.optim.SGD(params, lr=0.5)
+            case "AdamW":
+                return torch.optim.AdamW(params, lr=0.01)
+            case "fused AdamW":
+                return torch.optim.AdamW(params, lr=0.01, fused=True)
+            case "in backward":
+                optimizer = torch.optim.AdamW(params, lr=0.01, foreach=True)
+                step_in_backward(self.model, optimizer)
+                return optimizer
+            case "Muon":
+                matrices, others = Muon.split_params(self.model)
+                return Muon(matrices, lr=0.02, adamw_params=others)
+            case "Shampoo":
+                return Shampoo(params, lr=1e-3, block_size=32, update_every=2, eps=1e-4)
+            case _:
+                return AdamW8bit(params, lr=0.01, min_8bit_numel=1024)
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def train(self) -> Values:
+        """Run all steps; returns what was found."""
+        for step in range(self.program.steps):
+            for micro in range(self.program.micro_batches):
+                is_last = micro == self.program.micro_batches - 1
+                if self.program.syncs == "last":
+                    self.model.set_requires_gradient_sync(is_last)
+                elif self.program.syncs == "last over replicas":
+                    self.model.set_requires_all_reduce(is_last)
+                if micro == 0:
+                    self._happen(step, "before the forward")
+                loss = self._loss(10 * step + micro)
+                if is_last:
+                    self._happen(step, "before the backward")
+                loss.backward()
+            self._happen(step, "before the step")
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self._happen(step, "after the step")
+        for folder, handle in self.saves:
+            handle.wait()
+            self._load(folder)
+            self.found += values(self.model)
+        return self.found + values(self.model)
+
+    def _loss(self, step: int) -> torch.Tensor:
+        return self.model(self._rows(step)).float().square().mean()
+
+    def _rows(self, step: int) -> torch.Tensor:
+        number = self.mesh["data"].get_local_rank() if self.program.mesh == "tensor" else dist.get_rank()
+        return rows(step, self.device, number)
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def _load(self, folder: Path) -> None:
+        load(folder, self._state())
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def _happen(self, step: int, moment: str) -> None:
+        for number, (at, when, event) in enumerate(self.program.events):
+            if (at, when) == (step, moment):
+                self._act(event, 1000 + 10 * number)
+
+    def _act(self, event: str, number: int) -> None:
+        match event:
+            case "full tensors":
+                self.found += [param.full_tensor().detach().cpu() for param in self.params[:3]]  # type: ignore[operator]
+            case "evaluation":
+                with torch.no_grad():
+                    self.found.append(self.model(self._rows(number)).float().cpu())
+            case "work on a side stream":
+                with self.side.on(0):  # waits for no other stream, and is given memory that gradients had
+                    for _ in range(4):
+                        torch.ones(WIDTH, WIDTH, device=self.device)
+            case "another model on a side stream":
+                self._use_another(number, self.side)
+            case "another model, freed":
+                self._use_another(number, None)
+            case "units gathered ahead":
+                handles = [unit.unshard(async_op=True) for unit in units_of(self.model)]
+                for handle in handles[::2]:
+                    handle.wait()
+            case "an exception in a forward" | "an exception in a backward":
+                self._stop_in(event, number)
+            case "a save in the background":
+                folder = self.ends.enter_context(shared_folder())
+                handle = async_save(folder / "step", self._state(), optimizer=self.optimizer)
+                self.saves.append((folder / "step", handle))
+            case "a restore":
+                for folder, handle in self.saves[-1:]:
+                    handle.wait()
+                    self._load(folder)
+            case "a save, loaded into another layout":
+                self._save_elsewhere()
+            case "an average, swapped in":
+                self._swap_average(number)
+            case "a transfer":
+                self._transfer()
+
+    def _use_another(self, number: int, side: SideStreams | None) -> None:
+        """Train a step of a second model, on the caller's stream or aside; it is freed when this returns."""
+        other = shard(model := blocks(2), list(model), self.device)
+        x = rows(number, self.device, dist.get_rank())
+        if side is not None:
+            side.begin(x)
+        with nullcontext() if side is None else side.on(0):
+            other(x).square().mean().backward()
+            grads = [param.grad.to_local() for param in other.parameters()]
+        if side is not None:
+            side.join(*grads)
+        self.found += [grad.cpu() for grad in grads if grad.numel()]
+
+    def _stop_in(self, event: str, number: int) -> None:
+        def stop(*unused: Any) -> None:
+            raise _Stop
+
+        unit = units_of(self.model)[-2]
+        arm = unit.register_full_backward_hook if event.endswith("backward") else unit.register_forward_hook
+        hook = arm(stop)
+        with suppress(_Stop):
+            self._loss(number).backward()
+        hook.remove()
+        self.model.reset_iter_state()
+        self.optimizer.zero_grad()
+
+    def _save_elsewhere(self) -> None:
+        torch.manual_seed(1)
+        other = shard(MODELS[self.program.model](self.device), [], self.device)
+        with shared_folder() as folder:
+            save(folder / "weights", self.model.state_dict())
+            load(folder / "weights", other.state_dict())
+        self.found += values(other)
+
+    @torch.no_grad()
+    def _swap_average(self, number: int) -> None:
+        """Average the parameters, evaluate with the average in their place, and put them back."""
+        self.average = self.average or [torch.zeros_like(param) for param in self.params]
+        torch._foreach_lerp_(self.average, self.params, 0.5)
+        kept = [param.detach().clone() for param in self.params]
+        torch._foreach_copy_(self.params, self.average)
+        self.found.append(self.model(self._rows(number)).float().cpu())
+        torch._foreach_copy_(self.params, kept)
+
+    def _transfer(self) -> None:
+        served = shard(MODELS[self.program.model](self.device), [], self.device)
+        source, target = dict(self.model.named_parameters()), dict(served.named_parameters())
+        plan = plan_transfer(*describe_states(source, target))
+        group = (
+            None if self.device.type == "cpu" else dist.new_group()
+        )  # training uses the other one meanwhile
+        handle = Transfer(plan, keep_old=True, verify=True, group=group).start(source, target, snapshot=True)
+        with torch.no_grad():
+            torch._foreach_mul_(self.params, 0.5)
+        handle.wait()
+        self.found += values(served)
 
 
-# -- optimizers -----------------------------------------------------------------------------------------
-
-
-def _optimized(
-    device: torch.device,
-    make: Callable[[nn.Module], Any],
-    granularity: Any = None,
-) -> Values:
-    model = shard(model := blocks(), list(model), device, granularity=granularity)
-    optimizer = make(model)
-    train(model, optimizer, device)
-    return values(model)
-
-
-def _muon(model: nn.Module) -> Any:
-    matrices, others = Muon.split_params(model)
-    return Muon(matrices, lr=0.02, adamw_params=others)
-
-
-@_program("AdamW", apart=1e-4)
-def _adamw(device: torch.device) -> Values:
-    return _optimized(device, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
-
-
-@_program("fused AdamW", apart=1e-4)
-def _fused(device: torch.device) -> Values:
-    return _optimized(device, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
-
-
-@_program("steps in the backward, two dtypes", apart=1e-4)
-def _in_backward(device: torch.device) -> Values:
-    model = shard(model := nn.Sequential(*(Mixed() for _ in range(3))), list(model), device)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01, foreach=True)
-    step_in_backward(model, optimizer)
-    train(model, optimizer, device)
-    return values(model)
-
-
-@_program("Muon", apart=2e-3)
-def _muons(device: torch.device) -> Values:
-    return _optimized(device, _muon, Muon.granularity())
-
-
-@_program("Shampoo", apart=2e-3)
-def _shampoo(device: torch.device) -> Values:
-    def make(model: nn.Module) -> Any:
-        return Shampoo(model.parameters(), lr=1e-3, block_size=32, update_every=2, eps=1e-4)
-
-    return _optimized(device, make, Shampoo.granularity(block_size=32))
-
-
-@_program("AdamW8bit", apart=2e-2)
-def _adamw8bit(device: torch.device) -> Values:
-    def make(model: nn.Module) -> Any:
-        return AdamW8bit(model.parameters(), lr=0.01, min_8bit_numel=1024)
-
-    return _optimized(device, make, AdamW8bit.granularity(min_8bit_numel=1024))
-
-
-# -- checkpoints and transfers --------------------------------------------------------------------------
-
-
-def _folder() -> Iterator[Path]:
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that all ranks see, removed when all have left."""
     with TemporaryDirectory() as folder:
         names: list[Any] = [folder if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(names, device=torch.device("cpu"))
         yield Path(names[0])
         dist.barrier()
-
-
-@_program("a save in the background, and its load", apart=1e-4)
-def _async_save(device: torch.device) -> Values:
-    model = shard(model := blocks(), list(model), device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found: Values = []
-    for folder in _folder():
-        train(model, optimizer, device, [0])
-        handles = []
-        for step in (1, 2):
-            state = {"model": model, "optimizer": optimizer}
-            loss_of(model, step, device).backward()
-            handles.append(async_save(folder / str(step), state, optimizer=optimizer))
-            optimizer.step()
-            optimizer.zero_grad()
-        for handle in handles:
-            handle.wait()
-        found += values(model)
-        for step in (1, 2):
-            load(folder / str(step), {"model": model, "optimizer": optimizer})
-            train(model, optimizer, device, [step])
-            found += values(model)
-    return found
-
-
-@_program("a save and a load into another layout")
-def _save(device: torch.device) -> Values:
-    model = shard(model := blocks(), list(model), device)
-    train(model, sgd(model), device)
-    other = shard(blocks(), [], device)
-    for folder in _folder():
-        save(folder / "weights", model.state_dict())
-        load(folder / "weights", other.state_dict())
-    return values(other)
-
-
-@_program("transfers")
-def _transfers(device: torch.device) -> Values:
-    model = shard(model := blocks(), list(model), device)
-    served = shard(blocks(), [], device)
-    optimizer = sgd(model)
-    source, target = dict(model.named_parameters()), dict(served.named_parameters())
-    plan = plan_transfer(*describe_states(source, target))
-    group = None if device.type == "cpu" else dist.new_group()  # training uses the other one meanwhile
-    found: Values = []
-    for keep_old in (False, True):
-        transfer = Transfer(plan, keep_old=keep_old, verify=keep_old, group=group)
-        for step in range(2):
-            train(model, optimizer, device, [step])
-            transfer.run(source, target)
-            found += values(served)
-        train(model, optimizer, device, [2])
-        handle = transfer.start(source, target, snapshot=True)
-        train(model, optimizer, device, [3])
-        handle.wait()
-        found += values(served)
-    return found

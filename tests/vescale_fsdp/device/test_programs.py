@@ -1,7 +1,7 @@
 """Training, saves, loads and transfers on a device whose streams run in any order: values, and no unordered access.
 
-`make test` runs a sample of (program, order), which changes with the seed; `make test-device` runs every program in
-12 fixed orders, and 500 random ones.
+`make test` runs a sample of drawn programs and of switches, which changes with the seed; `make test-device` runs every
+switch in 12 fixed orders, and 500 drawn programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,19 @@ import torch
 import torch.distributed as dist
 
 from tests.support.async_device import ORDERS, TYPE, Order, hazards, in_order, needs_device, run_on_device
-from tests.vescale_fsdp.device.programs import PROGRAMS, WIDTH, sgd, shard, train
+from tests.vescale_fsdp.device.programs import (
+    EVENTS,
+    MODELS,
+    MOMENTS,
+    OPTIMIZERS,
+    POLICIES,
+    WIDTH,
+    Program,
+    draw,
+    sgd,
+    shard,
+    train,
+)
 from tools.gpu import parity
 from tools.gpu.switches import CASES
 from vescale_fsdp.errors import LifecycleError
@@ -23,68 +35,81 @@ from vescale_fsdp.errors import LifecycleError
 pytestmark = needs_device()
 
 IS_LONG = os.environ.get("DEVICE") == "all"
-NUM_RANDOM = 500
+NUM_DRAWN = 500 if IS_LONG else 36
+FIRST_SEED = 1000 * int(os.environ.get("SEED", "0"))
 PARITY = {case.name: case for case in CASES}
-NAMES = (*PARITY, *PROGRAMS)
 
 
-def world_size(name: str) -> int:
-    """Number of ranks of a program."""
-    return PROGRAMS[name].world_size if name in PROGRAMS else 2
+def world_size(program: str | Program) -> int:
+    """Number of ranks of a program, or of the switch of that name."""
+    return 2 if isinstance(program, str) else program.world_size
 
 
-def needs_fresh(name: str) -> bool:
+def needs_fresh(program: str | Program) -> bool:
     """Whether a program needs new processes: see `run_on_device`."""
-    return name in PROGRAMS and PROGRAMS[name].fresh
+    return not isinstance(program, str) and program.is_fresh
 
 
 @cache
-def _reference(name: str) -> list[torch.Tensor]:
+def _reference(program: Program) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return PROGRAMS[name].run(torch.device("cpu"))
+    return program.run(torch.device("cpu"))
 
 
-def run(name: str, order: Order) -> list[str]:
-    """Run a program in an order; returns what was wrong."""
+def run(program: str | Program, order: Order) -> list[str]:
+    """Run a program, or the switch of that name, in an order; returns what was wrong."""
     device = torch.device(TYPE, 0)
-    if name in PARITY:
+    if isinstance(program, str):
         with in_order(order):
-            found = parity.compare(PARITY[name], device)
+            found = parity.compare(PARITY[program], device)
         wrong = [] if found.is_right else [str(found)]
     else:
-        expected = _reference(name)
+        expected = _reference(program)
         with in_order(order):
             torch.manual_seed(0)
-            results = PROGRAMS[name].run(device)
+            results = program.run(device)
         apart = parity.largest_difference(results, expected)
-        wrong = [] if apart <= PROGRAMS[name].apart else [f"{apart} from the CPU's values"]
+        wrong = [] if apart <= program.apart else [f"{apart} from the CPU's values"]
     return wrong + hazards()
 
 
-def _sample() -> list[tuple[str, Order]]:
-    """Every program of this folder once, and a third of the parity cases, in orders that a seed draws."""
-    draw = random.Random(int(os.environ.get("SEED", "0")))
-    names = [*PROGRAMS, *draw.sample([case.name for case in CASES if not case.compiled], len(CASES) // 3)]
-    return [(name, draw.choice(ORDERS)) for name in names]
-
-
-def _long() -> list[tuple[str, Order]]:
-    draw = random.Random(int(os.environ.get("SEED", "0")))
-    every = [(name, order) for name in NAMES for order in ORDERS]
-    return every + [(draw.choice(NAMES), ("random", draw.randrange(100, 10**6))) for _ in range(NUM_RANDOM)]
+def _switches() -> list[tuple[str, Order]]:
+    """A third of the switches, each in an order that a seed draws; in the long run, all in every order."""
+    if IS_LONG:
+        return [(name, order) for name in PARITY for order in ORDERS]
+    pick = random.Random(FIRST_SEED)
+    names = pick.sample([case.name for case in CASES if not case.compiled], len(CASES) // 3)
+    return [(name, pick.choice(ORDERS)) for name in names]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "order"), _long() if IS_LONG else _sample(), ids=lambda value: str(value).replace("'", "")
-)
-def test_a_program_is_right_in_every_order(name: str, order: Order) -> None:
-    """Its values are those of the CPU or of a plain model, and events order all accesses of memory."""
-    if name == "Shampoo" and torch.__version__ < "2.12":  # on the CPU its tests pass with 2.11, too
-        pytest.skip("torch 2.11's eigh ends processes on this device in some runs; the cause is not known")
-    results = run_on_device(world_size(name), run, name, order, fresh=needs_fresh(name))
+@pytest.mark.parametrize(("name", "order"), _switches(), ids=lambda value: str(value).replace("'", ""))
+def test_a_switch_is_right_in_every_order(name: str, order: Order) -> None:
+    """Weights are a plain model's, and events order all accesses of memory."""
+    assert run_on_device(2, run, name, order) == [[]] * 2
 
-    assert results == [[]] * world_size(name)
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_DRAWN))
+def test_a_drawn_program_is_right_in_a_drawn_order(seed: int) -> None:
+    """Its values are those of the CPU, and events order all accesses of memory."""
+    program, pick = draw(seed), random.Random(-1 - seed)
+    order = pick.choice((*ORDERS, ("random", pick.randrange(100, 10**6))))
+    results = run_on_device(program.world_size, run, program, order, timeout_s=300, fresh=program.is_fresh)
+
+    assert results == [[]] * program.world_size, (program, order)
+
+
+def test_programs_reach_every_event_and_model() -> None:
+    """What is drawn in the long run has everything that can be drawn."""
+    programs = [draw(seed) for seed in range(500)]
+
+    assert {program.model for program in programs} == set(MODELS)
+    assert {program.policy for program in programs} == set(POLICIES)
+    assert {program.optimizer for program in programs} >= set(OPTIMIZERS) - {"Shampoo"}
+    assert {event for program in programs for _, _, event in program.events} == set(EVENTS)
+    assert {moment for program in programs for _, moment, _ in program.events} == set(MOMENTS)
+    assert {program.world_size for program in programs} == {2, 3, 4, 8}
 
 
 class _Pair(torch.nn.Module):

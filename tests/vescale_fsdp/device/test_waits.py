@@ -13,24 +13,26 @@ import pytest
 from tests.support.async_device import needs_device, run_on_device
 from tests.support.async_device.waits import Wait, all_waits, changed, executed
 from tests.support.distributed import RankError, RankTimeout
-from tests.vescale_fsdp.device.test_programs import IS_LONG, NAMES, needs_fresh, run, world_size
+from tests.vescale_fsdp.device.programs import Program, draw
+from tests.vescale_fsdp.device.test_programs import IS_LONG, PARITY, needs_fresh, run, world_size
 
 pytestmark = needs_device()
 
 WAITS = all_waits() if IS_LONG else []
+TRIED: tuple[str | Program, ...] = (*PARITY, *map(draw, range(60)))
 ORDERS = (("sides last", 0), ("sides first", 0), ("late", 0), ("uneven", 0))
 
 
-def _executed(name: str) -> list[tuple[str, int]]:
+def _executed(name: str | Program) -> list[tuple[str, int]]:
     executed.clear()
     run(name, ("early", 0))
     return sorted(executed)
 
 
 @cache
-def _programs_of() -> dict[Wait, list[str]]:
-    programs: dict[Wait, list[str]] = {wait: [] for wait in WAITS}
-    for name in NAMES:
+def _programs_of() -> dict[Wait, list[str | Program]]:
+    programs: dict[Wait, list[str | Program]] = {wait: [] for wait in WAITS}
+    for name in TRIED:
         fresh = needs_fresh(name)
         lines = run_on_device(world_size(name), _executed, name, timeout_s=300, fresh=fresh)[0]
         for wait in WAITS:
@@ -39,7 +41,7 @@ def _programs_of() -> dict[Wait, list[str]]:
     return programs
 
 
-def _run_changed(wait: Wait, name: str, order: tuple[str, int], is_late: bool) -> list[str]:
+def _run_changed(wait: Wait, name: str | Program, order: tuple[str, int], is_late: bool) -> list[str]:
     with changed(wait, is_late=is_late):
         return run(name, order)
 
@@ -73,21 +75,24 @@ def test_a_program_is_wrong_without_the_wait(wait: Wait) -> None:
             if any(results):
                 print(f"{_id(wait)}: {name}, {order}: {next(filter(None, results))[0]}")
                 return
-    pytest.fail(f"right without the wait: {', '.join(programs)}")
+    pytest.fail(f"right without the wait: {programs}")
 
 
 # A function that frees memory after it waits, and a program that is wrong if the function frees first.
 FREES = [
-    ("_free_full", "two dtypes and a frozen matrix in each unit"),  # `reshard` and `free_lingering`
-    ("_release", "offload, two dtypes"),  # copies from the host
-    ("_release", "replicas, two backwards per step"),  # reduced shards, which are added to gradients
-    ("_wait_until_reduced", "AdamW"),
-    ("write_kept", "a side stream in each unit"),
+    ("_free_full", Program(model="mixed dtypes, frozen matrices")),  # `reshard` and `free_lingering`
+    ("_release", Program(model="mixed dtypes, frozen matrices", offload=True)),  # copies from the host
+    (
+        "_release",
+        Program(mesh="replicas", world_size=4, micro_batches=2),
+    ),  # reduced shards, which are added to gradients
+    ("_wait_until_reduced", Program(optimizer="AdamW")),
+    ("write_kept", Program(model="side streams in units")),
 ]
 
 
 @pytest.mark.parametrize(("function", "name"), FREES)
-def test_memory_that_is_freed_before_its_stream_waits_is_found(function: str, name: str) -> None:
+def test_memory_that_is_freed_before_its_stream_waits_is_found(function: str, name: str | Program) -> None:
     """Under the native allocator such a wait would be in time, because it comes before the stream's next work."""
     found = [
         hazard

@@ -56,6 +56,10 @@ class Streams(ABC):
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context whose work is queued on this stream. Memory allocated in it belongs to the stream."""
 
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all streams of the device, also a user's, have done their work."""
+
 
 class DeviceStreams(Streams):
     """The streams of one accelerator."""
@@ -75,6 +79,10 @@ class DeviceStreams(Streams):
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return the device module's own context for a stream."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        """Call the device module's own ``synchronize``."""
+        self._module.synchronize(self._device)
 
 
 def streams_of(device: torch.device) -> Streams | None:

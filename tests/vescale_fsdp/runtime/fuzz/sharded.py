@@ -70,6 +70,9 @@ class StreamsAtOnce(Streams):
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def synchronize(self) -> None:
+        pass
+
 
 def _on_streams(model: Any) -> None:
     comm = CommContext(StreamsAtOnce())
