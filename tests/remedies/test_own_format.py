@@ -74,7 +74,7 @@ def test_a_checkpoint_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
-@runs("conversion/live/written_folder.py::WrittenFolder._prove_free[2]")
+@runs("checkpoint/native/written_folder.py::WrittenFolder._prove_free[2]")
 def test_a_folder_of_another_library_is_there(kind: str, tmp_path: Path) -> None:
     """The same for the formats of others."""
     (tmp_path / "config.json").write_text("{}")
@@ -87,8 +87,8 @@ def test_a_folder_of_another_library_is_there(kind: str, tmp_path: Path) -> None
 
 
 @runs(
-    "conversion/live/written_folder.py::WrittenFolder._prove_free",
-    "conversion/live/written_folder.py::WrittenFolder._prove_free[1]",
+    "checkpoint/native/written_folder.py::WrittenFolder._prove_free",
+    "checkpoint/native/written_folder.py::WrittenFolder._prove_free[1]",
 )
 def test_other_files_are_there(tmp_path: Path) -> None:
     """A file in the folder's place, and files of somebody else in it."""

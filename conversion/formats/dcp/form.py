@@ -15,6 +15,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
 from vescale_fsdp.conversion.engine.carried_state import whole_state
@@ -23,7 +24,6 @@ from vescale_fsdp.conversion.engine.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.formats.dcp.plan import file_of_rank, plan_dcp_by_rank
 from vescale_fsdp.conversion.formats.dcp.source import METADATA_FILE
 from vescale_fsdp.conversion.live.held_shards import HeldShards
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box
 
@@ -69,7 +69,8 @@ class DcpForm(Form):
         with coordinator.together(f"writing to {storage.where}"):
             _write(folder.working, output)
         names = [file_of_rank(rank) for rank in range(world_size)]
-        return Commit(nbytes, partial(folder.commit, output.closing, names))
+        closing = {file.name: file.pieces for file in output.closing}
+        return Commit(nbytes, partial(folder.commit, closing, names))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """Remove all files of a failed save."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.native.form import Commit, RankShare
+from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import MOST_TURNS, Exchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
@@ -42,7 +43,6 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
 )
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import Compare
 from vescale_fsdp.conversion.live.held_shards import HeldShards
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.errors import callers_level
 
 _ASSEMBLED = 5  # segments that are assembled or written
@@ -112,7 +112,9 @@ def write_repository(
     with coordinator.together(f"writing to {storage.where}"):
         files.write()
     names = [file.name for file in plan.files]
-    return Commit(plan.tensor_nbytes, partial(folder.commit, plan.closing, names))
+    return Commit(
+        plan.tensor_nbytes, partial(folder.commit, {file.name: file.pieces for file in plan.closing}, names)
+    )
 
 
 class _TieComparison:

@@ -7,13 +7,14 @@ The *decisive* file of a folder is the one without which loaders refuse it, such
 
 On disks, an old folder stays complete until the rename, even if ranks are killed. Where folders cannot be renamed,
 files are moved one by one, the decisive file last (`checkpoint.storage.file_system`). Object stores cannot rename:
-there, an old folder is invalid from the first written byte on. If this package's readers would accept a folder without
-its decisive file, a marker file makes them refuse the folder while it is written.
+there, an old folder is invalid from the first written byte on, or must not be replaced (``in_place``). If this
+package's readers would accept a folder without its decisive file, a marker file makes them refuse the folder while it
+is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +22,9 @@ from functools import cached_property
 from vescale_fsdp.checkpoint.native.form import lock_errors
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LOCK_NAMES
-from vescale_fsdp.conversion.engine.plan import ClosingFile
 from vescale_fsdp.errors import CheckpointError, some
+
+Pieces = Callable[[], Iterable[bytes]]  # the content of a small file
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class WrittenFolder:
         is_ours: takes a file's name; returns whether this kind of folder may contain the file. A folder with any other
             file is never replaced.
         marker: name of a file that exists while the folder is written; empty if a missing ``decisive`` is enough.
+        others: decisive files of other kinds, which this kind of folder may replace.
+        in_place: whether a valid folder in an object store, which cannot rename, may be replaced file by file.
     """
 
     final: Storage
@@ -43,6 +47,8 @@ class WrittenFolder:
     decisive: str
     is_ours: Callable[[str], bool]
     marker: str = ""
+    others: tuple[str, ...] = ()
+    in_place: bool = True
 
     @cached_property
     def working(self) -> Storage:
@@ -67,10 +73,19 @@ class WrittenFolder:
             todo = "save to another path, or move the other files away: the whole folder is replaced"
             raise self._refusal(f"nothing, or only files of {self.kind}", some(foreign), todo)
         # The incomplete folder of a killed save may be replaced.
-        is_torn = self.marker in names if self.marker else self.decisive not in names
+        is_torn = (
+            self.marker in names if self.marker else not {self.decisive, *self.others}.intersection(names)
+        )
         if names and not overwrite and not is_torn:
             todo = "save to another path, or pass overwrite=True"
-            raise self._refusal("an empty or new path", some(names), todo)
+            shown = sorted(names, key=lambda name: name not in (self.decisive, *self.others))
+            raise self._refusal("an empty or new path", some(shown), todo)
+        if self.final.in_order and not self.in_place and not is_torn and names:
+            got = (
+                "a checkpoint, which stays valid only if its folder is renamed; object stores rename nothing"
+            )
+            todo = "save to another path, and remove this checkpoint afterward"
+            raise self._refusal("a path without a checkpoint, as the store renames no folders", got, todo)
 
     def _refusal(self, expected: str, got: str, todo: str) -> CheckpointError:
         """Return the error for a folder that must not be replaced."""
@@ -80,36 +95,40 @@ class WrittenFolder:
 
     def begin(self) -> None:
         """Remove files of a killed attempt; in an object store, invalidate an old folder. Called before all writes."""
-        if not self.final.in_order:
-            for name in self.working.list_folder(""):
-                if name not in LOCK_NAMES:  # these are the lock that this save holds
-                    self.working.remove(name)
+        if not self.final.in_order or not self.in_place:
+            self._empty()
         if self.marker:
             # Before the removal below: an incomplete folder must never lack both the marker and the decisive file.
             self.working.commit(self.marker, b"", replace=True)
         self.working.remove(self.decisive)
 
-    def commit(self, closing: Sequence[ClosingFile], data_files: Sequence[str]) -> None:
+    def _empty(self) -> None:
+        """Remove all files of the folder that is written."""
+        for name in self.working.list_folder(""):
+            if name not in LOCK_NAMES:  # these are the lock that this save holds
+                self.working.remove(name)
+
+    def commit(self, closing: Mapping[str, Pieces], data_files: Sequence[str]) -> None:
         """Write the small files and make the folder valid. Called after all ranks have written.
 
         Args:
-            data_files: names of the files that ranks have written.
+            closing: name -> content of the small files.
+            data_files: names of the files that ranks have written, except files in folders that ranks have synced.
         """
         try:
-            # The decisive file comes last: False sorts before True.
-            *others, last = sorted(closing, key=lambda file: file.name == self.decisive)
-            assert last.name == self.decisive, f"{self.kind} is made valid by {self.decisive}"
-            for file in others:
-                _put(self.working, file)
-            if self.final.in_order:
-                self._remove_stale({*data_files, *(file.name for file in closing), self.marker})
-            _put(self.working, last)  # after all other changes, because it makes the folder valid
+            for name, pieces in closing.items():
+                if name != self.decisive:
+                    _put(self.working, name, pieces)
+            if self.final.in_order and self.in_place:
+                self._remove_stale({*data_files, *closing, self.marker})
+            # After all other changes, because this file makes the folder valid.
+            _put(self.working, self.decisive, closing[self.decisive])
             if self.marker:  # removed last: at no time does an incomplete folder lack both files
                 self.working.remove(self.marker)
             if self.final.in_order:
                 return
             # File names must be durable before the rename makes the folder valid.
-            for folder in {name.rpartition("/")[0] for name in self.working.list_files()} | {""}:
+            for folder in {name.rpartition("/")[0] for name in (*closing, *data_files)} | {""}:
                 self.working.sync_folder(folder)
         except BaseException as error:  # Ctrl-C too: the note says what the path contains
             error.add_note(f"nothing was committed; {self._left()}")
@@ -140,18 +159,23 @@ class WrittenFolder:
                 self.final.remove(name)
 
     def clear_away(self) -> None:
-        """Remove the written files after a failure. In an object store they stay, as a folder that loaders refuse."""
+        """Remove the written files after a failure.
+
+        In an object store in which the files have replaced an old folder, they stay, as a folder that loaders refuse.
+        """
         if not self.final.in_order:
             self.working.remove("")
+        elif not self.in_place:
+            self._empty()
 
 
-def _put(storage: Storage, file: ClosingFile) -> None:
+def _put(storage: Storage, name: str, pieces: Pieces) -> None:
     """Write a small file; durable on return."""
 
     def write() -> None:
-        with storage.create(file.name, 0) as out:  # 0: the size is unknown until the pieces are computed
+        with storage.create(name, 0) as out:  # 0: the size is unknown until the pieces are computed
             offset = 0
-            for piece in file.pieces():
+            for piece in pieces():
                 out.write_at(offset, [piece])
                 offset += len(piece)
 
