@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp.checkpoint.foreign import SourceOptions, foreign_formats
+from vescale_fsdp.checkpoint.manifest.file_names import CHECKPOINT_NODE
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.native.loadable import Loadable, NativeCheckpoint, Supply
@@ -238,9 +239,9 @@ def _manifest_of(storage: Storage, path: str | os.PathLike[str]) -> Manifest | N
         if isinstance(path, Storage):  # readers of other formats open paths and URLs only
             raise
         files = storage.list_files()
-        # An interrupted save in the zarr format leaves zarr.json without a manifest: do not load it as a foreign zarr
+        # An interrupted save in the zarr format leaves arrays without a manifest: do not load them as a foreign zarr
         # hierarchy.
-        is_unfinished = any(name.startswith("data-") for name in files)
+        is_unfinished = any(name.startswith(("data-", f"{CHECKPOINT_NODE}/")) for name in files)
         if files and (is_unfinished or not foreign_formats().is_known(files)):
             raise
         parent, name = open_parent(os.fspath(path).rstrip("/"))

@@ -54,7 +54,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_modes import plainly
 
 Format = Literal["native", "zarr", "dcp"] | Form
-_FORMS: dict[str, NativeForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
+_FORMS: dict[str, Form] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ def save(
             example ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name.
             Plain tensors and values must be the same on all ranks that have them.
         metadata: JSON of your own, the same on all ranks, returned by `read_state(path).metadata`.
-        overwrite: replace an existing checkpoint; the old one stays valid until the new one is committed.
+        overwrite: replace an existing checkpoint; the old one stays valid until the new one is committed. An object
+            store cannot replace a checkpoint by one in the zarr format, so that this is an error.
         format: "native" (one safetensors file per rank; the fastest), "zarr" (one zarr v3 array per tensor, for tools
             outside PyTorch; also loads at any world size), "dcp" (a folder of `torch.distributed.checkpoint`,
             which cannot contain `PerRank` values), or an object that writes the format of another library:

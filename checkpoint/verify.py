@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.checkpoint.foreign import OpenSource, foreign_formats
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, manifest_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -52,9 +53,8 @@ def verify(
     """
     if isinstance(path, OpenSource):
         if path.kind == "native":
-            manifest = Manifest.from_bytes(
-                path.store.read(MANIFEST_NAME), where=f"{path.store.where}/{MANIFEST_NAME}"
-            )
+            name = manifest_file(path.store) or MANIFEST_NAME
+            manifest = Manifest.from_bytes(path.store.read(name), where=f"{path.store.where}/{name}")
             return _verify_own(path.store, manifest, deep, progress)
         return foreign_formats().verify(path, deep, progress)
     # Imported here because they import torch, which is not needed to verify a `Source`.
@@ -75,7 +75,10 @@ def verify(
             return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
         return foreign_formats().verify(source, deep, progress)
     except (CheckpointError, OSError) as error:
-        return VerifyReport((VerifyReport.Problem(MANIFEST_NAME, str(error)),))
+        found: str | None = None
+        with suppress(OSError):  # the same error again: the storage cannot be read
+            found = manifest_file(storage)
+        return VerifyReport((VerifyReport.Problem(found or MANIFEST_NAME, str(error)),))
     return _verify_own(storage, manifest, deep, progress)
 
 
@@ -100,7 +103,7 @@ def _verify_own(
     problems.sort(key=lambda problem: (problem.where, problem.text))  # threads find problems in any order
     unsaved = [
         VerifyReport.Problem(
-            MANIFEST_NAME, f"tensor {entry.label}: no rank stores cell {missing} of its grid"
+            manifest.name, f"tensor {entry.label}: no rank stores cell {missing} of its grid"
         )
         for index, entry in enumerate(manifest.entries)
         if entry.numel and (missing := manifest.holders_of(index).missing_cell()) is not None

@@ -1,4 +1,4 @@
-"""File names of the checkpoint format: steps, ranks' files, and the folders of tensors' arrays.
+"""File names of the checkpoint format: manifests, steps, ranks' files, and the folders of tensors' arrays.
 
 In the zarr form, a tensor's folder is named after the tensor. Every name becomes a path that file systems and object
 stores accept:
@@ -20,15 +20,24 @@ from collections.abc import Iterable
 from itertools import accumulate
 from urllib.parse import quote
 
+from vescale_fsdp.checkpoint.storage.base import Storage
+
 FORMAT_NAME = "vescale-checkpoint"
 MANIFEST_NAME = "manifest.json"
 ZARR_NAME = "zarr.json"  # metadata of an array or a group
+ARRAYS_NODE = "arrays"  # zarr form: the group of all tensors' arrays
+# Zarr form: an array without elements, whose folder contains the manifest and the ranks' files. Readers of zarr list
+# the members of groups, and warn of other files among them; they do not list the folders of arrays.
+CHECKPOINT_NODE = FORMAT_NAME
+# The manifest's file in the native form, and in the zarr form. A folder with both holds the native checkpoint: it has
+# replaced the zarr checkpoint, whose files are not removed yet.
+MANIFEST_FILES = (MANIFEST_NAME, f"{CHECKPOINT_NODE}/{MANIFEST_NAME}")
 
 _STEP = re.compile(r"step-(\d{8,})")  # padded to 8 digits, so that a listing by name is in the order of steps
 _RANK_FILE = re.compile(r"(\d{5,})-of-\d{5,}\.safetensors")
 _PLAIN = " !#$&'()+,;=@[]{}~-_."  # characters besides letters and digits that are not escaped
 _MAX_PART_BYTES = 200  # of one folder's name; file systems accept 255
-# Of the path in the data folder. Object stores accept 1024, including the checkpoint's folder and the chunk's name.
+# Of the path in `ARRAYS_NODE`. Object stores accept 1024, including the checkpoint's folder and the chunk's name.
 _MAX_PATH_BYTES = 600
 _HEAD_BYTES = 100  # of a hashed name: enough to recognize the tensor
 
@@ -45,6 +54,18 @@ def parse_step_name(name: str) -> tuple[int, str] | None:
     return (int(match[1]), name) if match and step_name(int(match[1])) == name else None
 
 
+def manifest_file(storage: Storage, folder: str = "") -> str | None:
+    """Return the name of the manifest's file in a folder of the storage; None if the folder is not a checkpoint."""
+    names = (f"{folder}/{name}" if folder else name for name in MANIFEST_FILES)
+    return next(filter(storage.exists, names), None)
+
+
+def is_own_file(name: str) -> bool:
+    """Return whether a file of a checkpoint's folder is a file of the native or the zarr form."""
+    folders = ("data-", f"{ARRAYS_NODE}/", f"{CHECKPOINT_NODE}/")
+    return name in (MANIFEST_NAME, ZARR_NAME) or name.startswith(folders)
+
+
 def parse_rank_file_name(name: str) -> int | None:
     """Return the rank that wrote a file with a name from `Manifest.file_name`; None for every other name."""
     match = _RANK_FILE.fullmatch(name)
@@ -52,7 +73,7 @@ def parse_rank_file_name(name: str) -> int | None:
 
 
 def array_paths(names: Iterable[str]) -> dict[str, str]:
-    """Return the path of each tensor's array inside the data folder, by tensor name.
+    """Return the path of each tensor's array inside the group of all arrays, by tensor name.
 
     All paths differ, and no array's path is inside another array's, even if the file system ignores case.
     """
@@ -81,10 +102,8 @@ def _escaped(part: str) -> str:
     text = quote(part, safe=_PLAIN, errors="surrogatepass")
     if not text:
         return "%empty"
-    # Names of the files that this format puts next to arrays.
-    if text.lower() == "zarr.json" or text.lower().endswith(".safetensors"):
-        head, _, tail = text.rpartition(".")
-        text = f"{head}%2E{tail}"
+    if text.lower() == ZARR_NAME:
+        text = text.replace(".", "%2E")
     if text[-1] in ". ":  # some file systems drop a trailing dot or space
         text = text[:-1] + f"%{ord(text[-1]):02X}"
     if text[0] in ". " or text.startswith("__"):  # hidden files; names that zarr reserves

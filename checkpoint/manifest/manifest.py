@@ -17,7 +17,10 @@ from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.file_names import (
+    ARRAYS_NODE,
+    CHECKPOINT_NODE,
     FORMAT_NAME,
+    MANIFEST_FILES,
     array_paths,
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
@@ -96,7 +99,7 @@ class Manifest:
     """The content of a checkpoint, and its layout in files.
 
     Args:
-        save_id: 16 hex digits, new for every attempt to save; data is in ``data-<save_id>/``.
+        save_id: 16 hex digits, new for every attempt to save; in the native form, data is in ``data-<save_id>/``.
         world_size: number of ranks that saved.
         structure: state tree, tensors and tables.
         rank_sets: table of sets of ranks.
@@ -221,11 +224,21 @@ class Manifest:
     def array_paths(self) -> list[str]:
         """Folder of each tensor's array in the zarr form, relative to the checkpoint's folder."""
         paths = array_paths(self.indices_by_name)
-        return [f"data-{self.save_id}/{paths[entry.name]}" for entry in self.entries]
+        return [f"{ARRAYS_NODE}/{paths[entry.name]}" for entry in self.entries]
+
+    @property
+    def name(self) -> str:
+        """Name of the manifest's own file, relative to the checkpoint's folder."""
+        return MANIFEST_FILES[self.is_zarr]
+
+    @property
+    def files_folder(self) -> str:
+        """Folder of the ranks' files, relative to the checkpoint's folder."""
+        return CHECKPOINT_NODE if self.is_zarr else f"data-{self.save_id}"
 
     def file_name(self, rank: int) -> str:
         """Return the name of a rank's file, relative to the checkpoint's folder."""
-        return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
+        return f"{self.files_folder}/{rank:05d}-of-{self.world_size:05d}.safetensors"
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest's file, with its checksum."""

@@ -54,7 +54,7 @@ class RankFile:
         self.chunks: tuple[Chunk, ...] = ()
         if manifest.is_zarr:
             held = held_chunks(manifest, rank)
-            self.chunks = tuple(chunk for chunk, holders in held if holders[0].rank == rank)
+            self.chunks = tuple(chunk for chunk, holders in held if holders[0][0] == rank)
 
     @cached_property
     def pieces(self) -> Sequence[StoredPiece]:

@@ -1,26 +1,36 @@
-"""The zarr form of a checkpoint: each tensor's chunks, the rank that writes each chunk, and the JSON of arrays.
+"""The zarr form of a checkpoint: each tensor's chunks, the rank that writes each chunk, and the metadata of all nodes.
 
 Each tensor is one zarr v3 array. The array's chunk grid follows the tensor's cuts: a boundary between ranks at a whole
 row is also a boundary between chunks. If a boundary inside a row divides a chunk, the rank with the chunk's first
 element owns the chunk, and receives the remaining elements from other ranks. Replicas take turns as owners. Every chunk
 is written by its owner alone.
 
-    path/data-<save_id>/model/layers.0.weight/zarr.json     array: shape, chunks, dtype, crc32c
-    path/data-<save_id>/model/layers.0.weight/c/0/0         chunk (0, 0): little-endian bytes, then their crc32c
+    path/zarr.json                                      group: the checkpoint's folder
+    path/arrays/model/layers.0.weight/zarr.json         array: shape, chunks, dtype, crc32c
+    path/arrays/model/layers.0.weight/c/0/0             chunk (0, 0): little-endian bytes, then their crc32c
+    path/vescale-checkpoint/zarr.json                   array without elements; next to the manifest and ranks' files
 
 Every rank computes chunks and owners from the manifest alone. A rank's file has the checksums of all chunks that the
-rank owns, in the order of `held_chunks`, so that a checksum's position identifies its chunk.
+rank owns, in the order of `held_chunks`, so that a checksum's position identifies its chunk. The zarr library makes the
+metadata; it is imported late, because its import takes half a second that other forms need not wait.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import (
+    ARRAYS_NODE,
+    CHECKPOINT_NODE,
+    FORMAT_NAME,
+    ZARR_NAME,
+)
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
@@ -122,15 +132,9 @@ def stored_crc(store: Storage, file: str, nbytes: int) -> int:
     return int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
 
 
-def array_json(manifest: Manifest, index: int) -> bytes:
+def array_document(manifest: Manifest, index: int) -> dict[str, Any]:
     """Return the content of ``zarr.json`` for a tensor's array."""
     entry = manifest.entries[index]
-    stored = stored_dtype(entry.dtype).zarr_name
-    fill_value: Json = 0.0 if stored.startswith("float") else 0
-    if stored == "bool":
-        fill_value = False
-    elif stored.startswith("complex"):
-        fill_value = [0.0, 0.0]
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype, "name": entry.name}
     cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
     if isinstance(cut, LayoutCut):
@@ -141,36 +145,67 @@ def array_json(manifest: Manifest, index: int) -> bytes:
             "shard_numel": layout.shard_numel,
             "slot": layout.slots[cut.slot].to_json(),
         }
-    grid = {"name": "regular", "configuration": {"chunk_shape": list(manifest.chunk_sizes[index])}}
-    return dump_json(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(entry.shape),
-            "data_type": stored,
-            "chunk_grid": grid,
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": fill_value,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "attributes": attributes,
-        }
+    form = _array_form(entry.shape, manifest.chunk_sizes[index], stored_dtype(entry.dtype).zarr_name)
+    return {**form, "attributes": attributes}
+
+
+def array_json(manifest: Manifest, index: int) -> bytes:
+    """Return `array_document` as it is stored: compact, whatever indentation the zarr library is configured for."""
+    return dump_json(array_document(manifest, index))
+
+
+@lru_cache(maxsize=1024)  # a model has few shapes; the library takes 1 ms for each
+def _array_form(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """Return the library's metadata of an array of regular chunks with crc32c, without attributes."""
+    import zarr
+    from zarr.codecs import BytesCodec, Crc32cCodec
+
+    files: dict[str, Any] = {}
+    zarr.create_array(
+        files,
+        shape=shape,
+        chunks=chunks,
+        dtype=dtype,
+        filters=None,
+        serializer=BytesCodec(endian="little"),
+        compressors=[Crc32cCodec()],
+        fill_value=0,
     )
+    return _without_options(files)
 
 
-def group_files(manifest: Manifest) -> dict[str, bytes]:
-    """Return name -> content of each group's ``zarr.json``: parents first, the checkpoint's own group last."""
-    data = f"data-{manifest.save_id}"
-    paths = {data: None}
+@lru_cache(maxsize=1)
+def _group_form() -> dict[str, Any]:
+    """Return the library's metadata of a group, without attributes."""
+    import zarr
+
+    files: dict[str, Any] = {}
+    zarr.create_group(files)
+    return _without_options(files)
+
+
+def _without_options(files: dict[str, Any]) -> dict[str, Any]:
+    """Return the document that the library has put into ``files``, without optional fields that are empty."""
+    document = json.loads(files[ZARR_NAME].to_bytes())
+    return {key: value for key, value in document.items() if value not in ({}, [], None) or key == "shape"}
+
+
+def node_files(manifest: Manifest) -> dict[str, bytes]:
+    """Return name -> content of ``zarr.json``, for all nodes but tensors' arrays; the outermost group is last."""
+    parents = {ARRAYS_NODE: None}
     for path in manifest.array_paths:
         parts = path.split("/")
-        paths |= dict.fromkeys("/".join(parts[:depth]) for depth in range(2, len(parts)))
-    groups = dict.fromkeys((f"{path}/zarr.json" for path in paths), _group_json({}))
-    return {**groups, "zarr.json": _group_json({"arrays": data, "manifest": MANIFEST_NAME})}
-
-
-def _group_json(attributes: dict[str, Json]) -> bytes:
-    """Return the content of ``zarr.json`` for a group."""
-    return dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+        parents |= dict.fromkeys("/".join(parts[:depth]) for depth in range(2, len(parts)))
+    group = dump_json({**_group_form(), "attributes": {}})
+    about = "The files in this node's folder are no zarr chunks: the checkpoint's manifest and the files of ranks."
+    root = {"format": FORMAT_NAME, "arrays": ARRAYS_NODE, "manifest": manifest.name}
+    return {
+        **{f"{path}/{ZARR_NAME}": group for path in parents},
+        f"{CHECKPOINT_NODE}/{ZARR_NAME}": dump_json(
+            {**_array_form((0,), (1,), "uint8"), "attributes": {"about": about}}
+        ),
+        ZARR_NAME: dump_json({**_group_form(), "attributes": root}),
+    }
 
 
 class Chunk(NamedTuple):
@@ -185,22 +220,8 @@ class Chunk(NamedTuple):
         return Region.of_box(self.box)
 
 
-class Holder(NamedTuple):
-    """A rank that provides a part of a chunk; one rank is chosen among the replicas of the part.
-
-    Attributes:
-        rank: the rank.
-        region: the rank's region of the tensor.
-        numel: number of elements that the region and the chunk share.
-    """
-
-    rank: int
-    region: Region
-    numel: int
-
-
-def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:
-    """Yield (chunk, holders) for each chunk of which a rank provides a part.
+def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[tuple[int, Region]]]]:
+    """Yield (chunk, `holders_of` the chunk) for each chunk of which a rank provides elements.
 
     Tensors are in the manifest's order, the chunks of a tensor in row-major order.
     """
@@ -216,12 +237,12 @@ def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Hol
             whole = Region.of_box(box)
             # Most tensors are one chunk.
             for each in (box,) if sizes == entry.shape else chunk_boxes(entry.shape, sizes):
-                yield Chunk(index, each), [Holder(0, whole, clipped(each, entry.shape).numel)]
+                yield Chunk(index, each), [(0, whole)]
             continue
         own = manifest.distributions[index].region(entry.shape, held[0], manifest.structure.layouts)
         for chunk in chunks_of(manifest, index, own):
             holders = holders_of(manifest, chunk)
-            if any(holder.rank == rank for holder in holders):
+            if any(holder == rank for holder, _ in holders):
                 yield chunk, holders
 
 
@@ -238,8 +259,11 @@ def chunks_of(manifest: Manifest, index: int, region: Region) -> list[Chunk]:
     return [Chunk(index, box) for box in sorted(boxes, key=lambda box: box.offsets)]
 
 
-def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
-    """Return the ranks that provide a chunk's elements, in element order. The first of these ranks writes the chunk."""
+def holders_of(manifest: Manifest, chunk: Chunk) -> list[tuple[int, Region]]:
+    """Return the ranks that provide a chunk's elements, in element order, each with the rank's region of the tensor.
+
+    One rank is chosen among the replicas of a region. The first rank of the list owns the chunk: it writes the chunk.
+    """
     entry, holders = manifest.entries[chunk.tensor_index], manifest.holders_of(chunk.tensor_index)
     # Replicas take turns from chunk to chunk, so that they share the writing.
     turn = sum(offset // size for offset, size in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
@@ -247,8 +271,7 @@ def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
     for coordinates, region in manifest.distributions[chunk.tensor_index].touching(
         entry.shape, chunk.region, manifest.structure.layouts
     ):
-        numel = sum(share.numel for share in overlaps(region, chunk.region))
-        if numel:
+        if any(shared.numel for shared in overlaps(region, chunk.region)):
             ranks = holders.ranks_at(coordinates)
-            chosen.append(Holder(ranks[turn % len(ranks)], region, numel))
+            chosen.append((ranks[turn % len(ranks)], region))
     return chosen

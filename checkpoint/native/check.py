@@ -1,7 +1,7 @@
 """Check every file of a native or zarr checkpoint once, for `verify`.
 
-A load does not use this module: it verifies only the bytes that it reads (`native/read.py`, `zarr/chunks.py`). The
-module imports no torch.
+A load does not use this module: it verifies only the bytes that it reads (`native/read.py`, `native/zarr_chunks.py`).
+The module imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
@@ -19,16 +19,18 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     array_json,
     chunk_boxes,
     chunk_file,
-    group_files,
+    node_files,
 )
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.geometry import numel_of
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while it is in the processor's cache
+_MOST_NODE_BYTES = 1 << 28  # 256 MiB, as a group may have the consolidated metadata of all its members
 _MOST_MISSING = 1000  # missing ranks' files that are reported one by one
 
 
@@ -92,7 +94,7 @@ def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check]
     if unlisted := missing[_MOST_MISSING:]:
         problem = f"{len(unlisted)} more files of ranks are missing, from rank {unlisted[0]} on"
         # One problem for all: with 16,384 ranks, a check for each would hide the others.
-        tell(Check(MANIFEST_NAME, problem, 0, True))
+        tell(Check(manifest.name, problem, 0, True))
     skipped = set(unlisted)
     return [rank for rank in range(manifest.world_size) if rank not in skipped]
 
@@ -132,41 +134,39 @@ def _text_of(error: VescaleError | OSError) -> str:
 
 def _array_checks(storage: Storage, manifest: Manifest, deep: bool) -> Iterator[Check]:
     """Verify every file of the zarr arrays: metadata of groups and arrays, then chunks, or their sizes."""
-    from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables, read_chunk  # imports numpy
+    from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkReader, ChunkTables  # imports numpy
 
-    tables = ChunkTables(storage, manifest)
-    for name, expected in group_files(manifest).items():
-        yield Check(name, _json_problem(storage, name, expected, "a group"), 0, False)
-    for tensor, places in manifest.indices_by_name.items():
-        place = places[0]  # all descriptions of one tensor share one array
-        name = f"{manifest.array_paths[place]}/zarr.json"
-        problem = _json_problem(storage, name, array_json(manifest, place), f"tensor {dotted_name(tensor)}")
-        yield Check(name, problem, 0, False)
-        for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
-            num_bytes, problem = 0, None
-            try:
-                if deep:
-                    num_bytes = len(read_chunk(tables, Chunk(place, box)))
-                else:
-                    nbytes = numel_of(box.sizes) * manifest.entries[place].itemsize
-                    tables.storage.check_size(chunk_file(manifest, place, box), nbytes + CRC_BYTES)
-            except (VescaleError, OSError) as error:
-                problem = _text_of(error)
-            yield Check(chunk_file(manifest, place, box), problem, num_bytes, True)
+    for name, expected in node_files(manifest).items():
+        yield Check(name, _node_problem(storage, name, expected, "a zarr node"), 0, False)
+    with closing(ChunkReader(ChunkTables(storage, manifest))) as reader:
+        for tensor, places in manifest.indices_by_name.items():
+            place = places[0]  # all descriptions of one tensor share one array
+            name, label = f"{manifest.array_paths[place]}/{ZARR_NAME}", f"tensor {dotted_name(tensor)}"
+            yield Check(name, _node_problem(storage, name, array_json(manifest, place), label), 0, False)
+            for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
+                num_bytes, problem, file = 0, None, chunk_file(manifest, place, box)
+                try:
+                    if deep:
+                        num_bytes = len(reader.read(Chunk(place, box)))
+                    else:
+                        nbytes = numel_of(box.sizes) * manifest.entries[place].itemsize
+                        storage.check_size(file, nbytes + CRC_BYTES)
+                except (VescaleError, OSError) as error:
+                    problem = _text_of(error)
+                yield Check(file, problem, num_bytes, True)
 
 
-def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
-    """Compare a small file with the content that the manifest implies. Returns the problem, or None.
+def _node_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
+    """Compare a node's metadata with those that the manifest implies. Returns the problem, or None.
 
     Args:
         of: the group or tensor that the file describes, for the message.
     """
     try:
-        with closing(storage.open_file(name)) as reader:
-            content = bytearray(min(reader.size_bytes, len(expected)))  # a damaged file may be huge
-            is_same = reader.size_bytes == len(expected)
-            reader.read_at(0, [content])
-    # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file.
-    except (VescaleError, OSError, EOFError, ValueError) as error:
+        document = parse_json(storage.read_small(name, limit_bytes=_MOST_NODE_BYTES))
+    # ValueError: the file is no JSON, too large, or no regular file.
+    except (VescaleError, OSError, ValueError) as error:
         return f"{of}: {error}"
-    return None if is_same and content == expected else f"{of}: {name} differs from what the manifest implies"
+    # Other fields are allowed: another version of the library may write more, and users may consolidate metadata.
+    is_same = isinstance(document, dict) and document == {**document, **parse_json(expected)}
+    return None if is_same else f"{of}: {name} differs from what the manifest implies"

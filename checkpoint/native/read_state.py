@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_FILES, parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, dotted_name, join_name
@@ -54,19 +54,23 @@ def read_manifest(storage: Storage) -> Manifest:
         CheckpointError: if a newer version of this library wrote the manifest.
         CorruptCheckpointError: if the manifest is damaged.
     """
-    where = f"{storage.where}/{MANIFEST_NAME}"
-    try:
-        raw = storage.read_small(MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT_BYTES)
-    except (FileNotFoundError, NotADirectoryError) as error:  # NotADirectoryError: the path is a file
-        raise _no_checkpoint(storage) from error
-    except ValueError as error:  # too large, or not a regular file
-        raise CorruptCheckpointError(
-            "This file cannot be read as a manifest.",
-            expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
-            got=str(error),
-            where=where,
-        ) from error
-    return Manifest.from_bytes(raw, where=where)
+    absent: OSError | None = None
+    for name in MANIFEST_FILES:
+        where = f"{storage.where}/{name}"
+        try:
+            raw = storage.read_small(name, limit_bytes=_MANIFEST_LIMIT_BYTES)
+        except (FileNotFoundError, NotADirectoryError) as error:  # NotADirectoryError: the path is a file
+            absent = error
+        except ValueError as error:  # too large, or not a regular file
+            raise CorruptCheckpointError(
+                "This file cannot be read as a manifest.",
+                expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
+                got=str(error),
+                where=where,
+            ) from error
+        else:
+            return Manifest.from_bytes(raw, where=where)
+    raise _no_checkpoint(storage) from absent
 
 
 def _no_checkpoint(storage: Storage) -> NoCheckpointError:

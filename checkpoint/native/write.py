@@ -1,9 +1,7 @@
 """`NativeForm`: writes a live state as a native checkpoint; each rank writes one file, then one publishes the manifest.
 
-    write       every rank: several threads hash stripes and write them while they are in the cache
-    commit      one rank: check that all files exist, sync the folder, publish ``manifest.json``, remove older data
-
-The zarr form (`zarr_live`) uses the same claim, rank file and commit.
+write       every rank: several threads hash stripes and write them while they are in the cache
+commit      one rank: check that all files exist, sync the folder, publish ``manifest.json``, remove older data
 """
 
 from __future__ import annotations
@@ -19,7 +17,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import (
+    ARRAYS_NODE,
+    CHECKPOINT_NODE,
+    MANIFEST_NAME,
+    ZARR_NAME,
+    manifest_file,
+)
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -52,11 +56,11 @@ class NativeForm(Form):
         with lock_errors(storage):
             held.enter_context(storage.lock())
         # Checked under the lock: no other job can commit afterward.
-        if not overwrite and storage.exists(MANIFEST_NAME):
+        if not overwrite and (old := manifest_file(storage)) is not None:
             raise CheckpointError(
                 "The path already holds a checkpoint.",
                 expected="a path without a manifest",
-                got=MANIFEST_NAME,
+                got=old,
                 where=storage.where,
                 todo="save to another path, or pass overwrite=True",
             )
@@ -71,10 +75,6 @@ class NativeForm(Form):
                 share.check_room(file.total_bytes if share.every_node else manifest.num_bytes)
                 image = FileImage(file, share.locals_by_name, share.blob)
             write_rank_file(share.storage, image, share.meter)
-        return self.commit_of(manifest, share)
-
-    def commit_of(self, manifest: Manifest, share: RankShare) -> Commit:
-        """Return the last step of the save, which makes the written files a checkpoint."""
         run = partial(
             self.commit,
             share.storage,
@@ -103,11 +103,10 @@ class NativeForm(Form):
         Raises:
             CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
         """
-        folder = f"data-{manifest.save_id}"
+        folder = manifest.files_folder
         try:
             if check_files:
                 _check_files(storage, manifest, folder)
-            self.finish(storage, manifest)
             # Names must be durable before the manifest: those of the files, then that of their folder.
             storage.sync_folder(folder)
             storage.sync_folder("")
@@ -119,8 +118,10 @@ class NativeForm(Form):
         )
         try:
             # Only after the commit: until then, older data was the checkpoint.
-            for name in storage.list_folder(""):
-                if name.startswith("data-") and name != folder:
+            names = storage.list_folder("")
+            replaced_arrays = (CHECKPOINT_NODE, ARRAYS_NODE, ZARR_NAME) if CHECKPOINT_NODE in names else ()
+            for name in names:
+                if (name.startswith("data-") and name != folder) or name in replaced_arrays:
                     storage.remove(name)
         except Exception as error:  # noqa: BLE001  not fatal: the next save to this path tries again
             warnings.warn(
@@ -131,9 +132,6 @@ class NativeForm(Form):
         except BaseException as error:  # Ctrl-C: the user must know that the save is complete
             error.add_note(f"{storage.where} is saved and durable")
             raise
-
-    def finish(self, storage: Storage, manifest: Manifest) -> None:
-        """Write files that must exist before the manifest. Called on one rank, after all ranks have written."""
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """Remove the attempt's own data folder; the data of an older checkpoint stays."""

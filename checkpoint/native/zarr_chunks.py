@@ -1,29 +1,30 @@
-"""`read_chunk`: reads and verifies a chunk of the zarr form.
+"""`ChunkReader`: reads and verifies chunks of the zarr form.
 
-The checksum at the end of a chunk's file shows that the chunk is intact. The chunk table in the rank's file of the
-chunk's owner (the rank that wrote it) shows that this is the right chunk, of this save. The module imports no torch, so
-that conversions and `verify` start fast.
+The checksum that the crc32c codec appends to a chunk shows that the chunk is intact. The chunk table in the rank's file
+of the chunk's owner (the rank that wrote it) shows that this is the right chunk, of this save. The module imports no
+torch, so that conversions and `verify` start fast.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, holders_of
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, clipped, holders_of
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
-from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
+from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.layout.geometry import numel_of
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while it is in the processor's cache
+_OPEN_ARRAYS = 64  # arrays of a load that stay open: the chunks of one array follow each other
 
 
 class ChunkTables:
@@ -41,7 +42,7 @@ class ChunkTables:
         Raises:
             CorruptCheckpointError: if the rank's file of the chunk's owner is missing or damaged.
         """
-        owner = holders_of(self.manifest, chunk)[0].rank
+        owner, _ = holders_of(self.manifest, chunk)[0]
         with self._lock:  # held during the read, so that other threads do not read the same table
             if owner not in self._tables:
                 self._tables[owner] = self._read(RankFile(self.manifest, owner))
@@ -63,48 +64,54 @@ class ChunkTables:
         return dict(zip(file.chunks, struct.unpack(f"<{len(file.chunks)}I", table), strict=True))
 
 
-def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
-    """Read a chunk, verify it, and return its bytes.
+class ChunkReader:
+    """Reads and verifies chunks. Thread-safe.
 
-    Raises:
-        CorruptCheckpointError: if the chunk is missing or damaged, has another size, or belongs to another save; names
-            the file and the tensor.
+    Args:
+        tables: the checksums of all chunks.
+        threads: number of chunks that are read at a time.
     """
-    storage, manifest = tables.storage, tables.manifest
-    entry = manifest.entries[chunk.tensor_index]
-    name = chunk_file(manifest, *chunk)
-    nbytes = numel_of(chunk.box.sizes) * entry.itemsize
 
-    def corrupt(expected: str, got: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f"A chunk of tensor {entry.label} differs from what was saved.",
-            expected=expected,
-            got=got,
-            where=f"{storage.where}/{name}",
-            todo=f"restore an older step{ALL_PROBLEMS}",
-        )
+    def __init__(self, tables: ChunkTables, threads: int = 1) -> None:
+        # Imports the zarr library, which takes half a second that users of the tables alone need not wait.
+        from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
 
-    size = f"{nbytes + CRC_BYTES} bytes"
-    try:
-        with closing(storage.open_file(name)) as reader:
-            if reader.size_bytes != nbytes + CRC_BYTES:
-                raise corrupt(size, f"{reader.size_bytes} bytes")
-            data = np.empty(nbytes, dtype=np.uint8)
-            checksum = bytearray(CRC_BYTES)
-            reader.read_at(0, [data, checksum])
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise corrupt(size, "no file") from error
-    # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file.
-    except (EOFError, ValueError) as error:
-        raise corrupt(size, str(error)) from error
-    (stored,) = struct.unpack("<I", checksum)
-    actual = CRC32C.of(data)
-    if actual != stored:
-        raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
-    written = tables.checksum(chunk)
-    if actual != written:
-        raise corrupt(
-            f"crc32c {written:08x}, from the rank's file of this save",
-            f"{actual:08x}: intact, but another chunk, or the chunk of another save",
-        )
-    return data
+        self._tables = tables
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
+        storage, manifest, pool = tables.storage, tables.manifest, self._threads
+        self._opened = lru_cache(_OPEN_ARRAYS)(lambda index: ArrayChunks(storage, manifest, index, pool))
+
+    def read(self, chunk: Chunk, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """Read a chunk, verify it, and return the bytes of its elements inside the tensor, row-major.
+
+        Args:
+            out: memory for the bytes, unchanged after an error; None to allocate memory.
+
+        Raises:
+            CorruptCheckpointError: if the chunk is missing or damaged, has another size, or belongs to another save;
+                names the file and the tensor.
+        """
+        tables, manifest = self._tables, self._tables.manifest
+        entry = manifest.entries[chunk.tensor_index]
+        name = chunk_file(manifest, *chunk)
+        if out is None:
+            out = np.empty(clipped(chunk.box, entry.shape).numel * entry.itemsize, dtype=np.uint8)
+        written = tables.checksum(chunk)
+        try:
+            self._opened(chunk.tensor_index).read(name, chunk, written, out)
+        # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file, or has another size or
+        # checksum.
+        except (FileNotFoundError, NotADirectoryError, EOFError, ValueError) as error:
+            absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+            raise CorruptCheckpointError(
+                f"A chunk of tensor {entry.label} differs from what was saved.",
+                expected=f"{chunk.box.numel * entry.itemsize + CRC_BYTES} bytes with crc32c {written:08x}",
+                got="no file" if absent else str(error),
+                where=f"{tables.storage.where}/{name}",
+                todo=f"restore an older step{ALL_PROBLEMS}",
+            ) from error
+        return out
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()

@@ -7,93 +7,131 @@ copied into tensors.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_FILES, ZARR_NAME, is_own_file
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     Chunk,
-    Holder,
     array_json,
     as_arrays,
     chunk_file,
     chunks_of,
-    group_files,
+    clipped,
     held_chunks,
+    node_files,
 )
-from vescale_fsdp.checkpoint.native.form import Commit, RankShare, root_errors
+from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare, root_errors
 from vescale_fsdp.checkpoint.native.read import Reads
 from vescale_fsdp.checkpoint.native.targets import LoadTarget, file_copies
-from vescale_fsdp.checkpoint.native.write import (
-    FileImage,
-    NativeForm,
-    write_rank_file,
-)
-from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables, read_chunk
+from vescale_fsdp.checkpoint.native.write import FileImage, write_rank_file
+from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
+from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkReader, ChunkTables
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import Exchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.checksums import CRC32C
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.layout.region import Region, overlaps
 
+if TYPE_CHECKING:  # imports the zarr library, which takes half a second that other forms need not wait
+    from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
 
-class ZarrForm(NativeForm):
-    """One zarr v3 array for each tensor; ranks' files have the `PerRank` values and the checksums of chunks."""
+
+class ZarrForm(Form):
+    """One zarr v3 array for each tensor; ranks' files have the `PerRank` values and the checksums of chunks.
+
+    The names of arrays are the same in every save. A new checkpoint is therefore written into a sibling folder, which
+    is exchanged with an old one; an object store, which renames nothing, cannot replace an old one.
+    """
 
     name = "zarr"
 
+    def arguments(self) -> Json:
+        """Return the form's name; there are no options."""
+        return self.name
+
+    def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
+        """Lock the folder. Raises CheckpointError if the path holds a checkpoint or files that must not be replaced."""
+        _folder(storage).claim(held, overwrite=overwrite)
+
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan the chunks; write this rank's chunks, then its file."""
-        storage, coordinator = share.storage, share.coordinator
+        coordinator, folder = share.coordinator, _folder(share.storage)
+        storage = folder.working
         with coordinator.together("planning chunks"):
             with gc_paused():  # planning creates many objects and no cycles
                 manifest = as_arrays(plan())
                 share.check_room(manifest.num_bytes)
             arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
-        with coordinator.together(f"writing to {storage.where}"), root_errors(storage):
+            if coordinator.rank == 0:
+                with root_errors(share.storage):
+                    folder.begin()
+        # A separate block, so that no rank writes before rank 0 has removed the files of a killed attempt.
+        with coordinator.together(f"writing to {share.storage.where}"), root_errors(share.storage):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
             # A new meter for the file: the save's meter counts the bytes of tensors, which are in the chunks.
             write_rank_file(storage, FileImage(file, {}, share.blob, table), Meter())
-        return self.commit_of(manifest, share)
+        return Commit(manifest.num_bytes, partial(_commit, folder, manifest, share.saved))
 
-    def finish(self, storage: Storage, manifest: Manifest) -> None:
-        """Write the metadata of groups, so that zarr libraries can open the folders as groups."""
-        *inner, root = group_files(manifest).items()
-        for name, content in inner:
-            storage.put(name, [content])
-        storage.commit(*root, replace=True)  # an older save may have left the root's file
+    def clear_away(self, storage: Storage, save_id: str) -> None:
+        """Remove all files of a failed save."""
+        _folder(storage).clear_away()
 
 
-class _Part(NamedTuple):
-    """A rank's elements of a chunk, which the rank sends to the chunk's owner.
+def _folder(storage: Storage) -> WrittenFolder:
+    """Return the folder of a checkpoint in the zarr form; an old checkpoint may be in the native form too."""
+    native, own = MANIFEST_FILES
+    return WrittenFolder(
+        storage, "a checkpoint of this library", own, is_own_file, others=(native,), in_place=False
+    )
+
+
+def _commit(folder: WrittenFolder, manifest: Manifest, saved: Callable[[], SaveRecord] | None) -> None:
+    """Write the metadata of all nodes but tensors' arrays, then the manifest; make the folder valid."""
+
+    def manifest_bytes() -> tuple[bytes]:
+        return ((manifest if saved is None else replace(manifest, saved=saved())).to_bytes(),)
+
+    nodes = {name: partial(tuple[bytes], [content]) for name, content in node_files(manifest).items()}
+    files = [manifest.file_name(rank) for rank in range(manifest.world_size)]
+    folder.commit({**nodes, manifest.name: manifest_bytes}, files)
+
+
+class _PartJob(NamedTuple):
+    """A job: a rank's elements of a chunk, which the rank sends to the chunk's owner.
 
     Attributes:
-        holder: the rank, and its region of the tensor.
-        owner: the first holder of the chunk, which writes the chunk.
+        rank, region: the rank, and its region of the tensor.
+        owner, own_region: the rank that writes the chunk, and its region of the tensor.
         dtype: the integer dtype that carries the elements' bits.
     """
 
     chunk: Chunk
-    holder: Holder
-    owner: Holder
+    rank: int
+    region: Region
+    owner: int
+    own_region: Region
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size of the part in bytes."""
-        return self.holder.numel * self.dtype.itemsize
+        """Size in bytes of the rank's elements of the chunk."""
+        return sum(shared.numel for shared in overlaps(self.region, self.chunk.region)) * self.dtype.itemsize
 
 
 class ArrayWriter:
@@ -118,6 +156,7 @@ class ArrayWriter:
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
         self._kept = FirstError()
         self._bits: tuple[int, torch.Tensor] | None = None  # (index, elements) of the tensor being written
+        self._array: tuple[int, ArrayChunks] | None = None  # (index, array) of the tensor being written
         # The arrays whose metadata this rank writes: the first rank of each tensor does so. A tensor with several
         # descriptions (cuts) has a single array.
         self._heads = [
@@ -129,16 +168,16 @@ class ArrayWriter:
         self._assembled: tuple[Chunk, torch.Tensor] | None = None
         self._exchange = Exchange(coordinator, [*self._turns(coordinator.rank)], threads=0)
 
-    def _turns(self, rank: int) -> Iterator[Turn[_Part]]:
+    def _turns(self, rank: int) -> Iterator[Turn[_PartJob]]:
         """Yield the turns of the chunks of which this rank has elements; the owner's own turn ends a chunk."""
         for chunk, (owner, *others) in held_chunks(self._manifest, rank):
             dtype = carrier_of(dtype_named(self._manifest.entries[chunk.tensor_index].dtype))
             for holder in others:
-                if rank in (holder.rank, owner.rank):
-                    part = _Part(chunk, holder, owner, dtype)
-                    yield Turn(part, holder.rank, (owner.rank,), part.nbytes)
-            if rank == owner.rank:
-                yield Turn(_Part(chunk, owner, owner, dtype), rank, (rank,), 0)
+                if rank in (holder[0], owner[0]):
+                    job = _PartJob(chunk, *holder, *owner, dtype)
+                    yield Turn(job, job.rank, (job.owner,), job.nbytes)
+            if rank == owner[0]:
+                yield Turn(_PartJob(chunk, *owner, *owner, dtype), rank, (rank,), 0)
 
     def write(self) -> None:
         """Write this rank's chunks and array metadata; durable on return.
@@ -146,22 +185,31 @@ class ArrayWriter:
         Raises:
             BaseException: the first error of this rank, after all parts have been sent and received.
         """
+        from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
+
         storage, manifest, files = self._storage, self._manifest, []
-        own = [turn.job for turn in self._exchange.turns if turn.job.holder is turn.job.owner]
-        self._meter.begin("saving", sum(part.chunk.box.numel * part.dtype.itemsize for part in own))
+        own = [turn.job for turn in self._exchange.turns if turn.job.rank == turn.job.owner]
+        self._meter.begin("saving", sum(job.chunk.box.numel * job.dtype.itemsize for job in own))
         threads = max(1, storage.write_threads)
-        with Workers(threads, self._kept, name="checkpoint-zarr") as workers:
+        with (
+            # The storage's threads, while the workers wait for the zarr library.
+            ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as writing,
+            Workers(threads, self._kept, name="checkpoint-zarr") as workers,
+        ):
             for index in self._heads:
-                files.append(f"{manifest.array_paths[index]}/zarr.json")
+                files.append(f"{manifest.array_paths[index]}/{ZARR_NAME}")
                 workers.submit(partial(storage.put, files[-1], [array_json(manifest, index)]))
 
-            def take(part: _Part, data: memoryview) -> None:
-                elements = self._with(part, data)
-                if part.holder.rank == part.owner.rank:  # the last turn of the chunk
-                    files.append(chunk_file(manifest, *part.chunk))
-                    workers.submit(partial(self._put_chunk, part.chunk, elements, files[-1]))
+            def take(job: _PartJob, data: memoryview) -> None:
+                elements, index = self._with(job, data), job.chunk.tensor_index
+                if job.rank == job.owner:  # the last turn of the chunk
+                    if self._array is None or self._array[0] != index:
+                        self._array = index, ArrayChunks(storage, manifest, index, writing)
+                    files.append(chunk_file(manifest, *job.chunk))
+                    put = partial(self._put_chunk, self._array[1], job.chunk, elements, files[-1])
+                    workers.submit(put)
 
-            self._exchange.run(self._pack_part, take, lambda part: self._kept)
+            self._exchange.run(self._pack_part, take, lambda job: self._kept)
             workers.wait()
             # Parents too, because the name of a new folder is durable only after its parent is synced.
             folders = [folder.split("/") for folder in {file.rpartition("/")[0] for file in files}]
@@ -172,24 +220,23 @@ class ArrayWriter:
                 workers.submit(partial(storage.sync_folder, folder))
         self._kept.raise_kept()
 
-    def _pack_part(self, part: _Part, data: memoryview) -> None:
+    def _pack_part(self, job: _PartJob, data: memoryview) -> None:
         """Copy this rank's elements of a chunk into ``data``; nothing for the owner, which sends none."""
         if len(data):
-            local = self._local(part.chunk.tensor_index)
-            _pack(part.holder.region, local, part.chunk.region, torch.frombuffer(data, dtype=part.dtype))
+            local = self._local(job.chunk.tensor_index)
+            _pack(job.region, local, job.chunk.region, torch.frombuffer(data, dtype=job.dtype))
 
-    def _with(self, part: _Part, data: memoryview) -> torch.Tensor:
+    def _with(self, job: _PartJob, data: memoryview) -> torch.Tensor:
         """Copy the elements of another rank into the chunk that this rank assembles; returns the chunk's elements."""
-        chunk, whole = part.chunk, part.chunk.region
+        chunk, whole = job.chunk, job.chunk.region
         if self._assembled is None or self._assembled[0] != chunk:
             # Zeros, because a chunk at the tensor's edge has elements outside of the tensor.
-            elements = torch.zeros(chunk.box.numel, dtype=part.dtype, device="cpu")
-            for share in overlaps(part.owner.region, whole):
-                share.target_view(elements).copy_(share.source_view(self._local(chunk.tensor_index)))
+            elements = torch.zeros(chunk.box.numel, dtype=job.dtype, device="cpu")
+            for copy in overlaps(job.own_region, whole):
+                copy.target_view(elements).copy_(copy.source_view(self._local(chunk.tensor_index)))
             self._assembled = chunk, elements
         if len(data):
-            packed = torch.frombuffer(data, dtype=part.dtype)
-            _unpack(part.holder.region, whole, packed, self._assembled[1])
+            _unpack(job.region, whole, torch.frombuffer(data, dtype=job.dtype), self._assembled[1])
         return self._assembled[1]
 
     def _local(self, index: int) -> torch.Tensor:
@@ -199,30 +246,28 @@ class ArrayWriter:
             self._bits = (index, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
-    def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, file: str) -> None:
+    def _put_chunk(self, array: ArrayChunks, chunk: Chunk, elements: torch.Tensor, file: str) -> None:
         """Write a chunk's file: the elements and their crc32c."""
         data = elements.view(torch.uint8).numpy()
-        checksum = CRC32C.of(data)
-        self._storage.put(file, [data, struct.pack("<I", checksum)])
-        self.checksums[chunk] = checksum
+        self.checksums[chunk] = array.write(file, chunk, data)
         self._meter.advance(len(data))
 
 
 def _pack(source: Region, elements: torch.Tensor, target: Region, out: torch.Tensor) -> None:
-    """Copy the elements that two regions share into ``out``, one share after another."""
-    torch.cat([share.source_view(elements).reshape(-1) for share in overlaps(source, target)], out=out)
+    """Copy the elements that two regions share into ``out``, one copy after another."""
+    torch.cat([copy.source_view(elements).reshape(-1) for copy in overlaps(source, target)], out=out)
 
 
 def _unpack(source: Region, target: Region, packed: torch.Tensor, out: torch.Tensor) -> None:
     """Copy the elements that `_pack` has packed into ``out``, the elements of the target region."""
-    shares = overlaps(source, target)
-    for share, part in zip(shares, packed.split([share.numel for share in shares]), strict=True):
-        view = share.target_view(out)
+    copies = overlaps(source, target)
+    for copy, part in zip(copies, packed.split([copy.numel for copy in copies]), strict=True):
+        view = copy.target_view(out)
         view.copy_(part.view(view.shape))
 
 
-class _ChunkRead(NamedTuple):
-    """A chunk to read, and the region to fill with some of its elements."""
+class _ChunkJob(NamedTuple):
+    """A job: a chunk to read, and the region to fill with some of its elements."""
 
     chunk: Chunk
     wanted: Region
@@ -234,14 +279,15 @@ class ZarrReads(Reads):
 
     def __init__(self, storage: Storage, tables: ChunkTables) -> None:
         super().__init__(storage)
-        self._tables = tables
-        self._reads: list[_ChunkRead] = []
+        self._manifest = tables.manifest
+        self._reader = ChunkReader(tables, max(1, storage.read_threads))
+        self._jobs: list[_ChunkJob] = []
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        target, manifest = LoadTarget(tensor), self._tables.manifest
+        target, manifest = LoadTarget(tensor), self._manifest
         # A tensor with several descriptions (cuts) has a single array, that of the first one.
         index = manifest.indices_by_name[manifest.entries[index].name][0]
-        self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, index, region)]
+        self._jobs += [_ChunkJob(chunk, region, target) for chunk in chunks_of(manifest, index, region)]
         return target
 
     def open(self) -> None:
@@ -249,26 +295,37 @@ class ZarrReads(Reads):
 
     def verify(self) -> None:
         # Each chunk once, although several requested regions may need it.
-        chunks = dict.fromkeys(read.chunk for read in self._reads)
+        chunks = dict.fromkeys(job.chunk for job in self._jobs)
         size = sum(map(self._size, chunks))
-        self._map("verifying", lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks), size)
+        self._map("verifying", lambda chunk: len(self._reader.read(chunk)), list(chunks), size)
 
     def run(self, *, verify: bool) -> None:
         """Read all chunks. Every chunk is verified, even without ``verify``, because it is read whole anyway."""
-        size = sum(self._size(read.chunk) for read in self._reads)
-        self._map("loading", self._read, self._reads, size)
+        size = sum(self._size(job.chunk) for job in self._jobs)
+        self._map("loading", self._read, self._jobs, size)
 
     def close(self) -> None:
-        """Do nothing: a chunk's file is closed after it is read."""
+        """End the threads; a chunk's file is closed after it is read."""
+        self._reader.close()
+
+    def _inside(self, chunk: Chunk) -> Region:
+        """Return the elements of a chunk that are inside the tensor."""
+        return Region.of_box(clipped(chunk.box, self._manifest.entries[chunk.tensor_index].shape))
 
     def _size(self, chunk: Chunk) -> int:
-        """Return the size of a chunk in bytes, without its crc32c."""
-        return chunk.box.numel * self._tables.manifest.entries[chunk.tensor_index].itemsize
+        """Return the size in bytes of a chunk's elements that are inside the tensor."""
+        return self._inside(chunk).numel * self._manifest.entries[chunk.tensor_index].itemsize
 
-    def _read(self, read: _ChunkRead) -> int:
+    def _read(self, job: _ChunkJob) -> int:
         """Read a chunk into its target. Returns the number of bytes read."""
-        data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
-        for share in overlaps(whole, read.wanted):
-            for copy in file_copies(share, read.target, max_gap_bytes=0):
-                copy.take(copy.start, data[copy.start : copy.stop])
-        return len(data)
+        overlapping, size = overlaps(self._inside(job.chunk), job.wanted), self._size(job.chunk)
+        copies = [copy for shared in overlapping for copy in file_copies(shared, job.target, max_gap_bytes=0)]
+        whole = copies[0] if len(copies) == 1 and copies[0].is_direct else None
+        if whole is not None and (whole.start, whole.stop) == (0, size):
+            self._reader.read(job.chunk, whole.memory(0, size))
+            job.target.begin()  # not before the read, which leaves the memory unchanged if it fails
+            return size
+        data = self._reader.read(job.chunk)
+        for copy in copies:
+            copy.take(copy.start, data[copy.start : copy.stop])
+        return size

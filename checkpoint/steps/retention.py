@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
+from vescale_fsdp.checkpoint.manifest.file_names import manifest_file, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.steps.save_policy import BestOf
@@ -169,7 +169,9 @@ class StepRecord:
 
 def read_record(root: Storage, step: int) -> StepRecord:
     """Read the record of a step."""
-    pinned, name = is_pinned(root, step), f"{step_name(step)}/{MANIFEST_NAME}"
+    pinned, name = is_pinned(root, step), manifest_file(root, step_name(step))
+    if name is None:  # another job has removed the step
+        return StepRecord(step, pinned=pinned)
     try:
         manifest = Manifest.from_bytes(root.read(name), where=f"{root.where}/{name}")
     except FileNotFoundError:  # another job has removed the step

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
+from vescale_fsdp.checkpoint.manifest.file_names import manifest_file, step_name
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_digest_of
 from vescale_fsdp.errors import callers_level
@@ -131,10 +131,8 @@ def read_run_file(root: Storage) -> RunFile | None:
 
 def manifest_digest(root: Storage, step: int) -> str | None:
     """Return the checksum of a step's manifest; None if there is no manifest."""
-    name = f"{step_name(step)}/{MANIFEST_NAME}"
-    if not root.exists(name):
-        return None
-    return hex_digest_of(root.read(name))
+    name = manifest_file(root, step_name(step))
+    return None if name is None else hex_digest_of(root.read(name))
 
 
 def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:

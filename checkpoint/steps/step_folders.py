@@ -14,7 +14,12 @@ import os
 import re
 from collections.abc import Iterable
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name, step_name
+from vescale_fsdp.checkpoint.manifest.file_names import (
+    MANIFEST_NAME,
+    manifest_file,
+    parse_step_name,
+    step_name,
+)
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -71,7 +76,7 @@ def _names(root: Storage) -> list[str]:
 
 def _step_folders(root: Storage, names: Iterable[str]) -> list[StepFolder]:
     steps = filter(None, map(parse_step_name, names))
-    return sorted((step, root.exists(f"{name}/{MANIFEST_NAME}")) for step, name in steps)
+    return sorted((step, manifest_file(root, name) is not None) for step, name in steps)
 
 
 def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | None:
@@ -84,7 +89,6 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
         The reason why the step, or a part of the step, was not removed; None on success.
     """
     name = step_name(step)
-    manifest = f"{name}/{MANIFEST_NAME}"
     try:
         if root.is_link(name):
             root.remove(name)  # the link only: its target is outside of the run's folder
@@ -92,12 +96,14 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
         if root.size(name) is not None:  # a file, not a step
             return None
         with root.child(name).lock():
-            if if_torn and root.exists(manifest):
+            manifest = manifest_file(root, name)
+            if if_torn and manifest is not None:
                 return None
-            root.remove(manifest)
-            # Some stores fail to remove a file without an error. A manifest without data would look like a good step.
-            if root.exists(manifest):
-                return f"{manifest} is still there"
+            if manifest is not None:
+                root.remove(manifest)
+                # Some stores fail to remove a file without an error. A manifest without data would look like a step.
+                if root.exists(manifest):
+                    return f"{manifest} is still there"
             root.remove(name)
         # After the unlock, because NFS keeps the name of a lock file until the file is closed.
         root.remove_empty(name)

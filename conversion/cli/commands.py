@@ -164,11 +164,11 @@ def _verify_files(
 
     Returns None if it is of another format.
     """
-    from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+    from vescale_fsdp.checkpoint.manifest.file_names import manifest_file
     from vescale_fsdp.conversion.formats.detect import locate
 
     url, folder = locate(src, "newest" if step is None else step)
-    if kind not in {None, "native"} or folder.size(MANIFEST_NAME) is None:
+    if kind not in {None, "native"} or manifest_file(folder) is None:
         return None
     with ProgressBar(0, quiet=quiet) as progress:
         report = checkpoint.verify(url, deep=not quick, progress=progress.advance)

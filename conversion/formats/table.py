@@ -87,7 +87,7 @@ _plan_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.write", 
 # that match format B, A comes before B.
 FORMATS = {
     "native": Format(
-        r"manifest\.json",
+        r"(vescale-checkpoint/)?manifest\.json",  # the native form, the zarr form
         "vescale_fsdp.conversion.formats.vescale.source:open_native",
         takes=(),
         target=Target(

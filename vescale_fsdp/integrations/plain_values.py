@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import manifest_file
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.native.read_state import CheckpointTensor, read_state
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
@@ -49,8 +49,8 @@ def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
     """
     alike: dict[str, Json] = {}  # its values are compared between ranks when the context ends
     with coordinator_for().together(f"looking for a checkpoint at {path}", "nothing was loaded", alike):
-        alike["manifest.json exists"] = open_storage(path).exists(MANIFEST_NAME)
-    return bool(alike["manifest.json exists"])
+        alike["a manifest exists"] = manifest_file(open_storage(path)) is not None
+    return bool(alike["a manifest exists"])
 
 
 def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:

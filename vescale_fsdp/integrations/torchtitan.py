@@ -30,7 +30,7 @@ from torchtitan.tools.utils import GarbageCollection
 from vescale_fsdp.checkpoint.async_save import SaveHandle, async_save
 from vescale_fsdp.checkpoint.foreign import SourceOptions
 from vescale_fsdp.checkpoint.load import Loader, load
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_FILES
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -269,7 +269,8 @@ class VescaleCheckpoints(TitanCheckpointManager):
             steps = [TitanCheckpointManager._find_load_step(self, folder)]
             for name in filesystem.listdir(folder) if filesystem.isdir(folder) else ():
                 step = _STEP.fullmatch(name)
-                if step and filesystem.isfile(filesystem.join(filesystem.join(folder, name), MANIFEST_NAME)):
+                inside = functools.partial(filesystem.join, filesystem.join(folder, name))
+                if step and any(filesystem.isfile(inside(file)) for file in MANIFEST_FILES):
                     steps.append(int(step[1]))
             alike["newest step"] = max(steps)
         return max(steps)

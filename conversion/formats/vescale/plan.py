@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import is_own_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
@@ -29,7 +29,7 @@ from vescale_fsdp.conversion.engine.plan import (
     TensorItems,
 )
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
-from vescale_fsdp.conversion.formats.vescale.tree import is_native_file, native_manifest, native_tree
+from vescale_fsdp.conversion.formats.vescale.tree import native_manifest, native_tree
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
@@ -69,8 +69,8 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         tables[name] = _Stripes(out, manifest.stripe_bytes)
         return tables[name]
 
-    closing = (ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),)),)
-    return OutputPlan("native", files, closing, is_stale=is_native_file, wrap=wrap)
+    closing = (ClosingFile(manifest.name, lambda: (manifest.to_bytes(),)),)
+    return OutputPlan("native", files, closing, is_stale=is_own_file, wrap=wrap)
 
 
 def _plan_layouts(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, manifest_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.structure import Structure
@@ -37,7 +37,8 @@ def open_native(store: Storage) -> Source:
         CheckpointError: if a newer version of this library wrote the checkpoint.
         CorruptCheckpointError: if the manifest is damaged, or a file is missing or has another size.
     """
-    manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
+    name = manifest_file(store) or MANIFEST_NAME  # if there is none, its absence is the error of the read
+    manifest = Manifest.from_bytes(store.read(name), where=f"{store.where}/{name}")
     # Fails early if the last rank's file is missing, before work and memory for each rank. If `split_bytes` is None,
     # files may be missing: see `_pieces`.
     if manifest.split_bytes is not None:

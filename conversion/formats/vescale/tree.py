@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
@@ -26,11 +25,6 @@ class _TensorLeaf(NamedTuple):
     """Placeholder of a tensor in the nested state; ``name`` is the tensor's name in the source."""
 
     name: str
-
-
-def is_native_file(name: str) -> bool:
-    """Return whether a file of the target folder belongs to a native checkpoint, which a new one replaces."""
-    return name == MANIFEST_NAME or name.startswith("data-")
 
 
 def native_tree(

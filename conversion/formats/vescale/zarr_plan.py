@@ -1,15 +1,17 @@
 """`plan_zarr`: plans a conversion to a native checkpoint in the zarr form, with one zarr v3 array per tensor.
 
 The result equals what ``save(format="zarr")`` writes on a single rank (see FORMAT.md): `load` reads it on any number of
-ranks, and any zarr library reads its arrays. Arrays are cut along dim 0 into chunks of at most 32 MiB, stored as plain
-bytes and a crc32c. The rank's file with the checksums of all chunks is written after the chunks, and the manifest last.
+ranks, and any zarr library reads its arrays. The zarr library makes the metadata. It does not encode the chunks: its
+codecs need a whole chunk in memory, twice, while a conversion copies byte ranges within its memory budget, in several
+threads, and resumes inside a file. Arrays are cut along dim 0 into chunks of at most 32 MiB, stored as plain bytes and
+a crc32c. The rank's file with the checksums of all chunks is written after the chunks, and the manifest last.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME, is_own_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
@@ -19,7 +21,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     as_arrays,
     chunk_file,
     clipped,
-    group_files,
+    node_files,
 )
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES, checksum_of
 from vescale_fsdp.conversion.engine.carried_state import CarriedState
@@ -36,7 +38,7 @@ from vescale_fsdp.conversion.engine.plan import (
 )
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
-from vescale_fsdp.conversion.formats.vescale.tree import is_native_file, native_manifest, native_tree
+from vescale_fsdp.conversion.formats.vescale.tree import native_manifest, native_tree
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB; largest chunk, unless a single row is larger
 
@@ -78,12 +80,12 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
         ClosingFile(f"{path}/{ZARR_NAME}", _ArrayJson(manifest, index))
         for index, path in enumerate(manifest.array_paths)
     ]
-    *groups, root = [ClosingFile(name, _Bytes(content)) for name, content in group_files(manifest).items()]
+    *groups, root = [ClosingFile(name, _Bytes(content)) for name, content in node_files(manifest).items()]
     checksums = ClosingFile(rank_file.name, lambda: (rank_file_bytes(),))
-    last = ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),))
+    last = ClosingFile(manifest.name, lambda: (manifest.to_bytes(),))
     closing = (*arrays, *groups, checksums, root, last)
     files = tuple(_chunk_plan(manifest, chunk, views[chunk.tensor_index], crcs) for chunk in rank_file.chunks)
-    return OutputPlan("zarr", files, closing, is_stale=is_native_file, when_written=read_missing_crcs)
+    return OutputPlan("zarr", files, closing, is_stale=is_own_file, when_written=read_missing_crcs)
 
 
 # Objects with slots, because a plan has one for each array: functions and partials take five times the memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import CHECKPOINT_NODE, ZARR_NAME, manifest_file
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.formats.zarr.arrays import ARRAY_FILE, Arrays, read_metadata
@@ -13,7 +13,7 @@ def has_manifest(store: Storage) -> bool:
     if store.size(ZARR_NAME) is None:
         return False
     attributes = read_metadata(store, ZARR_NAME).get("attributes") or {}
-    return "manifest" in attributes and store.size(MANIFEST_NAME) is not None
+    return "manifest" in attributes and manifest_file(store) is not None
 
 
 def open_zarr(store: Storage) -> Source:
@@ -32,7 +32,7 @@ def open_zarr(store: Storage) -> Source:
                 arrays.add(node)
             elif name == ZARR_NAME and not is_version_2:
                 metadata = read_metadata(store, file)
-                if metadata.get("node_type") == "array":
+                if metadata.get("node_type") == "array" and node != CHECKPOINT_NODE:
                     arrays.add(node, metadata=metadata)
     arrays.damaged.raise_any()
     facts = {"zarr version": "2"} if is_version_2 else {"decoded by zarr": str(len(arrays.readers))}

@@ -210,7 +210,7 @@ def _put(path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "link to a device"])
 @pytest.mark.parametrize(
     ("form", "place"),
-    [("native", "manifest.json"), ("native", "data-*/*.safetensors"), ("zarr", "data-*/model/t1/c/0/0")],
+    [("native", "manifest.json"), ("native", "data-*/*.safetensors"), ("zarr", "arrays/model/t1/c/0/0")],
 )
 def test_what_is_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: Format, place: str

@@ -53,7 +53,7 @@ def test_no_damage_is_overlooked(form: Format, tmp_path: Path) -> None:
     path = tmp_path / "c"
     save(path, _state(0), format=form, metadata={"run": 1})
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock"]
-    assert len(files) == (2 if form == "native" else 11)
+    assert len(files) == (2 if form == "native" else 12)
     places = random.Random(0)
     found = 0
     for number in range(22 * len(DAMAGES)):

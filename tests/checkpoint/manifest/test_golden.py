@@ -180,7 +180,7 @@ def main() -> None:
         if not folder.exists():
             with tempfile.TemporaryDirectory() as temporary:
                 run_ranks(3, _write, Path(temporary) / "c", form)
-                (Path(temporary) / "c" / ".lock").unlink()
+                (Path(temporary) / "c" / ".lock").unlink(missing_ok=True)
                 shutil.copytree(Path(temporary) / "c", folder)
 
 

@@ -124,7 +124,7 @@ def _text_of(draw: Random, data: dict[str, Any]) -> bytes:
 def _mutations(path: Path, form: str, seeds: range) -> tuple[int, int]:
     """How many edits were refused, and how many were loaded."""
     save(path, _state(7), format=form, metadata={"a": [1, None]})
-    manifest = path / "manifest.json"
+    (manifest,) = path.rglob("manifest.json")
     good = manifest.read_bytes()
     refused = loaded = 0
     for seed in seeds:

@@ -39,6 +39,11 @@ class _Recording(LocalStorage):
         super().__init__(root)
         self.made: list[str] = []
 
+    def beside(self, name: str) -> LocalStorage:
+        sibling = _Recording(self.root.with_name(name))
+        sibling.made = self.made
+        return sibling
+
     def create(self, name: str, size_bytes: int) -> Any:
         self.made.append(name)
         return super().create(name, size_bytes)
@@ -77,8 +82,7 @@ def test_plain_zarr_opens_it(tmp_path: Path) -> None:
     """zarr alone finds every array with its values; the layout is in the attributes."""
     run_ranks(2, _save, tmp_path / "c", 2)
 
-    root = zarr.open_group(tmp_path / "c", mode="r")
-    group = root[root.attrs["arrays"]]
+    group = zarr.open_group(tmp_path / "c", mode="r")["arrays"]
 
     for name, shape in SHAPES.items():
         array = group[f"model/{name}"]
@@ -123,7 +127,7 @@ def test_zeros_are_written_too(tmp_path: Path) -> None:
     """A chunk of zeros is a file as well, so that a lost one is noticed."""
     save(tmp_path / "c", {"zeros": torch.zeros(3000, 1000)}, format="zarr")
 
-    chunks = [path for path in (tmp_path / "c").glob("data-*/zeros/c/*/*") if path.is_file()]
+    chunks = [path for path in (tmp_path / "c").glob("arrays/zeros/c/*/*") if path.is_file()]
 
     assert len(chunks) == 3
     chunks[1].unlink()
@@ -136,7 +140,7 @@ def test_zeros_are_written_too(tmp_path: Path) -> None:
 def test_damage_is_found(kind: str, tmp_path: Path) -> None:
     """A flipped bit, a short chunk, changed metadata: named before anything of it is taken."""
     save(tmp_path / "c", {"a": torch.arange(100.0), "b": torch.arange(50.0)}, format="zarr")
-    (chunk,) = (tmp_path / "c").glob("data-*/b/c/0")
+    (chunk,) = (tmp_path / "c").glob("arrays/b/c/0")
     data = bytearray(chunk.read_bytes())
     if kind == "flip":
         data[77] ^= 4
@@ -161,7 +165,7 @@ def test_damage_is_found(kind: str, tmp_path: Path) -> None:
 def test_verify_checks_the_chunks_of_an_array_whose_metadata_is_damaged(tmp_path: Path) -> None:
     """All files that are damaged are reported in one run, as the manifest knows the chunks."""
     save(tmp_path / "c", {"a": torch.arange(100.0)}, format="zarr")
-    (chunk,) = (tmp_path / "c").glob("data-*/a/c/0")
+    (chunk,) = (tmp_path / "c").glob("arrays/a/c/0")
     chunk.write_bytes(bytes(len(chunk.read_bytes())))
     settings = chunk.parent.parent / "zarr.json"
     settings.write_text("{}")
@@ -184,7 +188,7 @@ def test_names_that_are_no_file_names(tmp_path: Path) -> None:
 
 def _pairs(folder: Path) -> list[tuple[Path, Path]]:
     """Files of an equal size and different bytes: neighbors in the list of all."""
-    files = sorted(path for path in folder.glob("data-*/**/*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     by_size: dict[int, list[Path]] = {}
     for file in files:
         by_size.setdefault(file.stat().st_size, []).append(file)
@@ -225,7 +229,7 @@ def test_files_that_changed_places_are_found(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(zarr_layout, "_TARGET_BYTES", 400)
     save(tmp_path / "c", _equal_tensors(0), format="zarr")
     pairs = _pairs(tmp_path / "c")
-    tensors = [[file.relative_to(tmp_path / "c").parts[1] for file in pair] for pair in pairs]
+    tensors = [[file.relative_to(tmp_path / "c").parts[:2] for file in pair] for pair in pairs]
     kinds = {
         (one == other, a.name == "zarr.json") for (one, other), (a, _) in zip(tensors, pairs, strict=True)
     }
@@ -261,10 +265,11 @@ def test_chunks_of_an_older_save_are_found(tmp_path: Path) -> None:
     """Sound chunks, and the file with their checksums, that went from one step to the next."""
     for step in range(2):
         save(tmp_path / f"{step}", _equal_tensors(step), format="zarr")
-    files = sorted(path for path in (tmp_path / "1").glob("data-*/**/*") if path.is_file())
+    files = sorted(path for path in (tmp_path / "1").rglob("*") if path.is_file())
+    files = [file for file in files if file.name != "manifest.json"]
 
     for file in files:
-        (older,) = (tmp_path / "0").glob(f"data-*/{file.relative_to(next((tmp_path / '1').glob('data-*')))}")
+        older = tmp_path / "0" / file.relative_to(tmp_path / "1")
         good = file.read_bytes()
         if older.read_bytes() == good:
             assert file.name == "zarr.json"  # says nothing of the step
@@ -290,7 +295,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
     """Ranks that exchange parts of chunks do not hang when one of them cannot write."""
     for text in run_ranks(3, _fails, tmp_path / "c"):
         assert f"[Errno {errno.ENOSPC}]" in text
-    assert not (tmp_path / "c" / "manifest.json").exists()
+    assert not (tmp_path / "c").exists() and not (tmp_path / ".c.saving").exists()
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:

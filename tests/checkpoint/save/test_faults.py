@@ -62,6 +62,9 @@ def _fails(saver: Saver, state: Any, number: int | None) -> bool:
 )
 def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> None:
     """Whichever operation of a save fails, the path holds the old or the new checkpoint, whole, and no file is open."""
+    save(
+        tmp_path / "first", _state(1.0), format=form
+    )  # the zarr library opens the files of its event loop once
     save(tmp_path / "c", _state(1.0))
     outcomes = set()
     gc.collect()  # may close files of tests before
@@ -86,7 +89,7 @@ def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> N
             break
     assert outcomes >= {(True, False), (False, True)}
     assert fail_at > 12
-    assert len(list((tmp_path / "c").glob("data-*"))) == 1
+    assert len(list((tmp_path / "c").glob("data-*"))) == (form == "native")
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_command_lists_every_missing_or_cut_file(
     if command == "to-vescale":
         missing, cut = newest.glob("data-*/*.safetensors")
     else:
-        (missing,), (cut,) = newest.glob("data-*/*.safetensors"), newest.glob("**/c/0")
+        (missing,), (cut,) = newest.glob("*/*.safetensors"), newest.glob("**/c/0")
     missing.unlink()
     cut.write_bytes(cut.read_bytes()[:-1])
     problems = verify(newest, deep="--quick" not in options).problems

@@ -102,7 +102,8 @@ SETTINGS = [
         ("memory", "native", "sync"),  # partners' copies; of one node all is lost before each restore
     )
     for store in ("local", "s3")
-    if through != "memory" or store == "local"
+    # Object stores do not replace a checkpoint of the zarr form.
+    if (through != "memory" and form != "zarr") or store == "local"
 ] + [
     Setting("restore", through, form, read, store)
     for through, form, read, stores in (
@@ -222,6 +223,12 @@ class _Stage:
         elif setting.mode == "async":
             async_save(storage, state, overwrite=True, format=form, process_group=self.group).wait()
         else:
+            if (
+                form == "zarr" and setting.store == "s3"
+            ):  # object stores do not replace a checkpoint of this form
+                dist.barrier()
+                storage.remove("")
+                dist.barrier()
             save(storage, state, overwrite=True, format=form, process_group=self.group)
         self._saved[self.place(setting)] = step
 

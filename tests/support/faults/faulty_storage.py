@@ -58,6 +58,12 @@ class FaultyStorage(PassingStorage):
         if self._fail_at is not None and number >= self._fail_at:
             raise self._error()
 
+    def beside(self, name: str) -> Storage:
+        return _FaultySibling(self, self.inner.beside(name))
+
+    def take_over(self, other: Storage, last: str = "") -> None:
+        self.inner.take_over(other.inner if isinstance(other, FaultyStorage) else other, last)
+
     def create(self, name: str, size_bytes: int) -> FileWriter:
         self.step("create")
         return _FaultyWriter(self, self.inner.create(name, size_bytes))
@@ -81,6 +87,17 @@ class FaultyStorage(PassingStorage):
     def sync_folder(self, name: str) -> None:
         self.step("sync_folder")
         self.inner.sync_folder(name)
+
+
+class _FaultySibling(FaultyStorage):
+    """A sibling folder, whose operations are counted with those of the folder that it belongs to."""
+
+    def __init__(self, owner: FaultyStorage, inner: Storage) -> None:
+        super().__init__(inner)
+        self._owner = owner
+
+    def step(self, operation: str) -> None:
+        self._owner.step(operation)
 
 
 class _FaultyWriter(FileWriter):

@@ -41,7 +41,7 @@ def _arrays(folder: Path) -> zarr.Group:
 
 def _folder(folder: Path, name: str) -> Path:
     """The folder of one array."""
-    (found,) = folder.glob(f"data-*/{name}")
+    (found,) = folder.glob(f"arrays/{name}")
     return found
 
 
@@ -104,7 +104,7 @@ def test_arrays_without_their_manifest_keep_their_nesting(tmp_path: Path) -> Non
     model = {"layers.0.w": torch.arange(6.0).view(2, 3), "a/b": torch.tensor([7], dtype=torch.bfloat16)}
     _save({"model": model, "step": {"0": torch.tensor(3)}}, tmp_path / "dcp")
     convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
-    (tmp_path / "zarr" / "manifest.json").unlink()
+    (tmp_path / "zarr/vescale-checkpoint/manifest.json").unlink()
     source = open_source(str(tmp_path / "zarr"))
     convert(source, str(tmp_path / "a.pt"), "torch")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
@@ -230,7 +230,7 @@ def test_damaged_and_exchanged_chunks_are_found(
     state = {"model": {name: torch.randn(9, 10) for name in ("a", "b", "d")}}
     Saver(open_storage(tmp_path / "engine"), coordinator_for(None), format="zarr").save(state)
     convert(open_source(str(tmp_path / "engine")), str(tmp_path / "converter"), "zarr")
-    (chunk,) = (tmp_path / form).glob("data-*/model/b/c/0/0")
+    (chunk,) = (tmp_path / form).glob("arrays/model/b/c/0/0")
     damage(chunk)
     problems = verify(open_source(str(tmp_path / form))).problems
     assert len(problems) == 1 and "model/b/c/0/0" in problems[0].where
