@@ -76,16 +76,14 @@ class WrittenFolder:
         is_torn = (
             self.marker in names if self.marker else not {self.decisive, *self.others}.intersection(names)
         )
+        if self.final.in_order and not self.in_place and not is_torn and names:
+            got = "a checkpoint in a store that cannot rename folders: it would be lost if the save failed"
+            todo = "save to another path, and remove this checkpoint afterward"
+            raise self._refusal("a path without a checkpoint", got, todo)
         if names and not overwrite and not is_torn:
             todo = "save to another path, or pass overwrite=True"
             shown = sorted(names, key=lambda name: name not in (self.decisive, *self.others))
             raise self._refusal("an empty or new path", some(shown), todo)
-        if self.final.in_order and not self.in_place and not is_torn and names:
-            got = (
-                "a checkpoint, which stays valid only if its folder is renamed; object stores rename nothing"
-            )
-            todo = "save to another path, and remove this checkpoint afterward"
-            raise self._refusal("a path without a checkpoint, as the store renames no folders", got, todo)
 
     def _refusal(self, expected: str, got: str, todo: str) -> CheckpointError:
         """Return the error for a folder that must not be replaced."""

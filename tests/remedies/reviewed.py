@@ -16,7 +16,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/formats/torch_save/read.py": "TorchFile.content TorchFile.flat TorchFile.flat[1] TorchFile.damaged "
         "_dtensor_box",
         "conversion/formats/zarr/arrays.py": "damaged _Array2._decoded",
-        "checkpoint/native/zarr_chunks.py": "read_chunk.corrupt",
+        "checkpoint/native/zarr_chunks.py": "ChunkReader.read",
         "checkpoint/manifest/manifest.py": "_corrupt",
         "checkpoint/manifest/rank_file.py": "CopyFinder.copies",
         "checkpoint/memory/peer_memory.py": "PeerMemory.bring_manifest PeerMemory._check_disk",

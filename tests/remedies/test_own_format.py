@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,7 +75,7 @@ def test_a_checkpoint_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
-@runs("checkpoint/native/written_folder.py::WrittenFolder._prove_free[2]")
+@runs("checkpoint/native/written_folder.py::WrittenFolder._prove_free[3]")
 def test_a_folder_of_another_library_is_there(kind: str, tmp_path: Path) -> None:
     """The same for the formats of others."""
     (tmp_path / "config.json").write_text("{}")
@@ -83,6 +84,17 @@ def test_a_folder_of_another_library_is_there(kind: str, tmp_path: Path) -> None
     remedy = refused(save, tmp_path / "c", _ones("w"), format=format_)
     save(tmp_path / "c", _ones("w"), format=format_, **argument(remedy, "overwrite"))
     load(tmp_path / "c", state := _zeros("w"))
+    assert _is_filled(state)
+
+
+@runs("checkpoint/native/written_folder.py::WrittenFolder._prove_free[2]")
+def test_a_zarr_checkpoint_is_there_in_an_object_store() -> None:
+    """It is not replaced; another path is free, and the old one can be removed afterward."""
+    save("memory://zarr/c", _zeros("w"), format="zarr")
+    refused(save, "memory://zarr/c", _ones("w"), format="zarr", overwrite=True)
+    save("memory://zarr/other", _ones("w"), format="zarr")
+    fsspec.filesystem("memory").rm("/zarr/c", recursive=True)
+    load("memory://zarr/other", state := _zeros("w"))
     assert _is_filled(state)
 
 
