@@ -17,7 +17,6 @@ from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.storage import file_system
 from vescale_fsdp.checkpoint.storage.file_system import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 
 
 def _folder(path: Path, text: str) -> Path:
@@ -126,25 +125,3 @@ def test_the_deciding_file_comes_last(number: int, tmp_path: Path, monkeypatch: 
     if number == 3:
         found = {f"{path.relative_to(out)}": path.read_text() for path in out.rglob("*") if path.is_file()}
         assert found == dict.fromkeys(("a", "deep/b", "c"), ".out.saving")
-
-
-class _Watched(RemoteStorage):
-    """Lists, for each file that is removed, whether the file that makes a DCP folder complete exists."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.removals: list[bool] = []
-
-    def remove(self, name: str) -> None:
-        if self.exists(name):
-            self.removals.append(self.exists(".metadata"))
-        super().remove(name)
-
-
-def test_in_an_object_store_the_marker_goes_after_the_deciding_file_is_there() -> None:
-    """A process killed between the two leaves a folder with a marker, which readers refuse and a save replaces."""
-    storage = _Watched("memory://marked/c")
-    save(storage, {"w": torch.ones(3)}, format="dcp")
-
-    assert storage.removals == [True]
-    assert sorted(storage.list_files()) == [".metadata", "__0_0.distcp"]

@@ -156,7 +156,7 @@ def test_a_planted_journal_is_not_continued(shared: Path) -> None:
 
     def resumed(name: str) -> None:
         with pytest.raises(CheckpointError):
-            convert(open_source(shared / "source.pt"), shared / name, "native", ConvertOptions(resume=True))
+            convert(open_source(shared / "source.pt"), shared / name, "torch", ConvertOptions(resume=True))
         assert not (shared / name).exists()
 
     resumed("model")
