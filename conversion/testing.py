@@ -147,7 +147,10 @@ def _check_checkpoints(storage: Storage) -> None:
     """A checkpoint that is saved, refused, replaced, read in part and interrupted; and the steps of a run."""
 
     def state(value: float) -> dict[str, torch.Tensor]:
-        return {"w": torch.full((300, 7), value), "v": torch.arange(5) + int(value)}
+        return {
+            "w": torch.full((300, 7), value, dtype=torch.float32, device="cpu"),
+            "v": torch.arange(5, dtype=torch.int64, device="cpu") + int(value),
+        }
 
     one = storage.child("one")
     save(one, state(1))

@@ -50,7 +50,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder, RankFile
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.native.targets import Bytes, FileCopy, LoadTarget, file_copies
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import Exchange, Turn
+from vescale_fsdp.checkpoint.ranks.exchange import TurnExchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -344,7 +344,7 @@ class ReadPlan(Reads):
         self._shared: dict[
             str, set[int]
         ] = {}  # numbers of stripes that several ranks need, and one of them reads
-        self._exchange: Exchange[Extent] | None = None  # set by `share`
+        self._exchange: TurnExchange[Extent] | None = None  # set by `share`
         self._own_turns: list[Turn[Extent]] = []  # the shared stripes that this rank reads
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
@@ -373,7 +373,7 @@ class ReadPlan(Reads):
         self._own_turns = [turn for turn in turns if turn.sender == coordinator.rank]
         for turn in turns:
             self._shared.setdefault(turn.job.file, set()).update(self._numbers(turn.job))
-        self._exchange = Exchange(coordinator, turns, threads=self.storage.far_read_threads)
+        self._exchange = TurnExchange(coordinator, turns, threads=self.storage.far_read_threads)
 
     def _numbers(self, extent: Extent) -> range:
         """Return the numbers of the stripes with bytes of an extent."""
@@ -412,7 +412,7 @@ class ReadPlan(Reads):
             far=any(not job.file.reader.is_at_hand(job.start, job.stop) for job in jobs),
         )
 
-    def _run_shared(self, exchange: Exchange[Extent], verify: bool) -> None:
+    def _run_shared(self, exchange: TurnExchange[Extent], verify: bool) -> None:
         """Read, send and receive the shared stripes. A rank that fails takes part to the end, and raises then."""
         kept = FirstError()
         copies_of: dict[Extent, list[FileCopy]] = {}

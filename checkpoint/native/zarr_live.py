@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkReader, ChunkTables
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import Exchange, Turn
+from vescale_fsdp.checkpoint.ranks.exchange import TurnExchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -166,7 +166,7 @@ class ArrayWriter:
         ]
         # The chunk being assembled from its parts, and its elements, 1D.
         self._assembled: tuple[Chunk, torch.Tensor] | None = None
-        self._exchange = Exchange(coordinator, [*self._turns(coordinator.rank)], threads=0)
+        self._exchange = TurnExchange(coordinator, [*self._turns(coordinator.rank)], threads=0)
 
     def _turns(self, rank: int) -> Iterator[Turn[_PartJob]]:
         """Yield the turns of the chunks of which this rank has elements; the owner's own turn ends a chunk."""

@@ -52,7 +52,7 @@ class Turn(NamedTuple, Generic[J]):
     nbytes: int
 
 
-class Exchange(Generic[J]):
+class TurnExchange(Generic[J]):
     """This rank's turns, and the buffers for them, allocated here: a rank without memory must not fail between turns.
 
     Args:
@@ -199,7 +199,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
         ]
         try:
             # One thread, because `_End` opens its file without a lock.
-            received = Exchange(coordinator, turns, threads=1).run(
+            received = TurnExchange(coordinator, turns, threads=1).run(
                 lambda piece, data: piece[0].read(piece[1], data),
                 lambda piece, data: piece[0].write(piece[1], data),
                 lambda piece: piece[0].kept,

@@ -127,7 +127,7 @@ class Workers:
 
     Args:
         count: number of threads.
-        kept: keeps the first error; later work is skipped. An `Exchange` may use it too.
+        kept: keeps the first error; later work is skipped. An `TurnExchange` may use it too.
     """
 
     def __init__(self, count: int, kept: FirstError, *, name: str) -> None:

@@ -8,7 +8,7 @@ A conversion in one process writes by `conversion.engine.copying`, what `plan` s
     streams      |0       |0 |1 |0  |1  |0   |1   |     one writer per file: other ranks send their segments
 
 A file is cut into segments of a few MiB. All ranks know from the manifest which ranks have items of a segment. Each
-rank sends its items to the segment's writer as one turn of an `Exchange`. The memory is `_BUFFERS` buffers of one
+rank sends its items to the segment's writer as one turn of an `TurnExchange`. The memory is `_BUFFERS` buffers of one
 segment each, allocated in advance.
 """
 
@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.native.form import Commit, RankShare
 from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import MOST_TURNS, Exchange, Turn
+from vescale_fsdp.checkpoint.ranks.exchange import MOST_TURNS, TurnExchange, Turn
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -267,7 +267,7 @@ class JointFiles:
         # File -> the last segment that this rank writes to it.
         self._last = {segment.file: segment for segment in segments if segment.writer == rank}
         turns = [turn for segment in segments for turn in segment.turns(rank)]
-        self._exchange = Exchange(self.coordinator, turns, threads=0)
+        self._exchange = TurnExchange(self.coordinator, turns, threads=0)
         # Allocated now, since a rank that runs out of memory later must still be able to receive from other ranks.
         size = 0 if all(segment.is_solo for segment in segments) else self._segment_bytes
         self._items = np.empty(size, dtype=np.uint8)

@@ -133,9 +133,13 @@ def test_steps_that_vanish_for_good(tmp_path: Path) -> None:
     """If the only step goes while it is read, restoring raises and names what of the state may hold some of it."""
     save_steps(tmp_path, [1])
 
+    seen: list[str] = []
+
     def remove(operation: str) -> None:
-        if operation == "read_at":
+        seen.append(operation)
+        if seen.count("read_at") == 3:  # the first two read the header
             shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True)
+            raise FileNotFoundError(tmp_path)
 
     kind, text = outcome_of(CheckpointManager(WatchedRoot(tmp_path, remove)))
     assert kind is PartialLoadError and str(tmp_path) in text and ": w, v" in text

@@ -13,7 +13,7 @@ import pytest
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.ranks import exchange
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.exchange import Exchange, FileMove, Turn, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove, Turn, TurnExchange, move_files
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
@@ -115,7 +115,7 @@ def _exchange_all(threads: int, failures: list[tuple[int, str, int] | None]) -> 
             if rank in (turn.sender, *turn.receivers)
         ]
         with mock.patch.object(exchange, "_MOST_BYTES", 200_000):
-            received = Exchange(coordinator, own, threads=threads).run(read, take, kept_of)
+            received = TurnExchange(coordinator, own, threads=threads).run(read, take, kept_of)
         assert received == sum(turn.nbytes for turn in own if turn.sender != rank)
         outcomes.append((taken, repr(kept.error)))
     return outcomes

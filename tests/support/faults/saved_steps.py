@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint import CheckpointManager, save
+from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
+from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
@@ -20,7 +22,7 @@ def state_of(value: float) -> dict[str, Any]:
 def save_steps(root: Path, steps: Iterable[int]) -> None:
     """Steps of one process, whose values are their numbers."""
     for step in steps:
-        save(root / f"step-{step:08d}", state_of(step), overwrite=True)
+        Saver(LocalStorage(root / f"step-{step:08d}"), SoloCoordinator(), overwrite=True).save(state_of(step))
 
 
 def value_of(state: dict[str, Any]) -> float:

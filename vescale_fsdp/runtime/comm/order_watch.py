@@ -53,6 +53,7 @@ from vescale_fsdp.collectives.process_groups import (
     ended_peers,
 )
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
+from vescale_fsdp.devices import ACCELERATORS
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.runtime.comm.streams import Event, Stream
 from vescale_fsdp.torch_modes import is_fake, outside_modes
@@ -169,8 +170,8 @@ class OrderWatch:
         digest = int.from_bytes(self._digest.digest(), "big", signed=True)
         with outside_modes():  # a backward under torch.func must not wrap these tensors
             # On an accelerator the host does not wait for the copies, because its memory is pinned.
-            pins = self._device.type != "cpu"
-            host = torch.tensor([digest, ~digest], device="cpu", pin_memory=pins)
+            pins = self._device.type in ACCELERATORS
+            host = torch.tensor([digest, ~digest], dtype=torch.int64, device="cpu", pin_memory=pins)
             if is_fake(host):  # without values there is nothing to compare
                 return
             values = host.to(self._device, non_blocking=True)
