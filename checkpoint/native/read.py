@@ -50,7 +50,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder, RankFile
 from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.native.targets import Bytes, FileCopy, LoadTarget, file_copies
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import TurnExchange, Turn
+from vescale_fsdp.checkpoint.ranks.exchange import Turn, TurnExchange
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkReader, ChunkTables
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import TurnExchange, Turn
+from vescale_fsdp.checkpoint.ranks.exchange import Turn, TurnExchange
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused

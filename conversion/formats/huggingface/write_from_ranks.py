@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.native.form import Commit, RankShare
 from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.exchange import MOST_TURNS, TurnExchange, Turn
+from vescale_fsdp.checkpoint.ranks.exchange import MOST_TURNS, Turn, TurnExchange
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
