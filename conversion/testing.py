@@ -149,7 +149,7 @@ def _check_checkpoints(storage: Storage) -> None:
     def state(value: float) -> dict[str, torch.Tensor]:
         return {
             "w": torch.full((300, 7), value, dtype=torch.float32, device="cpu"),
-            "v": torch.arange(5, dtype=torch.int64, device="cpu") + int(value),
+            "v": torch.full((5,), int(value), dtype=torch.int64, device="cpu"),
         }
 
     one = storage.child("one")

@@ -60,6 +60,12 @@ class Format(NamedTuple):
         takes: names of the opener's keyword arguments: ``file`` (name of the file; empty for a folder) and
             ``trust_pickle`` (whether pickles may import the classes and functions that they name).
         target: how the format is written; None if it is only read.
+
+    Examples:
+        >>> from vescale_fsdp.conversion import Format
+        >>> numbers = Format(r".*\\.number", "our_package.numbers:open_numbers")
+        >>> numbers.is_file, numbers.target
+        (False, None)
     """
 
     file: str
