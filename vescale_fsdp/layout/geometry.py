@@ -123,7 +123,10 @@ def round_up(number: int, step: int) -> int:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return row-major strides in elements: stride ``d`` is the product of the sizes of all dims after ``d``."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return tuple(strides)
 
 
 # Cached, because DCP and checkpoints compute the boxes of each piece several times.
