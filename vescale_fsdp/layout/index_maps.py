@@ -52,7 +52,7 @@ def _read(number: int, box: Box, target: int, target_strides: Shape) -> Read:
 def _shifted(read: Read, by_numel: int) -> Read:
     """Return a read whose items go ``by_numel`` items further in the output box."""
     number, box, copies = read
-    return number, box, [copy._replace(target=copy.target + by_numel) for copy in copies]
+    return number, box, [copy.shift(0, by_numel) for copy in copies]
 
 
 def _replace(values: Shape, dim: int, *new: int) -> Shape:

@@ -21,7 +21,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from vescale_fsdp.layout.geometry import boxes_of_range, contiguous_strides
-from vescale_fsdp.layout.region import Copy, Region
+from vescale_fsdp.layout.region import Copy, Region, overlaps
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 from vescale_fsdp.transfer.plan import Ranks, TransferPlan
 
@@ -71,10 +71,8 @@ def copies_between(source: Sequence[tuple[Region, int]], target: Region, leaf: L
     """
     # The usual case, tensors with equal indices cut into flat ranges: one copy instead of a copy per pair of boxes.
     if leaf.is_identity and len(source) == 1 and source[0][0].box == target.box == leaf.box:
-        (region, base), shared = source[0], source[0][0].span.intersect(target.span)
-        if shared.numel:  # flat ranges of one box are contiguous on both sides
-            first = shared.start - region.span.start + base
-            yield Copy.run(first, shared.start - target.span.start, shared.numel)
+        region, base = source[0]
+        yield from (copy.shift(base) for copy in overlaps(region, target))
         return
     for wanted, target_start in target.pieces():
         wanted_source = leaf.to_source(wanted)
