@@ -1,7 +1,7 @@
 """The copies that one rank sends, receives and keeps, and the order of its messages. Communicates nothing.
 
 A `LeafCopy` is a `Copy` with its leaf: from the flat memory of the sender's piece of a source tensor to the flat memory
-of the receiver's piece of a target tensor. A `PeerCopies` is all copies that one rank sends to another. Wide items come
+of the receiver's piece of a target tensor. A `OrderedCopies` is all copies that one rank sends to another. Wide items come
 first, so that every item is aligned wherever a message begins. Sender and receiver derive equal copies in one order,
 because both evaluate one plan.
 
@@ -93,7 +93,7 @@ def copies_between(source: Sequence[tuple[Region, int]], target: Region, leaf: L
                 yield Copy.of(into.sizes, first, along_target, target_first, target_strides)
 
 
-class PeerCopies:
+class OrderedCopies:
     """The plan of what one rank sends to another rank: all copies, in the order of sending.
 
     Args:
@@ -201,12 +201,12 @@ class RankTransfers:
         self._target_regions: dict[tuple[int, Shape], Region] = {}  # the cache of `_target_region`
 
     @cached_property
-    def sends(self) -> dict[int, PeerCopies]:
+    def sends(self) -> dict[int, OrderedCopies]:
         """The stream of copies that this rank sends, by receiver."""
         return self._streams(is_sent=True)
 
     @cached_property
-    def receives(self) -> dict[int, PeerCopies]:
+    def receives(self) -> dict[int, OrderedCopies]:
         """The stream of copies that this rank receives, by sender."""
         return self._streams(is_sent=False)
 
@@ -220,7 +220,7 @@ class RankTransfers:
 
     def kept_batches(self) -> list[tuple[Batch, ...]]:
         """Return the copies within this rank's own memory, in chunks that fit a CPU cache."""
-        chunks = PeerCopies(self.kept).messages(min(_CACHED_BYTES, self.plan.message_bytes))
+        chunks = OrderedCopies(self.kept).messages(min(_CACHED_BYTES, self.plan.message_bytes))
         return [self._batches(each, (True, False)) for each in chunks]
 
     def messages(self) -> list[Message]:
@@ -333,7 +333,7 @@ class RankTransfers:
         if between:
             yield between, between
 
-    def _streams(self, *, is_sent: bool) -> dict[int, PeerCopies]:
+    def _streams(self, *, is_sent: bool) -> dict[int, OrderedCopies]:
         """Return the streams to all receivers, or from all senders, by the peer, ascending."""
         copies: dict[int, list[LeafCopy]] = {}
         # Sorted, so that sender and receiver add copies to their stream in one order.
@@ -343,14 +343,14 @@ class RankTransfers:
             for sender in (self.rank,) if is_sent else ranks:
                 peer = receiver if is_sent else sender
                 copies.setdefault(peer, []).extend(self._part(ranks, sender, receiver, wanted))
-        return {rank: PeerCopies(copies[rank]) for rank in sorted(copies) if copies[rank]}
+        return {rank: OrderedCopies(copies[rank]) for rank in sorted(copies) if copies[rank]}
 
     def _part(self, ranks: Ranks, sender: int, receiver: int, copies: list[LeafCopy]) -> Iterable[LeafCopy]:
         """Return what ``sender`` sends of the ``copies`` that ``receiver`` takes from the set ``ranks``."""
         if len(ranks) == 1:  # the only sender
             return copies
         low, high = self.plan.byte_range(ranks, sender, receiver)
-        return PeerCopies(copies).between(low, high) if low < high else ()
+        return OrderedCopies(copies).between(low, high) if low < high else ()
 
     @cached_property
     def _wanted(self) -> dict[tuple[Ranks, int], list[LeafCopy]]:

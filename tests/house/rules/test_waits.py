@@ -95,6 +95,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
     "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/streams.py": {"self._module.synchronize(self._device)": DEVICE},
     "vescale_fsdp/runtime/comm/unsharded_grads.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
     "vescale_fsdp/runtime/comm/order_watch.py": {
         "looking.join()": THREAD,
@@ -108,7 +109,8 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "vescale_fsdp/runtime/fsdp_module.py": {"handle.wait()": GROUP},
     "vescale_fsdp/runtime/schedule.py": {
-        "self.start_finalizing(is_last=self.is_last_backward).wait()": GROUP
+        "self.comm.streams.synchronize()": DEVICE,
+        "self.start_finalizing(is_last=self.is_last_backward).wait()": GROUP,
     },
     "vescale_fsdp/runtime/self_gathering_group.py": {"work.wait()": GROUP},
 }

@@ -176,6 +176,7 @@ def _settings_renewed() -> None:
         before = [group.comm.settings for group in block]
         assert before[0] not in defaults and CHANGES.keys() == {each.name for each in fields(before[0])}
         renew_model(model, cpu_mesh())
+        block, root = groups_of(model.blocks[0]), groups_of(model)  # new ones
         assert [group.comm.settings for group in block] == before
         assert [group.comm.settings for group in root] == defaults
         for comm in [group.comm for group in block + root]:
