@@ -91,11 +91,10 @@ def steps(out: Path, kind: str, num_gpus: int) -> Iterator[Step]:
     if is_gpu:
         freeing = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
         yield mirror("8 ranks, memory freed at once", 35, "--cases", "bf16", **freeing)
-    for tokens, size in {
-        8192: ("--rows", "4", "--seq", "2048"),
-        128: ("--rows", "1", "--seq", "128"),
-    }.items():
-        size = size if is_gpu else ("--rows", "1", "--seq", str(tokens // 64), "--steps", "1")
+    for tokens, rows in ((8192, 4), (128, 1)):
+        size = ["--rows", str(rows), "--seq", str(tokens // rows)]
+        if not is_gpu:
+            size = ["--rows", "1", "--seq", str(tokens // 64), "--steps", "1"]
         command = _module("tools.gpu.step", *on, *size, *_json(out, f"dense_{tokens}_tokens"))
         yield Step(f"dense step, {tokens} tokens", command, 75 if tokens > 1000 else 45, checks=False)
     yield _micro(out, kind, "trace", 30, "trace")

@@ -524,7 +524,8 @@ class _NeverWaits(DeviceStreams):
 
     def current(self) -> Stream:
         now: Any = super().current()
-        stream: Stream = _deaf(type(now))(
+        kind: Any = type(now)
+        stream: Stream = _deaf(kind)(
             stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type
         )
         return stream

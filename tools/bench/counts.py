@@ -236,7 +236,7 @@ def most_in_full(function: Any, is_trained: Callable[[str], bool]) -> int:
     seen: list[int] = []
 
     def note() -> None:
-        seen.append(sum(not isinstance(layer.base.weight, DTensor) for layer in model.layers))
+        seen.append(sum(not isinstance(layer.base.weight, DTensor) for layer in model.layers))  # type: ignore[union-attr]
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with simulated_accelerator():

@@ -1,9 +1,9 @@
 """The copies that one rank sends, receives and keeps, and the order of its messages. Communicates nothing.
 
 A `LeafCopy` is a `Copy` with its leaf: from the flat memory of the sender's piece of a source tensor to the flat memory
-of the receiver's piece of a target tensor. A `OrderedCopies` is all copies that one rank sends to another. Wide items come
-first, so that every item is aligned wherever a message begins. Sender and receiver derive equal copies in one order,
-because both evaluate one plan.
+of the receiver's piece of a target tensor. `OrderedCopies` are all copies that one rank sends to another. Wide items
+come first, so that every item is aligned wherever a message begins. Sender and receiver derive equal copies in one
+order, because both evaluate one plan.
 
 All messages of all ranks have one order, which prevents a deadlock. Messages are ordered by *round*, then by their
 number in the stream. In round t, source number i sends to target number (i + t) modulo the number of rounds, which is

@@ -228,7 +228,7 @@ class Branches(nn.Module):
         self.low, self.high = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (self.high if x.sum().item() > 0 else self.low)(x).tanh()
+        return x + (self.low if torch.signbit(x.sum()).item() else self.high)(x).tanh()
 
 
 def _chain(kind: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
@@ -295,6 +295,11 @@ EVENTS: dict[str, tuple[str, ...]] = {  # and the moments at which each may happ
     "an average, swapped in": ("after the step",),
     "a transfer": ("after the step",),
 }
+
+
+EXCEPTIONS = ("an exception in a forward", "an exception in a backward")
+ELSEWHERE = ("a save, loaded into another layout", "a transfer")
+OTHER_MODELS = ("another model on a side stream", "another model, freed")
 
 
 @dataclass(frozen=True)
@@ -364,11 +369,12 @@ def draw(seed: int) -> Program:
     micro_batches = 1 if in_backward else pick.choice((1, 1, 2))
     syncs = pick.choice(("each", "last") + (("last over replicas",) if mesh == "replicas" else ()))
     steps = pick.choice((2, 3))
-    possible = [event for event in EVENTS if not (in_backward and event.startswith("an exception"))]
+    left_out = EXCEPTIONS if in_backward else ()
     if offload or mesh == "tensor":
-        possible = [event for event in possible if "transfer" not in event and "layout" not in event]
+        left_out += ELSEWHERE
     if mesh == "tensor":
-        possible = [event for event in possible if "another model" not in event]
+        left_out += OTHER_MODELS
+    possible = [event for event in EVENTS if event not in left_out]
     events = []
     for _ in range(pick.choice((1, 2, 3))):
         event = pick.choice(possible)

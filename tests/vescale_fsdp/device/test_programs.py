@@ -35,7 +35,7 @@ from vescale_fsdp.errors import LifecycleError
 pytestmark = needs_device()
 
 IS_LONG = os.environ.get("DEVICE") == "all"
-NUM_DRAWN = 500 if IS_LONG else 36
+NUM_DRAWN = 500 if IS_LONG else 24
 FIRST_SEED = 1000 * int(os.environ.get("SEED", "0"))
 PARITY = {case.name: case for case in CASES}
 

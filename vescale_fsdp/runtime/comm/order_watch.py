@@ -170,7 +170,7 @@ class OrderWatch:
         digest = int.from_bytes(self._digest.digest(), "big", signed=True)
         with outside_modes():  # a backward under torch.func must not wrap these tensors
             # On an accelerator the host does not wait for the copies, because its memory is pinned.
-            pins = self._device.type in ACCELERATORS
+            pins = self._device.type != "cpu" and self._device.type in ACCELERATORS
             host = torch.tensor([digest, ~digest], dtype=torch.int64, device="cpu", pin_memory=pins)
             if is_fake(host):  # without values there is nothing to compare
                 return

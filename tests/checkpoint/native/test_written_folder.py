@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
-from vescale_fsdp.conversion.engine.plan import ClosingFile
-from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 
 
 class _Watched(RemoteStorage):
@@ -25,7 +24,7 @@ def test_in_an_object_store_the_marker_goes_after_the_deciding_file_is_there() -
     folder = WrittenFolder(storage, "a test", "last", lambda _: True, "marker")
     folder.begin()
     storage.removals.clear()
-    folder.commit([ClosingFile("last", lambda: [b"x"])], [])
+    folder.commit({"last": lambda: [b"x"]}, [])
 
     assert storage.removals == [("marker", True)]
     assert storage.list_files() == ["last"]
