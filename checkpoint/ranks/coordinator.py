@@ -778,5 +778,5 @@ def _first_difference(values: Sequence[Json], name: str) -> tuple[str, Sequence[
 
 
 def num_neighbors() -> int:
-    """Return how many ranks may share this machine's cores: the world size, since ranks per machine are unknown."""
+    """Return how many ranks may share this machine's cores: the world size. LOCAL_WORLD_SIZE, if set, replaces it."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

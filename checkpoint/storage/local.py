@@ -334,7 +334,9 @@ class LocalStorage(Storage):
         self._open_files: dict[str, _LocalReader] = {}
         # This rank's share of the cores: cached bytes are copied by the CPU, so more threads would not be faster.
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        self.read_threads = max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", neighbors))))
+        given = os.environ.get("LOCAL_WORLD_SIZE", "")  # some launchers leave the variable empty or 0
+        sharing = int(given) if given.isdecimal() and int(given) else neighbors
+        self.read_threads = max(1, min(4, cores // sharing))
         # At least two: while one thread waits for the disk, the other one copies or hashes.
         self.far_read_threads = self.write_threads = max(2, self.read_threads)
 

@@ -112,3 +112,15 @@ def test_other_errors_still_end_a_save(name: str, tmp_path: Path, monkeypatch: p
         save(tmp_path / "c", _state(2), overwrite=True)
     monkeypatch.undo()
     assert _value(tmp_path / "c") == 1
+
+
+@pytest.mark.parametrize("given", ["", "0", "1", "many"])
+def test_any_number_of_ranks_per_machine_is_read(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some launchers leave LOCAL_WORLD_SIZE empty or 0: saves and loads go on with the ranks that are known."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    save(tmp_path / "c", {"w": torch.arange(5)})
+    found = {"w": torch.zeros(5, dtype=torch.int64)}
+    load(tmp_path / "c", found)
+    assert found["w"].tolist() == [0, 1, 2, 3, 4]

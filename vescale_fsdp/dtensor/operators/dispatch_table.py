@@ -148,7 +148,6 @@ _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
 # This overload has one probability per element, but `random_fill` takes a single one.
 _BY_OVERLOAD[aten.bernoulli_.Tensor] = random.drawn_whole
-# Rules of operators that no family names. The document does not list these operators, which are hundreds.
 # Rules of operators whose `out=` forms are computed from gathered tensors.
 _WITH_OUT = (
     reductions.reduction,
