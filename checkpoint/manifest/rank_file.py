@@ -4,7 +4,7 @@
             |u64 len | JSON, spaces | piece | piece | ... | piece |   per-rank  | checksums |
                                       dense, in the order of the manifest's tensors
 
-The file of the zarr form has no pieces, but the checksums of the chunks that the rank owns.
+In the zarr form, the file has the checksums of the chunks that the rank owns, in place of pieces.
 
 The header ends at a multiple of 64 bytes, and pieces are in order of descending item size, so that every piece is
 aligned. The checksums are the last entry of the safetensors file: a copy of the file includes them, and a writer can
@@ -66,7 +66,7 @@ class RankFile:
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
             return  # the tensors are stored in zarr arrays instead
-        # Two caches: most tensors have the same ranks and axes, and weights and their moments have the same cuts.
+        # Two caches: most tensors share their ranks and axes, and moments share the cuts of their weights.
         positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
         regions: dict[tuple[object, ...], Region] = {}
         for index, entry in enumerate(manifest.entries):
@@ -93,7 +93,7 @@ class RankFile:
 
     @cached_property
     def _relative_starts(self) -> list[int]:
-        """Offset of each piece, and the end of the last one, from the header's end: the header's size needs them."""
+        """Offset of each piece, and the end of the last piece, from the header's end; the header contains these."""
         entries = self.manifest.entries
         sizes = (piece.region.numel * entries[piece.tensor_index].itemsize for piece in self.pieces)
         return list(accumulate(sizes, initial=0))
@@ -146,11 +146,11 @@ class RankFile:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of all that the file stores, for messages; see `names_in`."""
+        """Names of all entries of the file, for messages; see `names_in`."""
         return self.names_in(len(self.header), self.table_start)
 
     def names_in(self, start: int, stop: int) -> list[str]:
-        """Return the names of what a byte range stores, for messages: tensors, header, checksums, per-rank values."""
+        """Return the names of entries in a byte range, for messages: tensors, header, checksums, per-rank values."""
         names = ["the header"] if start < len(self.header) else []
         ends = self._relative_starts[1:]
         first = bisect_right(ends, start - len(self.header))  # the first piece that ends after `start`
@@ -244,7 +244,7 @@ class CopyFinder:
             CorruptCheckpointError: if elements are missing; names the tensor.
         """
         entry = self.manifest.entries[index]
-        # A cache, because weights and their moments are cut alike. The key is all that the result depends on.
+        # Cached, because weights and their moments are cut alike. The key has all values that the result depends on.
         key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[index])
         copies = self._copies.get(key)
         if copies is None:
@@ -273,7 +273,7 @@ class CopyFinder:
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
-                # One is enough: each replica has stored the whole region.
+                # One rank is enough: each replica has stored the whole region.
                 ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
                 piece = manifest.split(index, region, replica, len(ranks))

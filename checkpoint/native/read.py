@@ -9,12 +9,12 @@ checksums are compared, jobs consist of whole stripes. A job is verified, taken,
                and its small gaps costs less than one request for each copy
 
 ``verify="before"`` verifies all jobs, then takes them. "while" reads a stripe in slices that stay in a core's cache,
-and hashes each slice after its read; in a far job, it verifies each stripe before the copy. Far jobs are read by more
-threads than there are cores, since a thread mostly waits.
+and hashes each slice after its read; in a far job, each stripe is verified before the copy. Far jobs are read by more
+threads than there are cores, since such a thread mostly waits.
 
-Bytes that are not in the page cache are read from the disk through the cache. More threads than cores read these too,
-and each thread reads a range of its own from front to back. Measured for 3 GiB, 2 ranks and 2 cores on a virtual disk
-(ext4; two readers per rank that only read take 1.94 s):
+Bytes that are not in the page cache are read from the disk through the cache. More threads than cores read such
+bytes too, and each thread reads a range of its own from front to back. Measured for 3 GiB, 2 ranks and 2 cores on a
+virtual disk (ext4; two readers per rank that only read take 1.94 s):
 
     time     with checksums
     2.09 s   2.18 s            each thread reads a range of its own
@@ -30,7 +30,7 @@ Alternatives to "while", by speed relative to an unverified read (CPU time of 51
              copy fetches the pages from memory a second time. This gains little: a state that a failed load has filled
              in part is lost in any case, and "before" leaves *all* tensors unchanged
     0.62     copying from mapped pages: only the kernel's copy is fast into small pages
-    0.65     copying through a buffer that stays in the cache, which is slower for the same reason
+    0.65     copying through a buffer that stays in the cache: the copy from the buffer is not the kernel's
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class _Walk:
         while self._first < len(copies) and copies[self._first].stop <= start:
             self._first += 1
         overlapping = takewhile(lambda copy: copy.start < stop, islice(copies, self._first, None))
-        # Copies are not sorted by stop: one that follows a long copy may stop before the range.
+        # Copies are not sorted by stop: a copy that follows a long copy may stop before the range.
         return [copy for copy in overlapping if copy.stop > start]
 
 
@@ -341,9 +341,8 @@ class ReadPlan(Reads):
         self._layouts: dict[str, RankFile] = {}
         self._copies: dict[str, list[FileCopy]] = {}
         self._files: dict[str, OpenRankFile] = {}
-        self._shared: dict[
-            str, set[int]
-        ] = {}  # numbers of stripes that several ranks need, and one of them reads
+        # The numbers of the stripes that several ranks need, and one of these ranks reads.
+        self._shared: dict[str, set[int]] = {}
         self._exchange: TurnExchange[Extent] | None = None  # set by `share`
         self._own_turns: list[Turn[Extent]] = []  # the shared stripes that this rank reads
 
@@ -382,7 +381,7 @@ class ReadPlan(Reads):
     def open(self) -> None:
         needed = {turn.job.file for turn in self._own_turns}
         needed |= {extent.file for extent in self._extents(self._stripe_bytes)}
-        for name in sorted(needed - self._files.keys()):  # may be called again: see `_jobs`
+        for name in sorted(needed - self._files.keys()):  # `_jobs` calls `open` again
             self._files[name] = OpenRankFile(self.storage, self._layouts[name])
 
     def close(self) -> None:
@@ -398,7 +397,7 @@ class ReadPlan(Reads):
         self._map("verifying", _ReadJob.verify, jobs, sum(job.size_bytes for job in jobs))
 
     def run(self, *, verify: bool) -> None:
-        # First, because a rank that fails in its own reads could not take part afterward.
+        # The exchange comes first: a rank that fails in its own reads could not take part in it afterward.
         if self._exchange is not None:
             self._run_shared(self._exchange, verify)
         jobs = list(self._jobs(verify))
@@ -441,7 +440,7 @@ class ReadPlan(Reads):
         """Yield the bytes of each job of this rank's reads that are not shared.
 
         Args:
-            step: number of bytes; every job starts at a multiple of it.
+            step: number of bytes; every job starts at a multiple of ``step``.
         """
         size = max(_JOB_BYTES // step, 1) * step  # whole steps, at least one
         for name in self._copies:
@@ -456,7 +455,7 @@ class ReadPlan(Reads):
         # Whole stripes also if some are shared, because shared stripes are cut out of the extents.
         extents = list(self._extents(self._stripe_bytes if whole_stripes or self._shared else 1))
         for name, of_file in groupby(extents, key=attrgetter("file")):
-            self.open()  # for callers that have not called it, such as `CheckpointReader`
+            self.open()  # for callers that have not opened the files, such as `CheckpointReader`
             walk = _Walk(sorted(self._copies[name], key=_start_of))
             for extent in of_file:
                 copies = walk.within(extent.offset, extent.stop)
@@ -467,7 +466,7 @@ class ReadPlan(Reads):
         """Return the bytes that the copies from a file need, rounded out to whole steps, and joined over small gaps.
 
         Args:
-            step: number of bytes; extents start and stop at multiples of it, or at the checksum table.
+            step: number of bytes; extents start and stop at multiples of ``step``, or at the checksum table.
             max_gap: largest gap in bytes between two extents that are joined.
         """
         starts, stops = list[int](), list[int]()
@@ -476,7 +475,7 @@ class ReadPlan(Reads):
             if step > 1:  # the last stripe ends where the checksum table begins
                 stop = min(round_up(stop, step), self._layouts[name].table_start)
             if stops and start - stops[-1] <= max_gap:
-                stops[-1] = max(stops[-1], stop)  # a copy may stop before an earlier, longer one
+                stops[-1] = max(stops[-1], stop)  # a copy may stop before an earlier, longer copy
             else:
                 starts.append(start)
                 stops.append(stop)
@@ -506,16 +505,15 @@ def _interleaved(items: Sequence[T], num_parts: int) -> list[T]:
 def plan_shared(by_rank: Sequence[Iterable[Extent]], stripe_bytes: int, rank: int) -> list[Turn[Extent]]:
     """Assign the stripes that several ranks request evenly to these ranks. Returns the turns of ``rank``.
 
-        requested   0: stripes 0 .. 15 of file 0     2: the same                 (replicas of one shard under HSDP)
-        read        0: 0 .. 7                        2: 8 .. 15
+        requested   0: stripes 0 .. 15 of file 0     2: stripes 0 .. 15 of file 0   (replicas of one shard under HSDP)
+        read        0: stripes 0 .. 7                2: stripes 8 .. 15
 
     Args:
-        by_rank: the stripes that each rank requests, joined; those of one rank do not overlap.
-        stripe_bytes: size of a stripe; extents start at a stripe, and stop at a stripe or with the file's last one.
+        by_rank: the stripes that each rank requests, joined; the stripes of one rank do not overlap.
+        stripe_bytes: size of a stripe; extents start at a stripe, and stop at a stripe or with the file's last stripe.
     """
-    max_bytes = (
-        max(1, _TURN_BYTES // stripe_bytes) * stripe_bytes
-    )  # at least one stripe, which is verified whole
+    # At least one stripe, because stripes are verified whole.
+    max_bytes = max(1, _TURN_BYTES // stripe_bytes) * stripe_bytes
     # File -> offset -> (rank, True) if an extent of the rank begins there, (rank, False) if one ends there.
     edges: dict[str, dict[int, list[tuple[int, bool]]]] = {}
     for reader, extents in enumerate(by_rank):
@@ -524,7 +522,7 @@ def plan_shared(by_rank: Sequence[Iterable[Extent]], stripe_bytes: int, rank: in
             of_file.setdefault(extent.offset, []).append((reader, True))
             of_file.setdefault(extent.stop, []).append((reader, False))
     own: list[tuple[int, Turn[Extent]]] = []  # (number of the turn among its sender's turns, turn)
-    load: Counter[int] = Counter()  # rank -> number of stripes that it reads for others
+    load: Counter[int] = Counter()  # rank -> number of stripes that it reads for other ranks
     num_turns: Counter[int] = Counter()  # rank -> number of its turns
     for name, of_file in sorted(edges.items()):  # sorted: all ranks must compute the same plan
         ranks: set[int] = set()  # the ranks that request bytes [first, stop)

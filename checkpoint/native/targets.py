@@ -62,7 +62,7 @@ class LoadTarget:
         return self._filled.view(-1).view(carrier_of(self._filled.dtype))
 
     def begin(self) -> None:
-        """Note that the tensor is overwritten from now on. Call it before the first bytes are written."""
+        """Note that the tensor is overwritten from now on. To be called before the first bytes are written."""
         # A temporary buffer leaves the tensor unchanged until `finish`.
         self.is_overwritten = self.is_overwritten or self._filled is self._tensor
 
@@ -85,7 +85,7 @@ class LoadTarget:
             at += values.numel()
 
     def finish(self) -> None:
-        """Complete the tensor after the last read: copy the temporary buffer into it, if there is one."""
+        """Complete the tensor after the last read: copy the temporary buffer, if there is one, into the tensor."""
         self.is_overwritten = self._filled.numel() > 0  # an empty tensor has nothing to overwrite
         if self.stream is not None:
             self.stream.hold_compute()  # kernels that are queued later must see the copied values
@@ -123,13 +123,13 @@ class FileCopy(NamedTuple):
     def take(self, start: int, data: Bytes) -> None:
         """Copy ``data``, the bytes from file offset ``start`` on, to the tensor.
 
-        The data must be inside of [start, stop) and whole elements. They are neither changed nor kept.
+        The data must be inside of [start, stop) and whole elements. The data is neither changed nor kept.
         """
         self.target.begin()
         if self.is_direct:
             self.memory(start, start + len(data))[:] = data
             return
-        # A copy of read-only bytes, which some stores return: torch does not accept them.
+        # Read-only bytes, which some stores return, are copied, because torch does not accept them.
         items = torch.from_numpy(data if data.flags.writeable else data.copy())
         items, first = items.view(self.target.flat.dtype), start // self.target.itemsize
         for copy in self.copy.within(first, first + items.numel()):

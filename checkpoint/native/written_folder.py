@@ -1,6 +1,6 @@
 """A folder that ranks write together, and that becomes valid in one step.
 
-The *decisive* file of a folder is the one without which loaders refuse it, such as `config.json` or `.metadata`.
+Loaders refuse a folder without its *decisive* file, such as `config.json` or `.metadata`.
 
     local disk     written as .name.saving/, which is renamed to name/ after all ranks have written
     object store   written as name/ without its decisive file, which is written last
@@ -38,7 +38,7 @@ class WrittenFolder:
         is_ours: takes a file's name; returns whether this kind of folder may contain the file. A folder with any other
             file is never replaced.
         marker: name of a file that exists while the folder is written; empty if a missing ``decisive`` is enough.
-        others: decisive files of other kinds, which this kind of folder may replace.
+        others: decisive files of the kinds of folders that this kind may replace.
         in_place: whether a valid folder in an object store, which cannot rename, may be replaced file by file.
     """
 
@@ -159,7 +159,8 @@ class WrittenFolder:
     def clear_away(self) -> None:
         """Remove the written files after a failure.
 
-        In an object store in which the files have replaced an old folder, they stay, as a folder that loaders refuse.
+        In an object store in which the written files have replaced an old folder, these files stay, as a folder that
+        loaders refuse.
         """
         if not self.final.in_order:
             self.working.remove("")

@@ -1,6 +1,6 @@
 """`ArrayChunks`: the zarr library encodes and decodes the chunks of the zarr form, on any `Storage`.
 
-The library's own stores do not serve: its store of local files has no fsync, and its store of URLs has none of the
+The library's own stores are not used: its store of local files has no fsync, and its store of URLs has none of the
 retries and checks of `Storage`. The module imports the zarr library, which takes half a second: import it late.
 """
 
@@ -73,7 +73,7 @@ class ArrayChunks:
             out: memory for the bytes of the chunk's elements inside the tensor; unchanged after an error.
 
         Raises:
-            ValueError: if the file has another size, or its checksum is another one.
+            ValueError: if the size or the checksum of the file is not the expected one.
             FileNotFoundError: if there is no file.
         """
         inside = clipped(chunk.box, self._shape)
@@ -151,7 +151,7 @@ class _ChunkStore(Store):
             raise _CarriedError(error)
         return result  # type: ignore[return-value]
 
-    # What the library calls for nodes and for parts of chunks, but not for whole chunks.
+    # The library calls these methods for nodes and for parts of chunks, but not for whole chunks.
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> list[Any]:
         raise NotImplementedError
@@ -189,7 +189,7 @@ class _CarriedError(Exception):
 
 @contextmanager
 def _carried_errors() -> Iterator[None]:
-    """Raise the error of the storage in place of the one that carries it."""
+    """Raise the error of the storage in place of the `_CarriedError` that carries it."""
     try:
         yield
     except _CarriedError as carried:

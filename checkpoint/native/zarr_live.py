@@ -1,8 +1,8 @@
 """`ZarrForm` and `ZarrReads`: ranks write the chunks of a live state in the zarr form, and read them back.
 
-If several ranks have elements of a chunk, one of them, the owner, receives the others' parts and writes the chunk (see
-`checkpoint.manifest.zarr_layout`). Chunks are read whole, and the crc32c of a chunk is compared before the chunk is
-copied into tensors.
+If several ranks have elements of a chunk, one of these ranks, the owner, receives the elements of the remaining ranks
+and writes the chunk (see `checkpoint.manifest.zarr_layout`). Chunks are read whole, and the crc32c of a chunk is
+compared before the chunk is copied into tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ZarrForm(Form):
     """One zarr v3 array for each tensor; ranks' files have the `PerRank` values and the checksums of chunks.
 
     The names of arrays are the same in every save. A new checkpoint is therefore written into a sibling folder, which
-    is exchanged with an old one; an object store, which renames nothing, cannot replace an old one.
+    is exchanged with the old folder; an object store, which renames nothing, cannot replace an old checkpoint.
     """
 
     name = "zarr"
@@ -135,7 +135,7 @@ class _PartJob(NamedTuple):
 
 
 class ArrayWriter:
-    """Writes this rank's chunks and array metadata. A collective: ranks send each other parts of chunks.
+    """Writes this rank's chunks and array metadata. A collective: ranks send each other elements of chunks.
 
     A rank that fails takes part to the end, see `checkpoint.ranks.exchange`; all ranks raise at their meeting after
     `write`.
@@ -157,14 +157,14 @@ class ArrayWriter:
         self._kept = FirstError()
         self._bits: tuple[int, torch.Tensor] | None = None  # (index, elements) of the tensor being written
         self._array: tuple[int, ArrayChunks] | None = None  # (index, array) of the tensor being written
-        # The arrays whose metadata this rank writes: the first rank of each tensor does so. A tensor with several
+        # The arrays whose metadata this rank writes, as the first rank of their tensor. A tensor with several
         # descriptions (cuts) has a single array.
         self._heads = [
             indices[0]
             for indices in manifest.indices_by_name.values()
             if coordinator.rank == manifest.rank_sets[manifest.holders[indices[0]]].ranks[0]
         ]
-        # The chunk being assembled from its parts, and its elements, 1D.
+        # The chunk being assembled, and its elements, 1D.
         self._assembled: tuple[Chunk, torch.Tensor] | None = None
         self._exchange = TurnExchange(coordinator, [*self._turns(coordinator.rank)], threads=0)
 
@@ -183,7 +183,7 @@ class ArrayWriter:
         """Write this rank's chunks and array metadata; durable on return.
 
         Raises:
-            BaseException: the first error of this rank, after all parts have been sent and received.
+            BaseException: the first error of this rank, after all messages have been sent and received.
         """
         from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
 
@@ -221,7 +221,7 @@ class ArrayWriter:
         self._kept.raise_kept()
 
     def _pack_part(self, job: _PartJob, data: memoryview) -> None:
-        """Copy this rank's elements of a chunk into ``data``; nothing for the owner, which sends none."""
+        """Copy this rank's elements of a chunk into ``data``; nothing for the owner, which sends no elements."""
         if len(data):
             local = self._local(job.chunk.tensor_index)
             _pack(job.region, local, job.chunk.region, torch.frombuffer(data, dtype=job.dtype))
@@ -285,7 +285,7 @@ class ZarrReads(Reads):
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target, manifest = LoadTarget(tensor), self._manifest
-        # A tensor with several descriptions (cuts) has a single array, that of the first one.
+        # A tensor with several descriptions (cuts) has a single array, the array of the first description.
         index = manifest.indices_by_name[manifest.entries[index].name][0]
         self._jobs += [_ChunkJob(chunk, region, target) for chunk in chunks_of(manifest, index, region)]
         return target

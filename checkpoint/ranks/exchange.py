@@ -1,4 +1,4 @@
-"""Exchange of tensor bytes between ranks, in bounded memory: one rank reads a part, and other ranks receive it.
+"""Exchange of tensor bytes between ranks, in bounded memory: one rank reads bytes, and other ranks receive them.
 
     turns of all ranks, in order     a: 0 -> 1 and 2     b: 1 -> 2     c: 2 -> 0     d: 0 -> 1
     rank 0 lists                     a                                 c             d
@@ -6,7 +6,7 @@
 
 A *turn* is a job whose bytes one rank reads and sends, and its receivers take. Each rank lists only its own turns, in
 an order that all ranks share, and starts them in this order, a few at a time. No ranks wait for each other in a cycle:
-of all turns that are not done, the first one has been started on every rank that lists it.
+of all turns that are not done, the first one has been started on every rank that lists that turn.
 
 A rank that fails to read or take a turn continues to send and receive messages of the planned sizes, so that no rank
 waits for it. One byte after the turn's data is 0 if the sender has failed; receivers ignore the turn then. The error is
@@ -42,7 +42,7 @@ class Turn(NamedTuple, Generic[J]):
     Attributes:
         job: says what to read, and where the bytes go.
         sender: the rank that reads the bytes.
-        receivers: the ranks that take the bytes. The sender takes its own bytes if it is one of them.
+        receivers: the ranks that take the bytes. The sender takes its own bytes if it is a receiver too.
         nbytes: number of bytes. A turn without bytes, from a rank to itself, is work between messages.
     """
 
@@ -53,7 +53,9 @@ class Turn(NamedTuple, Generic[J]):
 
 
 class TurnExchange(Generic[J]):
-    """This rank's turns, and the buffers for them, allocated here: a rank without memory must not fail between turns.
+    """This rank's turns, and their buffers.
+
+    The constructor allocates the buffers, because a rank without memory must not fail between turns.
 
     Args:
         turns: the turns that this rank sends or takes, in the order that all ranks share.
@@ -108,8 +110,8 @@ class TurnExchange(Generic[J]):
                 kept_of(turn.job).attempt(partial(take, turn.job, _bytes_of(turn, data)))
             self._free.append(data)
 
-        # An executor of its own: turns are sent in order, and must not queue behind the writes of taken turns. With 0
-        # threads it is not used.
+        # The executor serves only this exchange: turns are sent in order, and must not queue behind the writes of taken
+        # turns. With 0 threads the executor is not used.
         with ThreadPoolExecutor(max(1, self._threads), thread_name_prefix="checkpoint-read") as pool:
             ahead = deque(pool.submit(filled, turn) for turn in islice(own, self._threads))
             for turn in self.turns:

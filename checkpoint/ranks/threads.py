@@ -1,7 +1,7 @@
 """Threads that share work. The first error ends the work, and is raised when all threads have stopped.
 
 in_threads   threads take items from one iterator; each thread has state of its own, such as a buffer
-for_each     the same, with one call for each item
+for_each     threads take items from one iterator, and call a function for each item
 Workers      the calling thread submits work when it is ready, such as the write of a chunk that has arrived
 """
 
@@ -80,7 +80,7 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
     except BaseException:  # Ctrl-C: only the waiting (main) thread gets it
         shared.stop()
         for thread, ended in zip(threads, events, strict=True):
-            if thread.ident is not None:  # None: not started. If it still starts, it gets no items.
+            if thread.ident is not None:  # None: not started; a thread that still starts gets no items
                 ended.wait()
         raise
     if errors:
@@ -127,7 +127,7 @@ class Workers:
 
     Args:
         count: number of threads.
-        kept: keeps the first error; later work is skipped. An `TurnExchange` may use it too.
+        kept: keeps the first error; later work is skipped. A `TurnExchange` may keep its errors there too.
     """
 
     def __init__(self, count: int, kept: FirstError, *, name: str) -> None:

@@ -8,10 +8,10 @@ stripe of a file with checksums is read and hashed once, whichever tensors are i
                   '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: copies are cut at its ends
     output        | header |  k  |     o     |  q  | ...
 
-Other jobs are extents of the *output*, whose bytes one thread assembles and writes front to back. Computed tensors
-(casts, concatenations, strided boxes) are split into extents of one buffer. An output file that stores checksums of its
-own stripes is split into *stretches*, which are hashed while they are written; the table of checksums is written last.
-Usually the source has the order of a stretch, and is then read forward too.
+The remaining jobs are extents of the *output*, whose bytes one thread assembles and writes front to back. Computed
+tensors (casts, concatenations, strided boxes) are split into extents of one buffer. An output file that stores
+checksums of its own stripes is split into *stretches*, which are hashed while they are written; the table of checksums
+is written last. Usually the source has the order of a stretch, and is then read forward too.
 
     file         | header |   a   |       b       |    c    | table |
     stretches    |------ 0 -------|------ 1 -------|-- 2 ---|           ends at multiples of `FilePlan.stretch_bytes`
@@ -150,7 +150,7 @@ def _copy_jobs(source: Source, file: str, copies: list[ByteCopy], cell_bytes: in
 
 
 def reads_of(job: CopyJob, buffer_bytes: int) -> Iterator[tuple[Extent, list[ByteCopy]]]:
-    """Return the reads of a job: (extent, copies clipped to it). They cover all bytes of the job."""
+    """Return the reads of a job: (extent, copies clipped to the extent). The reads cover all bytes of the job."""
     first = 0
     for extent in job.extent.split(min(_STEP_BYTES, buffer_bytes)):
         # Copies that end before this extent are skipped for good, so that a job takes linear time.
@@ -198,7 +198,7 @@ class Assembler:
         self._begun: dict[VerifiedReads, Begun] = {}
 
     def fill(self, start: int, data: memoryview) -> int:
-        """Fill ``data`` with the file's bytes from ``start`` on; returns the number of tensor bytes in them."""
+        """Fill ``data`` with the file's bytes from ``start`` on; returns the number of tensor bytes in ``data``."""
         plan, stop, nbytes = self._plan, start + len(data), 0
         runs: list[tuple[int, Source, Extent]] = []  # offset in `data`, and the source bytes to read there
         for index in range(plan.content_at(start), len(plan.contents)):
@@ -248,8 +248,8 @@ def _compute_items(view: TensorView, first: int, stop: int, data: memoryview) ->
 def _append(runs: list[tuple[int, Source, Extent]], position: int, source: Source, extent: Extent) -> None:
     """Add an extent of a source that is to be read into ``position``.
 
-    An extent that continues the last one, in the source and in the output, is joined with it: adjacent small tensors
-    then take one read.
+    An extent that continues the last run, in the source and in the output, is joined with that run: adjacent small
+    tensors then take one read.
     """
     if runs:
         at, before, last = runs[-1]

@@ -187,7 +187,7 @@ class Copy(NamedTuple):
         start, stop = start - self.source, stop - self.source
         # Items from the first to the last item of one index of the first dim.
         numel = 1 + sum((n - 1) * step for n, step in zip(inner, inner_strides, strict=True))
-        # Indices of the first dim with some of their items in the range: [first, last). Those with all: [begin, end).
+        # Indices of the first dim: [first, last) have some of their items in the range, [begin, end) have all.
         first, last = max(0, (start - numel) // stride + 1), min(size, -(-stop // stride))
         begin, end = max(first, -(-start // stride)), min(last, (stop - numel) // stride + 1)
         for index in range(first, min(begin, last)):  # cut by `start`, and maybe by `stop`: at most one
@@ -215,7 +215,7 @@ def overlaps(source: Region, target: Region) -> list[Copy]:
 
     The memory on each side has the items of its region, in the region's order.
     """
-    if source.box == target.box:  # then flat ranges of one box, as for two ragged pieces of a tensor
+    if source.box == target.box:  # the spans are ranges of one box, as for two ragged pieces of a tensor
         shared = source.span.intersect(target.span)
         if not shared.numel:
             return []
@@ -237,7 +237,7 @@ def overlaps(source: Region, target: Region) -> list[Copy]:
                 target_first + _index(shared_box, target_box, target_strides),
                 target_strides,
             )
-            # A run that continues the last run on both sides is joined with it.
+            # A run that continues the last run on both sides is joined with the last run.
             if copies and copy.is_run and copies[-1].is_run:
                 last = copies[-1]
                 if (last.source + last.numel, last.target + last.numel) == (copy.source, copy.target):
@@ -248,5 +248,5 @@ def overlaps(source: Region, target: Region) -> list[Copy]:
 
 
 def _index(inner: Box, outer: Box, strides: tuple[int, ...]) -> int:
-    """Return the index of a box's first item among the items of the box around it, which have these strides."""
+    """Return the index of the first item of ``inner`` among the items of ``outer``, which have these strides."""
     return sum((a - b) * step for a, b, step in zip(inner.offsets, outer.offsets, strides, strict=True))

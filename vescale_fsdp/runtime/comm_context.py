@@ -163,7 +163,7 @@ class CommContext:
     def compare_order(self, watches: Iterable[OrderWatch]) -> None:
         """Start to compare the order of collectives; `OrderWatch.read` must follow.
 
-        On the gather stream: the compute stream joins the reduce stream at the end of every backward.
+        The message is on the gather stream: the compute stream joins the reduce stream at the end of every backward.
         """
         for watch in watches:
             with self._on(self.gather_stream):
@@ -195,7 +195,7 @@ class CommContext:
             # Here and below, outside of torch.func and inference mode, because the buffers outlive this forward.
             with outside_modes():
                 owned = [group for group in groups if group.allocate_full()]
-            self._gathers_wait_for_frees()  # the compute stream may still use what was in this memory before
+            self._gathers_wait_for_frees()  # the compute stream may still read the old contents of this memory
         if any(group in self._lingering for group in groups):
             self.free_lingering()  # before the gather: a later free would drop the gathered parameters
         here = self.streams.current() if self.streams is not None else None
@@ -210,7 +210,7 @@ class CommContext:
             self._start_gathers(groups)
             for group in groups:
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
-                    # Decoding and copies after the collective use memory of the gather stream, so they must run on it.
+                    # Decoding and copies after the collective use memory of the gather stream, so they run on it.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
         # Keep the copies until the gather has read them.
@@ -298,7 +298,7 @@ class CommContext:
             groups: the groups of a unit.
             keep_part: see `ParamGroup.reshard`.
             lingers: whether to free the memory only after the next gather has started, unless a unit is prefetched
-                already. That gather then need not wait for this unit's compute. At the peak there are two full
+                already. The next gather then need not wait for this unit's compute. At the peak there are two full
                 buffers, as with a prefetch.
         """
         self.wait(groups)  # a gather in flight must not write into freed memory
@@ -313,7 +313,7 @@ class CommContext:
                         self.streams.current().wait_event(group.filled)
                     group.filled = None
                     group.reshard(keep_part=keep_part)
-            finally:  # also of a group that raises, because its parameters were replaced
+            finally:  # a group that raises is included, because its parameters were replaced
                 freed = [group for group in groups if group.state is not GroupState.UNSHARDED]
                 # Recorded here, not at the next gather, when another stream may be the current stream.
                 read = self.streams.current().record_event() if self.streams is not None else None
@@ -337,8 +337,8 @@ class CommContext:
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
         """Take one of these buffers; None if there is none. On the CPU, first finish the reductions in flight.
 
-        On the CPU this wait costs little, because the reduction uses the cores that would otherwise compute. It yields
-        a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On an
+        On the CPU this wait costs little, because the reduction uses the cores that would otherwise compute. The wait
+        yields a spare buffer whose memory is still allocated: new memory would cost a page fault for every 4 KiB. On an
         accelerator, and between nodes, there is no wait: the reduction overlaps with the next unit's backward.
         """
         if self.streams is None:
@@ -354,7 +354,7 @@ class CommContext:
     def overlaps(self, group: ParamGroup) -> bool:
         """Whether on the CPU a group's collectives overlap with compute: if its ranks are on several nodes.
 
-        That takes a second full buffer and a second gradient buffer.
+        The overlap takes a second full buffer and a second gradient buffer.
         """
         return group.comm.reduces_beside(group.device)
 
@@ -381,20 +381,21 @@ class CommContext:
             group.comm.watch.read()
         group.note_start("reduction")
         source = group.complete_grads()
-        # `_take_spare` frees the kept buffer, but only if it runs. It has not run since the last reduction if this
-        # group got its buffer before that, as the root does at the loss. The next unit of a group that overlaps takes
-        # the kept buffer while this reduction is in flight.
+        # `_take_spare` frees the kept buffer. A group that got its gradient buffer before the last reduction, as the
+        # root does at the loss, has not called `_take_spare` since. Where collectives overlap with compute, the buffer
+        # stays: the next unit takes it while this reduction is in flight.
         if self.streams is None and not self.overlaps(group):
             self._free_kept()
         owner = self.streams.current() if self.streams is not None else None
         started = None
-        # Memory of the backward's stream, because it becomes gradients: users free them after work of this stream.
+        # The results have memory of the backward's stream: they become gradients, which users free after work of that
+        # stream.
         home = self._home or owner
         with self._on(home):
             results = group.allocate_reduced()
         if owner is not None and home is not None and self.reduce_stream is not None:
             self.reduce_stream.wait_stream(owner)  # the owner has written the gradients
-            if home != owner:  # it may still use what was in the results' memory before
+            if home != owner:  # `home` may still use the memory that the results now have
                 self.reduce_stream.wait_stream(home)
         with self._on(self.reduce_stream):
             reduced = group.start_reduce(source, *results)
@@ -474,9 +475,9 @@ class CommContext:
 
     def drop_reductions(self) -> None:
         """Drop all reductions in flight, after waiting until they no longer use their buffers."""
-        dropped, self.in_flight = self.in_flight, []  # first: a wait raises if a rank is lost
+        dropped, self.in_flight = self.in_flight, []  # before the waits, which raise if a rank is lost
         replicating, self._replicating = self._replicating, deque()
-        # For all of them, also after one that raises. The last that is added is the first: the oldest.
+        # Every wait runs, also after a wait that raises. The wait that is added last, the oldest one, runs first.
         with ExitStack() as waits:
             for reduction in reversed(dropped):
                 waits.callback(self._drop, reduction)
@@ -502,7 +503,7 @@ class CommContext:
     def run_on(self, stream: Stream | None, work: Callable[[], None]) -> None:
         """Run a user's function on the user's stream; ``stream`` None: on the current stream.
 
-        It runs after the work that is on the current stream now, and before later work of the current stream.
+        The function runs after the work that is on the current stream now, and before later work of that stream.
         """
         if self.streams is None or stream is None:
             work()
@@ -518,7 +519,7 @@ class CommContext:
     def send_used(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> UsedFlags:
         """Send flags of used parameters to the ranks of a mesh, on a stream that the compute stream does not wait for.
 
-        It is the gather stream: the compute stream joins the reduce stream at the end of every backward.
+        This is the gather stream, because the compute stream joins the reduce stream at the end of every backward.
         """
         with self._on(self.gather_stream):
             return UsedFlags(mesh, used, device)
@@ -536,7 +537,7 @@ class CommContext:
             self._host_copies[stream] = stream.record_event()
 
     def wait_for_host_copies(self) -> None:
-        """Block the host until copies from and to it are done; then it may write shards and read gradients."""
+        """Block the host until copies from and to the host end; the host may then write shards and read gradients."""
         for event in self._host_copies.values():
             event.synchronize()
         self._host_copies.clear()

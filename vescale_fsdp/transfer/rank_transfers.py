@@ -132,7 +132,7 @@ class OrderedCopies:
                 yield placed, part
 
     def messages(self, message_bytes: int) -> list[tuple[LeafCopy, ...]]:
-        """Return the copies of each message: at most ``message_bytes``, and only one copy if it is large."""
+        """Return the copies of each message: at most ``message_bytes``; a large copy has messages of its own."""
         edges = [0]  # bytes of the stream at which a message must end
         for item, (start, stop) in zip(self.copies, pairwise((0, *self._stops)), strict=True):
             if _is_sent_alone(*item):
@@ -151,8 +151,8 @@ class Batch(NamedTuple):
     Attributes:
         sent: the copies, as they are sent.
         copies: the copies that this rank makes. One copy stands for several in `sent` that are at regular distances in
-            this rank's memory: it has one dim more, the leaf of the first, and 0 as the stride of a side that is not
-            this rank's.
+            this rank's memory. Such a copy has one dim more, the leaf of the first copy, and stride 0 on a side that is
+            not this rank's memory.
         nbytes: total bytes of the copies.
     """
 
@@ -226,7 +226,7 @@ class RankTransfers:
     def messages(self) -> list[Message]:
         """Return this rank's messages, in the order in which this rank starts them: by round, number and sender.
 
-        This is one order for the messages of all ranks, which prevents a deadlock (see the top of this file).
+        The messages of all ranks have this one order, which prevents a deadlock (see the top of this file).
         """
         plan = self.plan
         sources = {rank: number for number, rank in enumerate(plan.source.all_ranks)}
@@ -288,7 +288,7 @@ class RankTransfers:
         """Cut copies into runs at regular distances, and the copies between such runs.
 
         Yields:
-            The copies of a run, and one copy in their place; or copies between runs, twice.
+            The copies of a run, and one copy in place of them; or the copies between two runs, and the same copies.
         """
         indices = [[self._staged_index(*item, is_source) for is_source in sides] for item in copies]
 
@@ -346,7 +346,7 @@ class RankTransfers:
         return {rank: OrderedCopies(copies[rank]) for rank in sorted(copies) if copies[rank]}
 
     def _part(self, ranks: Ranks, sender: int, receiver: int, copies: list[LeafCopy]) -> Iterable[LeafCopy]:
-        """Return what ``sender`` sends of the ``copies`` that ``receiver`` takes from the set ``ranks``."""
+        """Return the share that ``sender`` sends of ``copies``, which ``receiver`` takes from the set ``ranks``."""
         if len(ranks) == 1:  # the only sender
             return copies
         low, high = self.plan.byte_range(ranks, sender, receiver)

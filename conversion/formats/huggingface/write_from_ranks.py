@@ -1,6 +1,6 @@
 """Write a Hugging Face repository from all ranks: each rank writes its own bytes in place, and few bytes are sent.
 
-A conversion in one process writes by `conversion.engine.copying`, what `plan` says.
+In a conversion by one process, `conversion.engine.copying` writes the files that `plan` lists.
 
     file         | header |  a  |   b   |    c    |     rank 0 has the first half of each tensor, rank 1 the rest
     in place     |        |0 |1 |0  |1  |0   |1   |     nothing is sent: each part is one range of bytes of its tensor
@@ -8,7 +8,7 @@ A conversion in one process writes by `conversion.engine.copying`, what `plan` s
     streams      |0       |0 |1 |0  |1  |0   |1   |     one writer per file: other ranks send their segments
 
 A file is cut into segments of a few MiB. All ranks know from the manifest which ranks have items of a segment. Each
-rank sends its items to the segment's writer as one turn of an `TurnExchange`. The memory is `_BUFFERS` buffers of one
+rank sends its items to the segment's writer as one turn of a `TurnExchange`. The memory is `_BUFFERS` buffers of one
 segment each, allocated in advance.
 """
 
@@ -48,7 +48,7 @@ from vescale_fsdp.errors import callers_level
 _ASSEMBLED = 5  # segments that are assembled or written
 _BUFFERS = (
     MOST_TURNS + _ASSEMBLED + 1
-)  # segments in memory; + 1: the items from which a rank packs those that it sends
+)  # segments in memory; + 1: the items from which a rank packs the items that it sends
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
 MIN_BUDGET_BYTES = 6 << 10  # 6 KiB: segments of some hundred bytes
 
@@ -217,7 +217,7 @@ def segments_of(
 def _segments_of_file(
     number: int, file: FilePlan, shards: HeldShards, world_size: int, segment_bytes: int, *, one_writer: bool
 ) -> Iterator[FileSegment]:
-    """Yield the segments of one file; if ranks write their own ranges of a tensor, only this rank's segments of it."""
+    """Yield the segments of one file; of a tensor whose ranks write their own ranges, only this rank's segments."""
     for index, items in file.tensors:
         view = items.view
         itemsize = view.info.dtype.itemsize

@@ -4,15 +4,15 @@ If only some ranks run a unit, or change a setting, a collective of one unit mee
 gradients are wrong without an error, or the job hangs. So every rank keeps a log of the collectives that it starts, and
 compares a digest of the log with other ranks once per backward, by one MAX of (digest, ~digest): all digests are equal
 if the largest one is also the smallest. The message is sent when the backward begins, with all facts that decide which
-collectives this backward starts, and is read before an optimizer step can use what it reduces:
+collectives this backward starts, and is read before an optimizer step can use the reduced gradients:
 
     on the CPU            before the first reduction; the message has its own tag, and meets no other collective
     on an accelerator     when the host has queued the backward. The message is on the gather stream, behind the gathers
                           of the forward, so the host waits until the device has begun this backward, and not longer
     steps in backward     before the first reduction
 
-The process group's store is used only after that, or if a rank waits: to find the first difference and the ranks on
-each side.
+The process group's store is used only if digests differ, or if a rank waits: to find the first difference and the ranks
+on each side.
 
     training                              thread                              store
     note() each gather, reduction
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
     from vescale_fsdp.runtime.comm.group_comm import GroupComm
 
 # Seconds within which all ranks raise after they have started different collectives. A rank that has started none for
-# half of this time compares its log with other ranks; that is far longer than a slow step's pauses.
+# half of this time compares its log with other ranks; half of it is far longer than the pauses of a slow step.
 BOUND_S = 30.0
 # How many times per BOUND_S an idle rank looks whether another rank asks for its log, or has found a difference.
 _LOOKS_PER_BOUND = 8
 _FAILED_S = 1.0  # seconds for which a rank whose collective failed waits for other ranks' logs
-_LOST_S = 0.3  # the same, if a rank has probably ended: it publishes no log
-_ANSWER_S = 1.0  # seconds for which the store may take to answer after that
+_LOST_S = 0.3  # seconds of this wait if a rank has probably ended, because that rank publishes no log
+_ANSWER_S = 1.0  # seconds that the store may take to answer after this wait
 # A log of this length is compared at the end of a forward, because forwards without gradients have no backward.
 _MOST_ENTRIES = 4096
 _MOST_LOGS = 64  # most ranks whose logs are read for an error message, to bound the load on the store
@@ -106,7 +106,7 @@ class OrderWatch:
         self._rank, self._store = dist.get_rank(), default_store()
         world = dist.group.WORLD
         assert world is not None
-        # The key must be unique, and the same on all ranks. A count does both, because all ranks create their watches
+        # The key must be unique, and equal on all ranks. A count ensures both, because all ranks create their watches
         # in the same order. Counts are kept per default group, because a new default group has a new store.
         counts = _num_watches.setdefault(world, Counter())
         counts[self._ranks] += 1
@@ -134,7 +134,7 @@ class OrderWatch:
         """Add the collective that is about to start to the log.
 
         Raises:
-            LifecycleError: if ranks differ.
+            LifecycleError: if the logs of ranks differ.
         """
         if self.error is not None:
             raise self.error
@@ -143,8 +143,8 @@ class OrderWatch:
         self._append(entry)
 
     def follow(self, log: GroupLog, entry: str) -> None:
-        """Add an operator that all ranks of a group run to the log, if they are all ranks of the mesh."""
-        if len(self._group_logs) == 1:  # otherwise it may be that only one of several replicas runs it
+        """Add an operator, which all ranks of a group run, to this log, if the group has all ranks of the mesh."""
+        if len(self._group_logs) == 1:  # otherwise one of several replicas may run the operator alone
             self._append(entry)
 
     def _append(self, entry: str) -> None:
@@ -177,9 +177,8 @@ class OrderWatch:
             values = host.to(self._device, non_blocking=True)
             work: Work | None = None
             for axis in range(self._mesh.ndim):
-                if (
-                    self._mesh.size(axis) > 1
-                ):  # MAX over one axis after another yields MAX over the whole mesh
+                # MAX over one axis after another yields MAX over the whole mesh.
+                if self._mesh.size(axis) > 1:
                     wait_for(work)
                     work = max_apart(values, self._mesh.get_group(axis))
             if values is not host:
@@ -210,7 +209,7 @@ class OrderWatch:
             raise self.error
 
     def explain(self, failure: RuntimeError) -> None:
-        """Raise a clearer error than ``failure`` for a collective that failed; a no-op if there is none.
+        """Raise a clearer error than ``failure`` for a collective that failed; a no-op if no clearer error is known.
 
         Raises:
             LifecycleError: on all ranks, with the first difference, if ranks started different collectives; with the
@@ -253,7 +252,7 @@ class OrderWatch:
             ) from failure
 
     def _look_late(self, wait_s: float, ranks: Sequence[int]) -> None:
-        """Compare the logs of all ranks that publish theirs in time; note those of ``ranks`` that report no failure."""
+        """Compare the logs that ranks publish in time; record which of ``ranks`` have reported no failure."""
         deadline = time.monotonic() + wait_s
         is_complete = self.guarded(self.look, True)
         self.guarded(self._report)
@@ -263,12 +262,12 @@ class OrderWatch:
         self.guarded(self._find_silent, ranks)
 
     def _report(self) -> bool:
-        """Tell other ranks that a collective failed here."""
+        """Report to other ranks that a collective failed on this rank."""
         self._store.set(f"{self._key} failed on {self._rank}", "")
         return True
 
     def _find_silent(self, ranks: Sequence[int]) -> bool:
-        """Note those of ``ranks`` that have not reported a failure."""
+        """Record which of ``ranks`` have not reported a failure."""
         self._silent = [rank for rank in ranks if not self._store.check([f"{self._key} failed on {rank}"])]
         return True
 
@@ -379,14 +378,14 @@ class OrderWatch:
         self._is_concluding = False
 
 
-# How many watches were created for each tuple of ranks, per default process group: weak, because counts end with it.
+# How many watches were created for each tuple of ranks, per default process group. Keys are weak: counts end with it.
 _num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class _Thread:
-    """The thread that looks for differences while a rank is idle, for all watches of a process; ends with the last."""
+    """The one thread of a process that looks for differences while a rank is idle; it ends with the last watch."""
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[OrderWatch] = weakref.WeakSet()
@@ -421,10 +420,10 @@ class _Thread:
                 return
 
     def _look(self, idle_s: float) -> bool:
-        """Let the watches of an idle rank check for differences. While it starts collectives, the store is not used.
+        """Let the watches of an idle rank check for differences. A rank that starts collectives does not use the store.
 
         Returns:
-            Whether a watch is left; else the thread ends.
+            Whether a watch is left. Without one, the thread ends.
         """
         with self._lock:
             watches = list(self._watches)
