@@ -60,7 +60,9 @@ _MAX_CHUNKS = 1 << 24  # bounds the number of files of one tensor
 
 
 class SaveRecord(NamedTuple):
-    """How a checkpoint was saved.
+    """How a checkpoint was saved; `Saver` of `checkpoint/save.py` fills it.
+
+    The keys are fixed: readers take any other key for damage, so a new one needs a new `FORMAT_VERSION`.
 
     Attributes:
         unix_s: time of the commit, in seconds since 1970.

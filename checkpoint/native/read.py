@@ -248,7 +248,8 @@ class Reads(ABC):
     """The reads of one load. Call `ask` for each tensor, then `open`, `verify` if wanted, `run`, and `close`.
 
     Attributes:
-        num_bytes_read: bytes of tensors read from the storage; bytes that are verified and then read count twice.
+        num_bytes_read: bytes read from the storage, with verification whole stripes; bytes that are verified and then
+            read count twice.
         num_bytes_received: bytes of tensors received from other ranks.
     """
 

@@ -1,4 +1,4 @@
-"""ParamGroup: the parameters of a unit that share dtype and mesh. It gathers them, frees them, and reduces gradients.
+"""ParamGroup: the parameters of a unit that have one buffer. It gathers them, frees them, and reduces gradients.
 
 The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
 
@@ -335,7 +335,10 @@ def taken_grad(unsharded: torch.Tensor) -> torch.Tensor | None:
 
 
 class ParamGroup:
-    """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
+    """Parameters of a unit with one layout and one buffer.
+
+    They agree in stored dtype, compute dtype, trainability, mesh and all-gather hooks. Parameters that agree in these are
+    two groups if one buffer would need much padding for their blocks.
 
     Args:
         plan: the original parameters, their owners, and their layout. The model is not changed until `install`.

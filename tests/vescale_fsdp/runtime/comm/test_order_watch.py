@@ -88,7 +88,9 @@ def test_steps_ask_the_store_nothing(shape: tuple[int, ...]) -> None:
         assert others == [0, 0, 0]
 
 
-@mock.patch.object(order_watch, "BOUND_S", 4.0)  # ranks that wait for each other in a gather are found in half of it
+@mock.patch.object(
+    order_watch, "BOUND_S", 4.0
+)  # ranks that wait for each other in a gather are found in half of it
 def swapped(way: str) -> tuple[str, bool]:
     """The last rank goes another way in the second step: the error, and whether no weight has changed in that step."""
     model = sharded(cpu_mesh())
