@@ -77,7 +77,8 @@ class LoadReport:
         unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module or a dict of tensors.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         num_bytes_read: bytes that this rank read from files. With verification these are whole stripes, with the
-            header and other tensors in them; with ``verify="before"``, hashed bytes count twice. For other formats, the size of this rank's parts of the tensors.
+            header and other tensors in them; with ``verify="before"``, hashed bytes count twice. For other formats,
+            the size of this rank's parts of the tensors.
         num_bytes_received: bytes of tensors that other ranks read and sent to this rank.
         mismatched: tensors with different shapes or dtypes, which keep their values: name -> (in the checkpoint, in
             the state).

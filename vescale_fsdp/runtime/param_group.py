@@ -337,8 +337,8 @@ def taken_grad(unsharded: torch.Tensor) -> torch.Tensor | None:
 class ParamGroup:
     """Parameters of a unit with one layout and one buffer.
 
-    They agree in stored dtype, compute dtype, trainability, mesh and all-gather hooks. Parameters that agree in these are
-    two groups if one buffer would need much padding for their blocks.
+    They agree in stored dtype, compute dtype, trainability, mesh and all-gather hooks. Parameters that agree in all of
+    these are two groups if one buffer would need much padding for their blocks.
 
     Args:
         plan: the original parameters, their owners, and their layout. The model is not changed until `install`.
