@@ -434,6 +434,10 @@ class CommContext:
         if reduction.home is not None and stream is not None:
             _release(self._reduced, most=1)  # the last all-reduce may overlap with compute
             self._reduced.append(_InUse(kept, reduction.home, stream.record_event()))
+            if group.comm.settings.on_delivery is not None and group.comm.replicate_group is None:
+                # The optimizer has stepped the unit: gradients of at most one unit exist at a time. The compute stream
+                # waits for the step of a shard; it waits for the reduction before it in any case.
+                _release(self._reduced)
         self._note_host_copy(stream, [group])
 
     def _deliver(self, *, most_in_flight: int) -> None:
