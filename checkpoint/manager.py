@@ -103,6 +103,7 @@ class CheckpointManager:
         asynchronous: save in the background; `save` then waits only for the state's copy and for the previous save.
         export: a second format, such as `vescale_fsdp.conversion.HuggingFace(..)`, written to ``exports/step-..`` under
             the root. `restore` does not read exports, retention does not remove them, and a final save writes none.
+            An export of the same step is replaced; in an object store, a failed save loses it.
         export_every: every step divisible by this number is exported, even if the policy does not save it.
         ram: also saves steps to shared memory; `restore` tries these steps first.
         process_group: the ranks that save and restore together; default: all.
@@ -168,7 +169,7 @@ class CheckpointManager:
             self._retention = retention_of(retention)
             self._best = tuple(rule for rule in leaves_of(policy) if isinstance(rule, BestOf))
             self._root = open_storage(root, neighbors=num_neighbors())  # neighbors: ranks share the cores
-            self._export = None if export is None else form_of(export)
+            self._export = None if export is None else form_of(export).for_exports()
             self._check_root()
             copies = ram is not None and ram.replicas > 0
             # They decide which groups the ranks create below, and at which steps they meet.

@@ -102,6 +102,13 @@ class Form(ABC):
             overwrite: whether an existing checkpoint may be replaced; otherwise it is an error.
         """
 
+    def for_exports(self) -> Form:
+        """Return this form for exports, which it may replace although a failed save then loses the old export.
+
+        An export is a second copy: the step itself is saved before.
+        """
+        return self
+
     def left_out(self, structure: Structure) -> Collection[str]:
         """Return names of tensors whose values `write` never reads; a save need not copy these tensors."""
         return ()

@@ -40,6 +40,8 @@ class WrittenFolder:
         marker: name of a file that exists while the folder is written; empty if a missing ``decisive`` is enough.
         others: decisive files of the kinds of folders that this kind may replace.
         in_place: whether a valid folder in an object store, which cannot rename, may be replaced file by file.
+        may_lose_old: whether such a folder is removed before the new files are written, if not ``in_place``; otherwise
+            it is not replaced.
     """
 
     final: Storage
@@ -49,6 +51,7 @@ class WrittenFolder:
     marker: str = ""
     others: tuple[str, ...] = ()
     in_place: bool = True
+    may_lose_old: bool = False
 
     @cached_property
     def working(self) -> Storage:
@@ -76,7 +79,8 @@ class WrittenFolder:
         is_torn = (
             self.marker in names if self.marker else not {self.decisive, *self.others}.intersection(names)
         )
-        if self.final.in_order and not self.in_place and not is_torn and names:
+        is_kept = self.final.in_order and not self.in_place and not self.may_lose_old
+        if is_kept and not is_torn and names:
             got = "a checkpoint in a store that cannot rename folders: it would be lost if the save failed"
             todo = "save to another path, and remove this checkpoint afterward"
             raise self._refusal("a path without a checkpoint", got, todo)
@@ -94,6 +98,11 @@ class WrittenFolder:
     def begin(self) -> None:
         """Remove files of a killed attempt; in an object store, invalidate an old folder. Called before all writes."""
         if not self.final.in_order or not self.in_place:
+            for name in (
+                self.decisive,
+                *self.others,
+            ):  # first: without them, the files that are left are no checkpoint
+                self.working.remove(name)
             self._empty()
         if self.marker:
             # Before the removal below: an incomplete folder must never lack both the marker and the decisive file.

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -50,22 +50,31 @@ if TYPE_CHECKING:  # imports the zarr library, which takes half a second that ot
     from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
 
 
+@dataclass(frozen=True)
 class ZarrForm(Form):
     """One zarr v3 array for each tensor; ranks' files have the `PerRank` values and the checksums of chunks.
 
     The names of arrays are the same in every save. A new checkpoint is therefore written into a sibling folder, which
     is exchanged with the old folder; an object store, which renames nothing, cannot replace an old checkpoint.
+
+    Args:
+        may_lose_old: whether an old checkpoint in an object store is removed before the save, instead of an error.
     """
 
-    name = "zarr"
+    name: ClassVar[str] = "zarr"
+    may_lose_old: bool = False
 
     def arguments(self) -> Json:
         """Return the form's name; there are no options."""
         return self.name
 
+    def for_exports(self) -> Form:
+        """Return this form with `may_lose_old`."""
+        return replace(self, may_lose_old=True)
+
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
         """Lock the folder. Raises CheckpointError if the path holds a checkpoint or files that must not be replaced."""
-        _folder(storage).claim(held, overwrite=overwrite)
+        _folder(storage, may_lose_old=self.may_lose_old).claim(held, overwrite=overwrite)
 
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan the chunks; write this rank's chunks, then its file."""
@@ -93,11 +102,17 @@ class ZarrForm(Form):
         _folder(storage).clear_away()
 
 
-def _folder(storage: Storage) -> WrittenFolder:
+def _folder(storage: Storage, *, may_lose_old: bool = False) -> WrittenFolder:
     """Return the folder of a checkpoint in the zarr form; an old checkpoint may be in the native form too."""
     native, own = MANIFEST_FILES
     return WrittenFolder(
-        storage, "a checkpoint of this library", own, is_own_file, others=(native,), in_place=False
+        storage,
+        "a checkpoint of this library",
+        own,
+        is_own_file,
+        others=(native,),
+        in_place=False,
+        may_lose_old=may_lose_old,
     )
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.distributed import run_ranks
 from tests.support.faults.stream_storage import StreamStorage
-from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, load, read_state, save, verify
 from vescale_fsdp.conversion import convert, open_source
 from vescale_fsdp.errors import CheckpointError
 
@@ -171,6 +171,26 @@ def test_an_object_store_keeps_the_old_one(tmp_path: Path) -> None:
 
 _CHANGES = ("open", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate", "pwritev")
 _OPEN = os.open
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_exports_of_a_run_that_goes_on_from_an_older_step_are_replaced(asynchronous: bool) -> None:
+    """In an object store too: the step itself is saved, so a failed export loses nothing that is not there twice."""
+    root = f"memory://zarr-exports-{asynchronous}"
+
+    def saved(value: float, steps: range, from_step: int | None) -> None:
+        manager = CheckpointManager(root, export="zarr", asynchronous=asynchronous)
+        assert manager.restore(_state(0), step=from_step) is not None or from_step is None
+        for step in steps:
+            manager.save(step, _state(value + step))
+        manager.wait()
+
+    saved(0, range(1, 4), None)
+    saved(10, range(2, 4), 1)
+    for step, value in ((1, 1.0), (2, 12.0), (3, 13.0)):
+        found = _state(0)
+        load(f"{root}/exports/step-{step:08d}", found)
+        assert (found["model"]["w"] == value).all() and (found["model"]["b"] == value).all(), (step, found)
 
 
 def _state(value: float) -> dict[str, Any]:
