@@ -57,7 +57,7 @@ from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, callers_level, explain
-from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
@@ -417,7 +417,7 @@ class RaggedReader(StorageReader):
                         where=stored.name,
                         todo="create the state with the dtypes of the checkpoint, and cast it after loading",
                     )
-                region = Region(box, FlatRange(0, box.numel))
+                region = Region(box, Range(0, box.numel))
                 target = reads.ask(stored.index, region, tensor)
                 overwriting.add(item.storage_index.fqn, tensor, target)
                 targets.append((item, tensor, target))

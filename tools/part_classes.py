@@ -59,7 +59,7 @@ NUMBERS = re.compile(
     r"int|Shape|Ints|torch\.Size|tuple\[int, \.\.\.\]|slice|tuple\[tuple\[int, int, int\], \.\.\.\]"
 )
 MEMORY = re.compile(r"\b(Buffer|Bytes|Tensor|memoryview)\b")
-GEOMETRY = {"Range", "FlatRange", "Box", "Region", "Extent", "Copy", "SharedRun", "SharedPatch"}
+GEOMETRY = {"Range", "Box", "Region", "Extent", "Copy"}
 
 # Folders whose classes are counted apart. Those of foreign formats are records: they say what is on disk.
 RECORDS = ("vescale_fsdp/layout/", "vescale_fsdp/optim/", "conversion/formats/")
@@ -69,9 +69,6 @@ NOT_PARTS = {
 }
 PARTS = {
     "FileMove": "a turn: a whole file with its sender and receiver",
-    "_Piece": "a turn: a number of bytes of a file with its sender and receivers, which its `FileMove` has",
-    "RaggedSharding": "the boxes of a rank's piece",
-    "SeenPieces": "ranges of a file, as tuples of three numbers",
 }
 # What stands for a part without a class. `tuple[int, ...]` is a shape and does not count.
 NUMBERS_ALONE = re.compile(r"tuple\[int(, int)+\]")

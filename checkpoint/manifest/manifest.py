@@ -45,7 +45,7 @@ from vescale_fsdp.layout.distribution import (
     UnitsCut,
 )
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.region import Region
 
 FORMAT_VERSION = 1  # of both forms
@@ -159,7 +159,7 @@ class Manifest:
         if self.is_undivided(index, region):
             start = region.span.start
             # An empty part: replicas other than the first store nothing.
-            return region if replica == 0 else Region(region.box, FlatRange(start, start))
+            return region if replica == 0 else Region(region.box, Range(start, start))
         return region.part(replica, replicas)
 
     def is_undivided(self, index: int, region: Region) -> bool:

@@ -40,7 +40,7 @@ from vescale_fsdp.errors import (
     UnknownNameError,
     some,
 )
-from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.region import Copy, Region, whole_region
 
 _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB; a larger file is no manifest, and is not read into memory
@@ -159,7 +159,7 @@ class CheckpointTensor:
             CorruptCheckpointError: if a checksum differs.
             CheckpointError: if the box is not inside the tensor, or ``out`` has another shape or dtype.
         """
-        wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
+        wanted = whole_region(self.shape) if box is None else Region(box, Range(0, box.numel))
         self._check(wanted.box, out)
         # An explicit device, because the caller may have changed torch's default device.
         result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
@@ -172,7 +172,7 @@ class CheckpointTensor:
         if not 0 <= start <= stop <= whole.numel:
             raise self._misfit(f"a range inside [0, {whole.numel})", f"[{start}, {stop})")
         result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
-        self.reader.fill([(self.index, Region(whole.box, FlatRange(start, stop)), result)], verify=verify)
+        self.reader.fill([(self.index, Region(whole.box, Range(start, stop)), result)], verify=verify)
         return result
 
     def _check(self, box: Box, out: torch.Tensor | None) -> None:

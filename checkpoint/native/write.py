@@ -36,7 +36,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError, callers_level
-from vescale_fsdp.layout.geometry import FlatRange, boxes_of_range, round_up
+from vescale_fsdp.layout.geometry import Range, boxes_of_range, round_up
 
 _RUN_BYTES = 4 << 20  # 4 MiB: consecutive stripes that one thread writes at a time
 _ALIGN_BYTES = 64  # a multiple of every item size, for views of a shared buffer with any dtype
@@ -250,7 +250,7 @@ def _joint_checksum(buffers: Sequence[Buffer]) -> int:
     return digest.intdigest()
 
 
-def _copied(tensor: torch.Tensor, items: FlatRange, pinned: torch.Tensor | None) -> Buffer:
+def _copied(tensor: torch.Tensor, items: Range, pinned: torch.Tensor | None) -> Buffer:
     """Copy a range of a tensor's row-major items to host memory, and return their bytes.
 
     Args:
@@ -332,13 +332,13 @@ class FileImage:
             start, stop: ends of stripes, which cut no element: stripes and pieces are aligned.
         """
         buffers: list[Buffer] = []
-        pending: list[tuple[int, torch.Tensor, FlatRange]] = []  # (index in `buffers`, tensor, items to copy)
+        pending: list[tuple[int, torch.Tensor, Range]] = []  # (index in `buffers`, tensor, items to copy)
         at = bisect_right(self._starts, start) - 1  # number of the source that contains `start`
         while start < stop:
             end, origin, source = min(stop, self._starts[at + 1]), self._origins[at], self._sources[at]
             if isinstance(source, torch.Tensor):
                 itemsize = source.dtype.itemsize
-                items = FlatRange((start - origin) // itemsize, (end - origin) // itemsize)
+                items = Range((start - origin) // itemsize, (end - origin) // itemsize)
                 pending.append((len(buffers), source, items))
                 buffers.append(b"")  # a placeholder: all copies are made together below
             else:

@@ -30,7 +30,7 @@ from vescale_fsdp.conversion.formats.vescale.source import constants_of, infos_o
 from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.extent import Extent
-from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
+from vescale_fsdp.layout.geometry import Box, Range, boxes_of_range, run_start, whole_box
 from vescale_fsdp.layout.region import Copy, Region, overlaps
 
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB of items per step of `content_sum`, which needs arrays of 8 bytes per item
@@ -126,16 +126,16 @@ class HeldShards:
         # A cut along a dim leaves one run per part only if all earlier dims have size 1.
         return all(size == 1 for size in shape[: max(dims, default=0)])
 
-    def own_run(self, leaf: SourceView) -> FlatRange:
+    def own_run(self, leaf: SourceView) -> Range:
         """Return the range of a stored tensor's items that this rank writes. Needs `lies_in_runs`."""
         place = self.place_of(leaf)
         piece = self.file.piece_of.get(place)
         if piece is None:  # this rank writes no part of the tensor
-            return FlatRange(0, 0)
+            return Range(0, 0)
         box, first = next(piece.region.pieces())
         start = run_start(self.manifest.entries[place].shape, box)
         assert start is not None and first == 0, "every part is one run"
-        return FlatRange(start, start + piece.region.numel)
+        return Range(start, start + piece.region.numel)
 
     def own_bytes(self, leaf: SourceView, start: int, stop: int) -> Buffer:
         """Return the bytes of items [start, stop), which are in `own_run`; not copied if they are in CPU memory."""

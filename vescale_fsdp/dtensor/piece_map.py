@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, numel_of
+from vescale_fsdp.layout.geometry import Range, RunLengths, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
 
@@ -56,26 +56,26 @@ class PieceMap:
         """Number of pieces, including empty ones."""
         return len(self.numels)
 
-    def piece(self, shard_rank: int) -> FlatRange:
+    def piece(self, shard_rank: int) -> Range:
         """Return the flat range that a shard rank owns."""
-        return FlatRange(self.numels.start(shard_rank), self.numels.start(shard_rank + 1))
+        return Range(self.numels.start(shard_rank), self.numels.start(shard_rank + 1))
 
     @property
-    def own_piece(self) -> FlatRange:
+    def own_piece(self) -> Range:
         """The flat range that this rank owns."""
         return self.piece(self.shard_rank)
 
-    def holder_of(self, flat_range: FlatRange) -> int | None:
+    def holder_of(self, flat_range: Range) -> int | None:
         """Return the shard rank that owns all of a non-empty range, or None if several ranks own parts of it."""
         holders = self.holders_of(flat_range)
         first = next(holders)
         return first if next(holders, None) is None else None
 
-    def holders_of(self, flat_range: FlatRange) -> Iterator[int]:
+    def holders_of(self, flat_range: Range) -> Iterator[int]:
         """Yield the shard ranks that own at least one element of a range, in order."""
         return self.numels.holders(*flat_range)
 
-    def count_in_blocks(self, period: int, count: Callable[[FlatRange], int]) -> RunLengths:
+    def count_in_blocks(self, period: int, count: Callable[[Range], int]) -> RunLengths:
         """Return the number of per-block values, such as scales, that belong to each piece.
 
         Args:

@@ -51,7 +51,7 @@ from vescale_fsdp.dtensor.spec import (
 )
 from vescale_fsdp.dtensor.waiting_grad import waiting_in
 from vescale_fsdp.errors import MisuseError, PlacementError, UnsupportedOpError, some
-from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import OWNER_OPTIMIZER, RaggedShard
 from vescale_fsdp.lazy import set_module
@@ -230,7 +230,7 @@ class RaggedDTensor(DTensor):
         return self._spec.mesh
 
     @property
-    def piece(self) -> FlatRange:
+    def piece(self) -> Range:
         """This rank's half-open range of the flattened tensor.
 
         If other mesh axes cut the tensor, too, the range is of the flattened inner box (see the module `spec`).

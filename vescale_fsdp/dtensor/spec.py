@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, whole_box
+from vescale_fsdp.layout.geometry import Box, Range, boxes_of_range, contiguous_strides, whole_box
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, printoptions
@@ -223,7 +223,7 @@ def inner_box(spec: DTensorSpec) -> Box:
     return box
 
 
-def piece_of(spec: DTensorSpec) -> FlatRange:
+def piece_of(spec: DTensorSpec) -> Range:
     """Return this rank's range of the flattened inner box, which is the whole tensor if no other axis cuts it."""
     axis, placement = ragged_axis(spec.placements)
     return placement.piece(inner_box(spec).sizes, spec.mesh.get_local_rank(axis))

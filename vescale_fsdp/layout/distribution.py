@@ -24,7 +24,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of, contiguous_strides
+from vescale_fsdp.layout.geometry import Range, RunLengths, chunk_of, contiguous_strides
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.region import Region, whole_region
 
@@ -212,11 +212,11 @@ class _FlatCut(Cut):
     __slots__ = ()
 
     @abstractmethod
-    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
+    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Range:
         """Return the range of the box's flat elements that belongs to a coordinate."""
 
     @abstractmethod
-    def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
+    def coordinates_of(self, region: Region, size: int, flat: Range, layouts: Layouts) -> Iterator[int]:
         """Yield the coordinates whose ranges share elements with ``flat``."""
 
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Region:
@@ -240,7 +240,7 @@ class _FlatCut(Cut):
                     ranges.append((first, last + 1))
             if not ranges:
                 return
-            flat = FlatRange(min(a for a, _ in ranges), max(b for _, b in ranges))
+            flat = Range(min(a for a, _ in ranges), max(b for _, b in ranges))
         if flat.numel:
             yield from self.coordinates_of(region, size, flat, layouts)
 
@@ -252,18 +252,18 @@ class LayoutCut(_FlatCut):
     layout: int
     slot: int
 
-    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
+    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Range:
         layout = layouts[self.layout]
         return layout.piece(layout.slots[self.slot], coordinate).range
 
-    def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
+    def coordinates_of(self, region: Region, size: int, flat: Range, layouts: Layouts) -> Iterator[int]:
         layout = layouts[self.layout]
         slot = layout.slots[self.slot]
         # The slot's elements are in several runs of the buffer, each with its own ranks.
         if slot.is_scattered:
             start = 0
             for run in slot.runs:
-                shared = flat.intersect(FlatRange(start, start + run.numel)).shift(-start)
+                shared = flat.intersect(Range(start, start + run.numel)).shift(-start)
                 if shared.numel:
                     first, last = shared.start // run.piece_numel, (shared.stop - 1) // run.piece_numel
                     yield from range(run.first_rank + first, run.first_rank + last + 1)
@@ -296,10 +296,10 @@ class UnitsCut(_FlatCut):
 
         return RaggedShard.of_runs(self.dims, RunLengths(self.runs))
 
-    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> FlatRange:
+    def flat_range(self, region: Region, coordinate: int, size: int, layouts: Layouts) -> Range:
         return self.placement.piece(region.box.sizes, coordinate)
 
-    def coordinates_of(self, region: Region, size: int, flat: FlatRange, layouts: Layouts) -> Iterator[int]:
+    def coordinates_of(self, region: Region, size: int, flat: Range, layouts: Layouts) -> Iterator[int]:
         yield from self.placement.piece_lengths(region.box.sizes).holders(*flat)
 
     def to_json(self) -> list[Any]:

@@ -32,7 +32,7 @@ from itertools import accumulate, groupby, pairwise, repeat
 from typing import NamedTuple, overload
 
 
-class FlatRange(NamedTuple):
+class Range(NamedTuple):
     """Half-open range [start, stop) of flat element indices; empty if ``start >= stop``."""
 
     start: int
@@ -43,14 +43,14 @@ class FlatRange(NamedTuple):
         """Number of elements."""
         return max(0, self.stop - self.start)
 
-    def intersect(self, other: FlatRange) -> FlatRange:
+    def intersect(self, other: Range) -> Range:
         """Return the intersection of both ranges; if it is empty, its ``start == stop``."""
         start = max(self.start, other.start)
-        return FlatRange(start, max(start, min(self.stop, other.stop)))
+        return Range(start, max(start, min(self.stop, other.stop)))
 
-    def shift(self, by_numel: int) -> FlatRange:
+    def shift(self, by_numel: int) -> Range:
         """Return this range, moved by ``by_numel`` elements."""
-        return FlatRange(self.start + by_numel, self.stop + by_numel)
+        return Range(self.start + by_numel, self.stop + by_numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +199,17 @@ def run_start(shape: Sequence[int], box: Box) -> int | None:
     return start
 
 
-def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
+def chunk_of(numel: int, num_chunks: int, index: int) -> Range:
     """Return the range of chunk ``index`` of ``numel`` items, cut as ``Shard`` and ``torch.chunk`` do.
 
     The last chunks may be short or empty.
 
     >>> [chunk_of(5, 3, index) for index in range(3)]
-    [FlatRange(start=0, stop=2), FlatRange(start=2, stop=4), FlatRange(start=4, stop=5)]
+    [Range(start=0, stop=2), Range(start=2, stop=4), Range(start=4, stop=5)]
     """
     size = -(-numel // num_chunks)  # rounded up
     start = min(size * index, numel)
-    return FlatRange(start, min(start + size, numel))
+    return Range(start, min(start + size, numel))
 
 
 @dataclass(frozen=True)

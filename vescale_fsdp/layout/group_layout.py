@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
+from vescale_fsdp.layout.geometry import Range, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
 
@@ -49,11 +49,11 @@ class Piece(NamedTuple):
     """One rank's part of one tensor: a flat range of the tensor, and its start in the rank's shard.
 
     Examples:
-        >>> Piece(FlatRange(4, 16), 8).numel
+        >>> Piece(Range(4, 16), 8).numel
         12
     """
 
-    range: FlatRange  # of the tensor's flat elements
+    range: Range  # of the tensor's flat elements
     local_offset: int  # position of the range's first element, in elements from the start of the rank's shard
 
     @property
@@ -124,7 +124,7 @@ class TensorSlot:
     Examples:
         >>> slot = TensorSlot("w", (6, 4), "float32", block_numel=4, offset=8)
         >>> slot.numel, slot.span
-        (24, FlatRange(start=8, stop=32))
+        (24, Range(start=8, stop=32))
     """
 
     fqn: str
@@ -156,7 +156,7 @@ class TensorSlot:
         return bool(self.runs)
 
     @property
-    def span(self) -> FlatRange:
+    def span(self) -> Range:
         """The range of the global buffer that contains the tensor.
 
         Raises:
@@ -165,7 +165,7 @@ class TensorSlot:
         if self.runs:
             problem = "A scattered tensor is not one range of the buffer: call GroupLayout.piece(slot, rank)."
             raise LayoutError(problem, where=self.fqn)
-        return FlatRange(self.offset, self.offset + self.numel)
+        return Range(self.offset, self.offset + self.numel)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values for `from_json`; the key ``runs`` exists only for scattered slots."""
@@ -371,9 +371,9 @@ class GroupLayout:
                 got=repr(fqn),
             ) from None
 
-    def shard_range(self, rank: int) -> FlatRange:
+    def shard_range(self, rank: int) -> Range:
         """Return the range of the global buffer that ``rank`` owns."""
-        return FlatRange(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def piece(self, slot: TensorSlot, rank: int) -> Piece:
         """Return the piece of a tensor on ``rank``: an empty range at offset 0 if the rank owns none of the tensor."""
@@ -381,9 +381,9 @@ class GroupLayout:
         for run in self.runs_of(slot):
             if rank in run.ranks:
                 start += (rank - run.first_rank) * run.piece_numel
-                return Piece(FlatRange(start, start + run.piece_numel), run.local_offset)
+                return Piece(Range(start, start + run.piece_numel), run.local_offset)
             start += run.numel
-        return Piece(FlatRange(0, 0), 0)
+        return Piece(Range(0, 0), 0)
 
     def pieces_of(self, rank: int) -> Iterator[tuple[TensorSlot, Piece]]:
         """Yield the slots and pieces of all tensors of which ``rank`` owns elements, in buffer order."""

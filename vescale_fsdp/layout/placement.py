@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths, numel_of
+from vescale_fsdp.layout.geometry import Range, RunLengths, numel_of
 from vescale_fsdp.lazy import set_module
 
 _INSTEAD = (
@@ -58,7 +58,7 @@ class RaggedShard(Placement):
     Examples:
         >>> two_to_one = RaggedShard((0,), (2, 1))  # rank 0 has two thirds of the rows
         >>> two_to_one.piece_numels((6, 4)), two_to_one.piece((6, 4), rank=1)
-        ((16, 8), FlatRange(start=16, stop=24))
+        ((16, 8), Range(start=16, stop=24))
     """
 
     dims: tuple[int, ...]
@@ -245,10 +245,10 @@ class RaggedShard(Placement):
             todo="use RaggedShard.from_piece_numels, or take the placement from a plan",
         )
 
-    def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
+    def piece(self, shape: Sequence[int], rank: int) -> Range:
         """Return the half-open range of the flattened tensor that ``rank`` of the mesh axis owns."""
         unit = self.unit_numel(shape)
-        return FlatRange(self.units.start(rank) * unit, self.units.start(rank + 1) * unit)
+        return Range(self.units.start(rank) * unit, self.units.start(rank + 1) * unit)
 
     def piece_lengths(self, shape: Sequence[int]) -> RunLengths:
         """Return the number of elements on each rank, in rank order, as runs."""
@@ -288,7 +288,7 @@ class StridedRaggedShard(RaggedShard):
 
     Examples:
         >>> StridedRaggedShard((0,), (1, 2), split_factor=2).runs((6,), rank=0)
-        (FlatRange(start=0, stop=1), FlatRange(start=3, stop=4))
+        (Range(start=0, stop=1), Range(start=3, stop=4))
     """
 
     split_factor: int
@@ -313,7 +313,7 @@ class StridedRaggedShard(RaggedShard):
     def __str__(self) -> str:
         return f"Strided{super().__str__()[:-1]}, split_factor={self.split_factor})"
 
-    def runs(self, shape: Sequence[int], rank: int) -> tuple[FlatRange, ...]:
+    def runs(self, shape: Sequence[int], rank: int) -> tuple[Range, ...]:
         """Return the ranges of the flattened full tensor that ``rank`` owns, one per chunk, in flat order.
 
         Raises:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.layout.geometry import (
     Box,
-    FlatRange,
+    Range,
     boxes_of_range,
     contiguous_strides,
     whole_box,
@@ -35,12 +35,12 @@ class Region:
     """The elements ``span`` of a ``box`` of a tensor, counted in the box's row-major order; both are half-open."""
 
     box: Box
-    span: FlatRange
+    span: Range
 
     @classmethod
     def of_box(cls, box: Box) -> Region:
         """Return the region of all elements of a box."""
-        return cls(box, FlatRange(0, box.numel))
+        return cls(box, Range(0, box.numel))
 
     @property
     def numel(self) -> int:
@@ -51,9 +51,7 @@ class Region:
     def part(self, index: int, count: int) -> Region:
         """Return part ``index`` of ``count`` consecutive parts, whose sizes differ by at most one element."""
         start, numel = self.span.start, self.span.numel
-        return Region(
-            self.box, FlatRange(start + numel * index // count, start + numel * (index + 1) // count)
-        )
+        return Region(self.box, Range(start + numel * index // count, start + numel * (index + 1) // count))
 
     def pieces(self) -> Iterator[tuple[Box, int]]:
         """Yield boxes of the tensor that tile the region, each with the index of its first element in the region."""
@@ -160,7 +158,7 @@ class Copy(NamedTuple):
         """Return the copy's items in ``flat``, the whole target memory, 1D; a view of shape `sizes`."""
         return flat.as_strided(self.sizes, self.target_strides, flat.storage_offset() + self.target)
 
-    def source_ranges(self, max_gap_numel: int = 0) -> Iterator[FlatRange]:
+    def source_ranges(self, max_gap_numel: int = 0) -> Iterator[Range]:
         """Yield the ranges of the source that cover the copy, in order; source strides must be nested.
 
         Args:
@@ -173,7 +171,7 @@ class Copy(NamedTuple):
             numel += (size - 1) * stride
         for steps in product(*(range(0, size * stride, stride) for size, stride in outer)):
             start = self.source + sum(steps)
-            yield FlatRange(start, start + numel)
+            yield Range(start, start + numel)
 
     def within(self, start: int, stop: int) -> Iterator[Copy]:
         """Yield copies of those items whose index in the source is in [start, stop); source strides must be nested.

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.piece_map import PieceMap, local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.errors import ArgumentError, LayoutError
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.hidden_matrices import split_hidden
@@ -330,7 +330,7 @@ class ParamJob(NamedTuple):
     pieces: PieceMap | None  # None: the parameter's placements give no contiguous pieces
     update: torch.Tensor  # 1D [own piece], the update to orthogonalize
 
-    def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
+    def own(self, flat: torch.Tensor, wanted: Range) -> torch.Tensor:
         """Return a view of the elements ``wanted`` of the parameter.
 
         Args:
@@ -357,7 +357,7 @@ class _Result(NamedTuple):
 
     job: ParamJob
     matrix: Matrix
-    wanted: FlatRange
+    wanted: Range
     orthogonal: torch.Tensor  # 1D [wanted], bf16
 
 

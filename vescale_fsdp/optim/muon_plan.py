@@ -41,7 +41,7 @@ from vescale_fsdp.dtensor.meeting import Meets, explained, meet
 from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.dtensor.spec import ranks_by_group_rank
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.torch_private import foreach_copy_
 
 
@@ -59,9 +59,9 @@ class Matrix:
         return self.rows * self.cols
 
     @property
-    def range(self) -> FlatRange:
+    def range(self) -> Range:
         """The flat range of the matrix in its parameter."""
-        return FlatRange(self.start, self.start + self.numel)
+        return Range(self.start, self.start + self.numel)
 
 
 def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None) -> tuple[Matrix, ...]:
@@ -303,7 +303,7 @@ class CutMatrix(NamedTuple):
     pieces: PieceMap
     owner: tuple[int, int]
 
-    def part(self, shard: int) -> FlatRange:
+    def part(self, shard: int) -> Range:
         """Return the part of this matrix that shard rank ``shard`` stores, as a flat range of the parameter."""
         return self.matrix.range.intersect(self.pieces.piece(shard))
 

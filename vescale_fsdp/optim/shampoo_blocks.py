@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vescale_fsdp.errors import LayoutError, callers_level
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
 from vescale_fsdp.optim.structured_optimizer import batches_of, launches
 from vescale_fsdp.torch_private import foreach_copy_, foreach_norm_of
@@ -126,7 +126,7 @@ class FactorGrid:
         matrix, index = divmod(band, self.bands_per_matrix)
         return (matrix * self.rows + index * self.block) * self.cols
 
-    def bands_in(self, piece: FlatRange) -> range:
+    def bands_in(self, piece: Range) -> range:
         """Return the numbers of the bands of a piece.
 
         Raises:
@@ -151,7 +151,7 @@ class FactorGrid:
         matrix, line = divmod(start // self.cols, self.rows)
         return matrix * self.bands_per_matrix + line // self.block
 
-    def areas_in(self, piece: FlatRange) -> Iterator[BlockArea]:
+    def areas_in(self, piece: Range) -> Iterator[BlockArea]:
         """Yield the areas that cover the blocks of a piece. Adjacent blocks of equal height and width form one area."""
         top = first = 0
         last_height = self.rows - (self.bands_per_matrix - 1) * self.block

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.meeting import one_meeting
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_sharded_with
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Range, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
 from vescale_fsdp.lazy import set_module
 
@@ -90,7 +90,7 @@ class BlockGrid:
         """Return the number of bands in ``numel`` elements that start with a band; the last band may be short."""
         return -(-numel // self.band_numel)
 
-    def scales_of(self, piece: FlatRange, where: str) -> int:
+    def scales_of(self, piece: Range, where: str) -> int:
         """Return the number of scales of a piece.
 
         Args:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.layout.geometry import FlatRange, round_up
+from vescale_fsdp.layout.geometry import Range, round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.quantize.codec import BlockCodec, BlockGrid
 from vescale_fsdp.torch_modes import is_fake
@@ -142,7 +142,7 @@ class CodedLayout:
                     run.num_ranks - 1,
                 }:  # the pieces between are alike
                     first = start + place * run.piece_numel
-                    numel = grid.scales_of(FlatRange(first, first + run.piece_numel), slot.fqn)
+                    numel = grid.scales_of(Range(first, first + run.piece_numel), slot.fqn)
             start += run.numel
             ranks = slice(run.first_rank, run.ranks.stop)
             begin = max(ends[ranks])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vescale_fsdp.layout.distribution import Cut, Distribution, Holders, LayoutCut, ShardCut
-from vescale_fsdp.layout.geometry import Box, FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Box, Range, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.region import Region, whole_region
 from vescale_fsdp.transfer.description import StateDescription
@@ -198,9 +198,9 @@ class RegionTable(NamedTuple):
             return self
         pieces = []
         for row in np.flatnonzero(~whole & (self.starts < self.stops)).tolist():
-            region = Region(self.box(row), FlatRange(int(self.starts[row]), int(self.stops[row])))
+            region = Region(self.box(row), Range(int(self.starts[row]), int(self.stops[row])))
             for piece, _ in region.pieces():
-                pieces.append((int(self.cells[row]), Region(piece, FlatRange(0, piece.numel))))
+                pieces.append((int(self.cells[row]), Region(piece, Range(0, piece.numel))))
         cut = RegionTable.of(pieces, self.offsets.shape[1])
         parts = zip(self.chosen(whole), cut, strict=True)
         return RegionTable(*(np.concatenate(pair) for pair in parts))
@@ -263,7 +263,7 @@ def _narrowed(
     spans = []  # row by row: the remaining kinds of cuts have no closed formula, and are rare
     for row, coordinate in enumerate(coordinates.tolist()):
         box = table.box(row)
-        spans.append(cut.narrow(Region(box, FlatRange(0, box.numel)), coordinate, size, layouts).span)
+        spans.append(cut.narrow(Region(box, Range(0, box.numel)), coordinate, size, layouts).span)
     starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     return table._replace(starts=starts, stops=stops)
 

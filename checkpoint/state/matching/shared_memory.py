@@ -19,7 +19,7 @@ import torch
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.checkpoint.state.matching.result import TensorRead
 from vescale_fsdp.errors import CheckpointError, some
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.region import Region
 
 _PIECE_BYTES = 16 << 20  # 16 MiB
@@ -139,7 +139,7 @@ def _is_equal(one: Fill, other: Fill, read_now: ReadNow) -> bool:
     box, (start, stop) = one.region.box, one.region.span
     step = max(1, _PIECE_BYTES // one.local.dtype.itemsize)
     for first in range(start, stop, step):
-        part = Region(box, FlatRange(first, min(first + step, stop)))
+        part = Region(box, Range(first, min(first + step, stop)))
         left, right = (bytes_of(read_now(fill.read, part)) for fill in (one, other))
         if not torch.equal(left, right):
             return False

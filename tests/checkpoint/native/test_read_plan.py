@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CorruptCheckpointError, PartialLoadError
 from vescale_fsdp.layout.distribution import Distribution
-from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.region import Region, whole_region
 
 MODES: list[Verify] = ["before", "while", "never"]
@@ -294,7 +294,7 @@ def test_a_part_and_the_whole_at_once(tmp_path: Path) -> None:
     whole = torch.arange(3000.0).reshape(30, 100)
     save(tmp_path / "c", {"a": whole})
     reader = read_state(tmp_path / "c")
-    regions = [whole_region((30, 100)), Region(Box((0, 0), (2, 100)), FlatRange(0, 200))]
+    regions = [whole_region((30, 100)), Region(Box((0, 0), (2, 100)), Range(0, 200))]
     found = [torch.zeros(30, 100), torch.zeros(2, 100)]
 
     for verify in (True, False):

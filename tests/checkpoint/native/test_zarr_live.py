@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CorruptCheckpointError
 from vescale_fsdp.layout.distribution import Axis, LayoutCut, RankSet
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.region import Region, overlaps
 
@@ -114,7 +114,7 @@ def test_chunks_follow_blocks_of_rows() -> None:
         assert chunks[0] > 1 and chunks[0] * chunks[1] * 4 <= 4 << 20
         for box in chunk_boxes(entry.shape, chunks):
             inside = clipped(box, entry.shape)
-            wanted = Region(inside, FlatRange(0, inside.numel))
+            wanted = Region(inside, Range(0, inside.numel))
             touched = manifest.distributions[place].touching(entry.shape, wanted, (layout,))
             on_one_rank.append((place, sum(1 for _, region in touched if overlaps(region, wanted)) == 1))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vescale_fsdp import Flat, Tiles
 from vescale_fsdp.dtensor.piece_map import PieceMap, _chunks
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths, chunk_of
+from vescale_fsdp.layout.geometry import Range, RunLengths, chunk_of
 from vescale_fsdp.optim.shampoo_blocks import factor_grid_of
 from vescale_fsdp.quantize.codec import grid_of
 
@@ -37,7 +37,7 @@ def outcome(count: Callable[[], tuple[int, ...]]) -> tuple[int, ...] | str:
         return "refused"
 
 
-def check(pieces: PieceMap, period: int, count: Callable[[FlatRange], int]) -> None:
+def check(pieces: PieceMap, period: int, count: Callable[[Range], int]) -> None:
     """Runs give what every piece gives when it is asked itself, refusals included."""
     ranks = range(pieces.num_shards)
     alone = outcome(lambda: tuple(count(pieces.piece(rank)) for rank in ranks))
@@ -66,7 +66,7 @@ def test_scales_of_runs(case: tuple[tuple[int, ...], PieceMap], block: int) -> N
 
 def test_one_piece_stands_for_many() -> None:
     """Of 16,384 pieces in five runs a few are asked, not all; a cut inside a block is still refused."""
-    asked: list[FlatRange] = []
+    asked: list[Range] = []
     pieces = PieceMap((8 * 16_380 + 6,), RunLengths(((3, 0), (16_380, 8), (1, 6))))
     grid = grid_of(pieces.shape, Flat(4))
     counts = pieces.count_in_blocks(4, lambda piece: (asked.append(piece), grid.scales_of(piece, "w"))[1])  # type: ignore[func-returns-value]

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from vescale_fsdp import RaggedShard
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Range, numel_of
 
 placements = st.builds(
     RaggedShard,
@@ -134,7 +134,7 @@ def test_whole_tensor_on_one_rank() -> None:
 
     for shape in [(), (5,), (3, 7)]:
         assert placement.piece_numels(shape) == (0, 0, numel_of(shape))
-    assert placement.piece((3, 7), 2) == FlatRange(0, 21)
+    assert placement.piece((3, 7), 2) == Range(0, 21)
 
 
 @pytest.mark.parametrize(

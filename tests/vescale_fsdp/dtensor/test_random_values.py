@@ -17,7 +17,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard
 from vescale_fsdp.dtensor.operators.random_values import normals, philox, uniforms
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Range, numel_of
 
 CPU = torch.device("cpu")
 MORE = pytest.mark.part("numerics")
@@ -54,35 +54,35 @@ def test_philox_known_answers(
 @pytest.mark.parametrize("bits", [8, 24, 32, 53])
 def test_any_spans_are_the_same_stream(bits: int) -> None:
     """Values of a span do not depend on where the span begins, ends or what else is drawn."""
-    whole = uniforms([FlatRange(0, 300_000)], 7, 3, bits, CPU)
+    whole = uniforms([Range(0, 300_000)], 7, 3, bits, CPU)
     spans = [
-        FlatRange(5, 6),
-        FlatRange(99, 262_148),
-        FlatRange(7, 7),
-        FlatRange(262_143, 262_146),
-        FlatRange(299_999, 300_000),
+        Range(5, 6),
+        Range(99, 262_148),
+        Range(7, 7),
+        Range(262_143, 262_146),
+        Range(299_999, 300_000),
     ]
     parts = torch.cat([whole[s.start : s.stop] for s in spans])
 
     assert torch.equal(uniforms(spans, 7, 3, bits, CPU), parts)
     assert torch.equal((whole * 2.0**bits).frac(), torch.zeros_like(whole))
     assert 0 <= whole.min() < 0.01 and 0.99 < whole.max() < 1
-    far = FlatRange(2**40 + 3, 2**40 + 9)
+    far = Range(2**40 + 3, 2**40 + 9)
     assert torch.equal(
-        uniforms([FlatRange(2**40, 2**40 + 20)], 7, 3, bits, CPU)[3:9], uniforms([far], 7, 3, bits, CPU)
+        uniforms([Range(2**40, 2**40 + 20)], 7, 3, bits, CPU)[3:9], uniforms([far], 7, 3, bits, CPU)
     )
 
 
 def test_normals_are_normal() -> None:
     """Moments and tails of a million normals; the arithmetic agrees with torch's own log, sin and cos."""
     n = 1 << 20
-    values = normals([FlatRange(0, n)], 1, 0, CPU)
+    values = normals([Range(0, n)], 1, 0, CPU)
     deviation = n**-0.5
 
     assert abs(values.mean()) < 4 * deviation and abs(values.var() - 1) < 6 * deviation
     assert abs((values**4).mean() - 3) < 40 * deviation and values.abs().max() < 6.77
     assert abs((values.abs() > 1.959964).double().mean() - 0.05) < 6 * deviation
-    words = (uniforms([FlatRange(0, 4096)], 1, 0, 32, CPU) * 2.0**32).view(-1, 2)
+    words = (uniforms([Range(0, 4096)], 1, 0, 32, CPU) * 2.0**32).view(-1, 2)
     radius = (-2 * torch.log((words[:, 0] + 0.5) / 2**32)).sqrt()
     angle = (words[:, 1] / 2**32) * 2 * math.pi
     expected = torch.stack([radius * angle.cos(), radius * angle.sin()], 1).view(-1)
@@ -92,7 +92,7 @@ def test_normals_are_normal() -> None:
 def test_streams_and_seeds_differ() -> None:
     """Another seed or another stream gives other values, uncorrelated ones."""
     draws = [
-        normals([FlatRange(0, 4096)], *pair, CPU) for pair in ((0, 0), (0, 1), (1, 0), (2**40, 0), (0, 2**40))
+        normals([Range(0, 4096)], *pair, CPU) for pair in ((0, 0), (0, 1), (1, 0), (2**40, 0), (0, 2**40))
     ]
     correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(5)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vescale_fsdp.layout.geometry import (
     Box,
-    FlatRange,
+    Range,
     boxes_of_range,
     chunk_of,
     contiguous_strides,
@@ -68,7 +68,7 @@ def test_boxes_tile_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     boxes = boxes_of_range(shape, start, stop)
     ranges = [
-        FlatRange(first, first + box.numel) for box in boxes if (first := run_start(shape, box)) is not None
+        Range(first, first + box.numel) for box in boxes if (first := run_start(shape, box)) is not None
     ]
 
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -163,7 +163,7 @@ def test_chunks_are_those_of_torch(numel: int, num_chunks: int, cols: int) -> No
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(-3, 3))
 def test_flat_range_algebra(a: int, b: int, c: int, d: int, by: int) -> None:
     """Intersection, numel and shift of ranges agree with sets of integers."""
-    one, two = FlatRange(a, b), FlatRange(c, d)
+    one, two = Range(a, b), Range(c, d)
     common = set(range(a, b)) & set(range(c, d))
 
     assert set(range(*one.intersect(two))) == common

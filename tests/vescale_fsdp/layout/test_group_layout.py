@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Range, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, Piece, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
@@ -78,8 +78,8 @@ def test_drawing_of_the_module() -> None:
     assert [tuple(s.span) for s in (w, b, v)] == [(0, 14), (14, 19), (20, 36)]
     assert [DRAWN.piece(w, rank).range for rank in range(3)] == [(0, 12), (12, 14), (0, 0)]
     assert [DRAWN.piece(v, rank) for rank in (1, 2)] == [
-        Piece(FlatRange(0, 4), 8),
-        Piece(FlatRange(4, 16), 0),
+        Piece(Range(0, 4), 8),
+        Piece(Range(4, 16), 0),
     ]
     assert DRAWN.piece_numels(b) == (0, 5, 0)
     assert (DRAWN.numel, DRAWN.payload_numel) == (36, 35)

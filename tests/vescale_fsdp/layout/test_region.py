@@ -25,7 +25,7 @@ from vescale_fsdp.layout.distribution import (
     cut_from_json,
     shard_order,
 )
-from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.region import Copy, Region, overlaps
@@ -44,7 +44,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     sizes = tuple(n - o - draw(st.integers(0, (n - o) // 2)) for n, o in zip(shape, offsets, strict=True))
     box = Box(offsets, sizes)
     start = draw(st.integers(0, box.numel // 2))
-    return Region(box, FlatRange(start, box.numel - draw(st.integers(0, (box.numel - start) // 2))))
+    return Region(box, Range(start, box.numel - draw(st.integers(0, (box.numel - start) // 2))))
 
 
 @st.composite
@@ -77,7 +77,7 @@ def _all_regions(shape: tuple[int, ...]) -> Iterator[Region]:
         for sizes in itertools.product(*(range(1, n - o + 1) for n, o in zip(shape, offsets, strict=True))):
             box = Box(offsets, sizes)
             for start, stop in itertools.combinations(range(box.numel + 1), 2):
-                yield Region(box, FlatRange(start, stop))
+                yield Region(box, Range(start, stop))
 
 
 def _prove_overlaps(shape: tuple[int, ...], source: Region, target: Region) -> None:
@@ -236,8 +236,8 @@ def test_regions_of_all_coordinates_tile_the_tensor() -> None:
 
 def test_a_strided_overlap() -> None:
     """Columns 1 and 2 of a (2, 4) tensor whose first three columns are stored: one copy, which is not a run."""
-    stored = Region(Box((0, 0), (2, 3)), FlatRange(0, 6))
-    wanted = Region(Box((0, 1), (2, 2)), FlatRange(0, 4))
+    stored = Region(Box((0, 0), (2, 3)), Range(0, 6))
+    wanted = Region(Box((0, 1), (2, 2)), Range(0, 4))
 
     assert overlaps(stored, wanted) == [Copy((2, 2), 1, (3, 1), 0, (2, 1))]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_fsdp.layout.geometry import FlatRange, RunLengths
+from vescale_fsdp.layout.geometry import Range, RunLengths
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
@@ -52,8 +52,8 @@ def test_equality_is_that_of_the_values(one: tuple[int, ...], other: tuple[int, 
 def test_holders_are_those_that_a_walk_finds(numels: tuple[int, ...], start: int, stop: int) -> None:
     """A range's holders are the places whose elements it meets; empty places hold nothing."""
     found = RunLengths.of(numels)
-    pieces = [FlatRange(found.start(place), found.start(place + 1)) for place in range(len(numels))]
-    wanted = FlatRange(start, stop)
+    pieces = [Range(found.start(place), found.start(place + 1)) for place in range(len(numels))]
+    wanted = Range(start, stop)
 
     assert [*found.holders(start, stop)] == [
         p for p, piece in enumerate(pieces) if piece.intersect(wanted).numel

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import (
     GroupLayout,
@@ -53,9 +53,9 @@ def test_drawing_of_the_module() -> None:
     assert DRAWN.piece_numels(a) == (12, 8, 0, 0, 0)
     assert DRAWN.piece_numels(u) == (0, 0, 10, 10, 10)
     assert [DRAWN.piece(u, rank) for rank in (1, 2, 4)] == [
-        Piece(FlatRange(0, 0), 0),
-        Piece(FlatRange(0, 10), 0),
-        Piece(FlatRange(20, 30), 0),
+        Piece(Range(0, 0), 0),
+        Piece(Range(0, 10), 0),
+        Piece(Range(20, 30), 0),
     ]
     assert [[slot.fqn for slot, _ in DRAWN.pieces_of(rank)] for rank in range(5)] == [
         ["a"],

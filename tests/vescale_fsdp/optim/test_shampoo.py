@@ -19,7 +19,7 @@ from tests.support.optim_cases import (
 )
 from vescale_fsdp import Element
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.optim import Shampoo
 from vescale_fsdp.optim.shampoo_blocks import factor_grid_of, granularity_of, inverse_roots
 
@@ -119,7 +119,7 @@ def test_granularity_keeps_bands_whole(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()
     block = granularity_of(shape, BLOCK).block_numel(shape)
     cuts = [*range(0, numel, block), numel]
-    bands = [len(grid.bands_in(FlatRange(a, b))) for a, b in pairwise(cuts)]
+    bands = [len(grid.bands_in(Range(a, b))) for a, b in pairwise(cuts)]
 
     assert sum(bands) == grid.factor_shapes["left"][0]
     assert min(bands) >= 1
@@ -129,7 +129,7 @@ def test_blocks_tile_the_parameter() -> None:
     """The drawing: 5 x 7 in blocks of 4 has blocks of 4x4, 4x3, 1x4 and 1x3."""
     grid = factor_grid_of((5, 7), 4)
     assert grid.factor_shapes == {"left": (2, 2, 4, 4), "right": (2, 2, 4, 4)}
-    sizes = [(a.top, a.height, a.left, a.width) for a in grid.areas_in(FlatRange(0, 35))]
+    sizes = [(a.top, a.height, a.left, a.width) for a in grid.areas_in(Range(0, 35))]
     assert sizes == [(0, 4, 0, 4), (0, 4, 4, 3), (4, 1, 0, 4), (4, 1, 4, 3)]
 
 
@@ -138,7 +138,7 @@ def test_areas_hold_each_block_once(shape: tuple[int, ...]) -> None:
     """However areas are cut into parts, every element and every factor is in one of them, at its block's place."""
     grid = factor_grid_of(shape, BLOCK)
     lines = torch.Size(shape).numel() // grid.cols
-    piece = FlatRange(grid.band_start(1), torch.Size(shape).numel())  # without the first band
+    piece = Range(grid.band_start(1), torch.Size(shape).numel())  # without the first band
     for most in (1, 2, 3, 5, 100):
         seen = torch.zeros(lines, grid.cols)
         factors = torch.zeros(len(grid.bands_in(piece)), grid.num_columns)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vescale_fsdp import Element, Flat, Granularity, Rows, Tiles
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Range, numel_of
 from vescale_fsdp.quantize.codec import BlockGrid, grid_of
 
 SHAPES = st.sampled_from([(10,), (1, 1), (3, 5), (64, 48), (33, 70), (4, 9, 7), (128, 1)])
@@ -56,7 +56,7 @@ def test_a_piece_has_the_blocks_of_the_whole(
     first = start // grid.band_numel
 
     assert min(grid.band_numel, numel) == block.block_numel(shape)  # what the planner keeps whole
-    count = grid.scales_of(FlatRange(start, stop), "tensor")
+    count = grid.scales_of(Range(start, stop), "tensor")
     assert count == grid.bands_of(stop - start) * grid.scales_per_band
     tiles = grid.tiled(full)[first : first + grid.bands_of(stop - start)]
     assert torch.equal(grid.tiled(full[start:stop]), tiles)
@@ -73,9 +73,9 @@ def test_the_grid_has_the_numbers_of_its_drawing() -> None:
 def test_a_cut_inside_a_block_is_refused() -> None:
     """Both ends of a piece must lie between bands; the end of the tensor counts."""
     grid = grid_of((10, 4), Tiles(4, 4))
-    assert grid.scales_of(FlatRange(16, 40), "w") == 2
-    assert grid.scales_of(FlatRange(8, 8), "w") == 0
-    for piece in (FlatRange(8, 40), FlatRange(0, 20)):
+    assert grid.scales_of(Range(16, 40), "w") == 2
+    assert grid.scales_of(Range(8, 8), "w") == 0
+    for piece in (Range(8, 40), Range(0, 20)):
         with pytest.raises(LayoutError) as caught:
             grid.scales_of(piece, "w")
         assert caught.value.got == f"[{piece.start}, {piece.stop}) of 40"

@@ -22,7 +22,7 @@ from vescale_fsdp.layout.distribution import (
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import Range, numel_of
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription
 from vescale_fsdp.transfer.plan import TransferPlan
@@ -128,7 +128,7 @@ def region_of(description: StateDescription, place: int, rank: int) -> Region | 
 
 def part_of(full: torch.Tensor, region: Region) -> torch.Tensor:
     """A region of a whole tensor, flat."""
-    span = FlatRange(*region.span)
+    span = Range(*region.span)
     return full[region.box.slices()].reshape(-1)[span.start : span.stop].clone()
 
 

@@ -13,7 +13,7 @@ from tests.vescale_fsdp.transfer.cases import descriptions, moved, part_of, regi
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout import TensorSpec, plan_group
 from vescale_fsdp.layout.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
-from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.transfer import demand, rank_transfers
@@ -251,7 +251,7 @@ def test_names_have_dots_and_slashes_are_accepted() -> None:
 
 def test_ranges_become_boxes_beside_whole_ones() -> None:
     """The whole row stays first; the range from 1 to 5 of a 2 x 3 box becomes a box in each of its rows."""
-    whole, cut = Region(Box((0, 0), (2, 3)), FlatRange(0, 6)), Region(Box((2, 0), (2, 3)), FlatRange(1, 5))
+    whole, cut = Region(Box((0, 0), (2, 3)), Range(0, 6)), Region(Box((2, 0), (2, 3)), Range(1, 5))
     table = demand.RegionTable.of([(0, whole), (1, cut)], 2).boxes()
     assert table.cells.tolist() == [0, 1, 1]
     assert [table.box(row) for row in range(3)] == [whole.box, Box((2, 1), (1, 2)), Box((3, 0), (1, 2))]

@@ -49,7 +49,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
 from vescale_fsdp.dtensor.operators.whole_tensors import gathered, written_back
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
-from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
+from vescale_fsdp.layout.geometry import Box, Range, run_start
 from vescale_fsdp.torch_private import piece_in
 
 
@@ -122,24 +122,24 @@ def set_rng_state(state: tuple[int | None, int]) -> None:
     _streams.set(*state)
 
 
-def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
+def _spans(tensor: RaggedDTensor) -> list[Range]:
     """Return this rank's flat ranges of the global tensor, in the order of its local elements."""
     shape = tuple(tensor.shape)
-    spans: list[FlatRange] = []
+    spans: list[Range] = []
     for box in boxes_of(tensor._spec):
         for run in _runs(shape, box):
             if spans and spans[-1].stop == run.start:  # joined, so that there are few spans to draw
-                spans[-1] = FlatRange(spans[-1].start, run.stop)
+                spans[-1] = Range(spans[-1].start, run.stop)
             else:
                 spans.append(run)
     return spans
 
 
-def _runs(shape: tuple[int, ...], box: Box) -> list[FlatRange]:
+def _runs(shape: tuple[int, ...], box: Box) -> list[Range]:
     """Return the contiguous runs of a box: one run, unless another mesh axis cuts a dim after the first."""
     start = run_start(shape, box)
     if start is not None:
-        return [FlatRange(start, start + box.numel)]
+        return [Range(start, start + box.numel)]
     dim = next(d for d in range(len(shape)) if box.sizes[d] > 1)  # split along the first dim of size > 1
     return [
         run for index in range(box.sizes[dim]) for run in _runs(shape, box.chunk(dim, box.sizes[dim], index))
@@ -315,19 +315,19 @@ def _words(counters: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
 
 
 def _pick(
-    spans: Sequence[FlatRange], per_counter: int, device: torch.device
+    spans: Sequence[Range], per_counter: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches of (counters, indices), in the order of the spans.
 
     Each counter produces ``per_counter`` values. The indices select the values at the positions in ``spans``.
     """
-    group: list[FlatRange] = []
+    group: list[Range] = []
     room = _COUNTERS_AT_ONCE
     for span in spans:
         start = span.start
         while start < span.stop:
             stop = min(span.stop, (start // per_counter + room) * per_counter)
-            group.append(FlatRange(start, stop))
+            group.append(Range(start, stop))
             room -= -(-stop // per_counter) - start // per_counter
             start = stop
             # The batch is full. <= 1, because a range that starts inside a counter's values may need one more counter.
@@ -338,9 +338,7 @@ def _pick(
         yield _address(group, per_counter, device)
 
 
-def _address(
-    group: list[FlatRange], per_counter: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _address(group: list[Range], per_counter: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the counters that produce the values of all spans, and the indices of these values."""
     starts = torch.tensor([span.start for span in group], dtype=torch.int64, device=device)
     stops = torch.tensor([span.stop for span in group], dtype=torch.int64, device=device)
@@ -359,9 +357,7 @@ def _ramp(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return spread + torch.arange(spread.numel(), dtype=torch.int64, device=spread.device)
 
 
-def uniforms(
-    spans: Sequence[FlatRange], seed: int, stream: int, bits: int, device: torch.device
-) -> torch.Tensor:
+def uniforms(spans: Sequence[Range], seed: int, stream: int, bits: int, device: torch.device) -> torch.Tensor:
     """Return uniform random values on [0, 1), multiples of 2**-bits.
 
     Args:
@@ -386,7 +382,7 @@ def uniforms(
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
 
 
-def normals(spans: Sequence[FlatRange], seed: int, stream: int, device: torch.device) -> torch.Tensor:
+def normals(spans: Sequence[Range], seed: int, stream: int, device: torch.device) -> torch.Tensor:
     """Return standard normal random values, by Box and Muller's method on pairs of words.
 
     The smallest argument of the logarithm is 2**-33, so the largest magnitude is sqrt(66 ln 2) = 6.76. The arguments

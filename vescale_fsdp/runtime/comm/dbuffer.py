@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.collectives.slice_exchange import Work
-from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_modes import without_grad
 
@@ -151,7 +151,7 @@ class DBuffer:
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.add_(part)
 
-    def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: FlatRange | None = None) -> None:
+    def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: Range | None = None) -> None:
         """Start to fill the buffer with the contributions of all ranks.
 
         Args:
