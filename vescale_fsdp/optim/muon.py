@@ -243,9 +243,11 @@ class Muon(StructuredOptimizer):
         if present not in self._plans:
             params = [
                 SteppedParam(
-                    pieces_of(param), matrices_of(tuple(param.shape), group["row_splits"]), group["ns_steps"]
+                    pieces_of(param),
+                    matrices_of(tuple(param.shape), group["row_splits"], number),
+                    group["ns_steps"],
                 )
-                for param, group in (members[index] for index in present)
+                for number, (param, group) in enumerate(members[index] for index in present)
             ]
             self._plans[present] = plan_step(params, self._bucket_bytes, self._ranks)
         plan = self._plans[present]
@@ -351,14 +353,21 @@ class ParamJob(NamedTuple):
         shape = torch.Size((matrix.rows, matrix.cols))
         return muon_adjust_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], shape)
 
+    def term(self, matrix: Matrix, wanted: Range, orthogonal: torch.Tensor) -> _Term:
+        """Return the term for the elements ``wanted`` of a matrix.
 
-class _Result(NamedTuple):
-    """The elements of an orthogonalized update in one range of its parameter."""
+        Args:
+            orthogonal: 1-D, these elements of the orthogonalized update.
+        """
+        return _Term(self.own(local_tensor(self.param), wanted), orthogonal, self.scaled_lr(matrix))
 
-    job: ParamJob
-    matrix: Matrix
-    wanted: Range
-    orthogonal: torch.Tensor  # 1D [wanted], bf16
+
+class _Term(NamedTuple):
+    """What a step subtracts from some elements of a parameter: ``target -= lr * orthogonal``."""
+
+    target: torch.Tensor  # 1D, a view of the parameter's local tensor
+    orthogonal: torch.Tensor  # 1D, bf16
+    lr: float
 
 
 def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[], None]) -> None:
@@ -391,23 +400,20 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
 
 
 def _stacks(
-    matrices: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]
-) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
+    matrices: Sequence[Matrix], jobs: Sequence[ParamJob]
+) -> Iterator[tuple[NewtonSchulz, torch.Size, list[int]]]:
     """Group matrices of equal shape and equal iteration into stacks of bounded size.
-
-    Args:
-        matrices: (index of the job, matrix) pairs.
 
     Yields:
         The iteration, the shape of the matrices, and their positions in ``matrices``.
     """
     items = (
-        ((jobs[index].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
-        for position, (index, matrix) in enumerate(matrices)
+        ((jobs[matrix.param].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
+        for position, matrix in enumerate(matrices)
     )
     for positions in batches_of(items, _STACK_NUMEL):
-        index, matrix = matrices[positions[0]]
-        yield jobs[index].iteration(), (matrix.rows, matrix.cols), positions
+        first = matrices[positions[0]]
+        yield jobs[first.param].iteration(), torch.Size((first.rows, first.cols)), positions
 
 
 def _decay(jobs: Sequence[ParamJob]) -> None:
@@ -425,25 +431,17 @@ def _decay(jobs: Sequence[ParamJob]) -> None:
             local.mul_(factors[alike[0]])
 
 
-def _subtract(results: Iterable[_Result]) -> None:
-    """Compute ``p -= lr' * o``, with one launch per dtype and learning rate, in batches of bounded memory."""
-    items = (
-        (
-            (each.job.param.dtype, each.job.param.device, each.job.scaled_lr(each.matrix)),
-            each.wanted.numel,
-            each,
-        )
-        for each in results
-    )
+def _subtract(terms: Iterable[_Term]) -> None:
+    """Subtract the terms, with one launch per dtype and learning rate, in batches of bounded memory."""
+    items = (((term.target.dtype, term.target.device, term.lr), term.target.numel(), term) for term in terms)
     for alike in batches_of(items, _WIDENED_NUMEL):
-        job, matrix, _, _ = alike[0]
-        targets = [each.job.own(local_tensor(each.job.param), each.wanted) for each in alike]
+        targets = [term.target for term in alike]
         sums = targets
-        if job.param.dtype in (torch.bfloat16, torch.float16):
+        if targets[0].dtype in (torch.bfloat16, torch.float16):
             # Subtract in fp32: torch's 16-bit CPU kernel rounds the last elements of a tensor differently from the
             # other elements, so the result would depend on where ranks cut the parameter.
             sums = _widened(targets)
-        foreach_add_(sums, _widened([each.orthogonal for each in alike]), alpha=-job.scaled_lr(matrix))
+        foreach_add_(sums, _widened([term.orthogonal for term in alike]), alpha=-alike[0].lr)
         if sums is not targets:
             foreach_copy_(targets, sums)
 
@@ -456,16 +454,16 @@ def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return wide
 
 
-def _orthogonalize_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
+def _orthogonalize_here(here: Sequence[Matrix], jobs: Sequence[ParamJob]) -> None:
     """Orthogonalize the updates of matrices that are whole on this rank, and subtract the results."""
     for iteration, shape, positions in _stacks(here, jobs):
-        members = [(jobs[here[position][0]], here[position][1]) for position in positions]
+        members = [(jobs[here[position].param], here[position]) for position in positions]
         stack = torch.empty(len(members), *shape, dtype=WIRE_DTYPE, device=members[0][0].update.device)
         rows = list(stack.flatten(1).unbind())
         foreach_copy_(rows, [job.own(job.update, matrix.range) for job, matrix in members])
         results = iteration(stack).flatten(1).unbind()
         _subtract(
-            _Result(job, matrix, matrix.range, result)
+            job.term(matrix, matrix.range, result)
             for (job, matrix), result in zip(members, results, strict=True)
         )
 
@@ -479,8 +477,8 @@ def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
     assert isinstance(spread, DTensor)
     update = spread.full_tensor()
     orthogonal = torch.zeros_like(update)
-    matrices = matrices_of(tuple(job.param.shape), job.group["row_splits"])
-    for iteration, shape, positions in _stacks([(index, matrix) for matrix in matrices], jobs):
+    matrices = matrices_of(tuple(job.param.shape), job.group["row_splits"], index)
+    for iteration, shape, positions in _stacks(matrices, jobs):
         ranges = [matrices[position].range for position in positions]
         stack = torch.stack([update.reshape(-1)[start:stop].view(shape) for start, stop in ranges])
         results = iteration(stack.to(WIRE_DTYPE)).flatten(1).to(orthogonal.dtype)
@@ -491,17 +489,17 @@ def _orthogonalize_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
 
 def _device(bucket: Bucket, jobs: Sequence[ParamJob]) -> torch.device:
     """Return the device of a bucket's parameters; a bucket is never empty."""
-    return jobs[bucket.cuts[0].param].update.device
+    return jobs[next(iter(bucket.owner_of)).param].update.device
 
 
 def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
     """Start to send this rank's parts of a bucket's updates to the owners of the matrices."""
     shard = bucket.ranks.shard
     parts = [
-        jobs[t.param].own(jobs[t.param].update, t.part(shard))
-        for cuts in bucket.outbound
-        for t in cuts
-        if t.part(shard).numel
+        jobs[matrix.param].own(jobs[matrix.param].update, part)
+        for matrices in bucket.outbound
+        for matrix in matrices
+        if (part := bucket.part(matrix, shard)).numel
     ]
     return start_exchange(parts, bucket.gather_numels, bucket.ranks, _device(bucket, jobs))
 
@@ -521,13 +519,15 @@ def _orthogonalize_arrived(
     # Parts arrive in the order of ranks, and from each rank in the order of the bucket. Inside a matrix, parts are in
     # the order of shards.
     keys = [(s, n) for r, s in bucket.everyone if r == bucket.ranks.replica for n in range(len(owned))]
-    chunks = arrived.split([owned[n].part(s).numel for s, n in keys]) if keys else ()
+    chunks = arrived.split([bucket.part(owned[n], s).numel for s, n in keys]) if keys else ()
     parts = dict(zip(keys, chunks, strict=True))
     # ``arrived`` is only a placeholder: stacks replace all entries, but not in the order of the bucket.
     results = [arrived] * len(owned)
-    for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
+    for iteration, shape, positions in _stacks(owned, jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
-        in_order = [parts[s, n] for n in positions for s in range(owned[n].pieces.num_shards)]
+        in_order = [
+            parts[s, n] for n in positions for s in range(bucket.pieces_of[owned[n].param].num_shards)
+        ]
         foreach_copy_(list(stack.view(-1).split([part.numel() for part in in_order])), in_order)
         for result, n in zip(iteration(stack).flatten(1), positions, strict=True):
             results[n] = result
@@ -537,9 +537,9 @@ def _orthogonalize_arrived(
 def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[ParamJob]) -> Pending:
     """Start to send every rank its parts of the updates that this rank has orthogonalized."""
     wanted = [
-        (result, t.part(shard).shift(-t.matrix.start))
+        (result, bucket.part(matrix, shard).shift(-matrix.start))
         for _, shard in bucket.everyone
-        for t, result in zip(bucket.owned, results, strict=True)
+        for matrix, result in zip(bucket.owned, results, strict=True)
     ]
     parts = [result[part.start : part.stop] for result, part in wanted if part.numel]
     return start_exchange(parts, bucket.scatter_numels, bucket.ranks, _device(bucket, jobs))
@@ -548,9 +548,10 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
 def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:
     """Subtract this rank's parts of a bucket's orthogonalized updates, which the scatter has received."""
     shard = bucket.ranks.shard
-    parts = arrived.split([t.part(shard).numel for t in bucket.inbound])
+    ranges = [bucket.part(matrix, shard) for matrix in bucket.inbound]
+    parts = arrived.split([wanted.numel for wanted in ranges])
     _subtract(
-        _Result(jobs[t.param], t.matrix, t.part(shard), part)
-        for t, part in zip(bucket.inbound, parts, strict=True)
-        if part.numel()
+        jobs[matrix.param].term(matrix, wanted, part)
+        for matrix, wanted, part in zip(bucket.inbound, ranges, parts, strict=True)
+        if wanted.numel
     )

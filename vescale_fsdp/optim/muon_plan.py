@@ -24,7 +24,8 @@ Newton-Schulz begins with a cast to bf16 and ends in bf16, so no precision is lo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -47,11 +48,15 @@ from vescale_fsdp.torch_private import foreach_copy_
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of ``rows`` x ``cols`` elements that starts at flat index ``start`` of its parameter."""
+    """A range of a parameter, from flat index ``start`` on, that is a matrix of ``rows`` x ``cols`` elements.
+
+    ``param`` is the index of the parameter among the parameters of a step.
+    """
 
     start: int
     rows: int
     cols: int
+    param: int = 0
 
     @property
     def numel(self) -> int:
@@ -63,13 +68,24 @@ class Matrix:
         """The flat range of the matrix in its parameter."""
         return Range(self.start, self.start + self.numel)
 
+    def flops(self, steps: int) -> int:
+        """Return the number of floating-point operations of ``steps`` quintic iterations of Newton-Schulz.
 
-def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None) -> tuple[Matrix, ...]:
+        With s the short and l the long side, a step computes X X' and B X (2 s s l each), and A A (2 s s s).
+        """
+        short, long = sorted((self.rows, self.cols))
+        return steps * (4 * short * short * long + 2 * short**3)
+
+
+def matrices_of(
+    shape: tuple[int, ...], row_splits: tuple[int, ...] | None = None, param: int = 0
+) -> tuple[Matrix, ...]:
     """Return the non-empty matrices of a parameter, in flat order.
 
     Args:
         shape: global shape, 2-D or 3-D (a stack of matrices).
         row_splits: rows of each matrix in a fused matrix, such as (q_rows, k_rows, v_rows); None: not fused.
+        param: index of the parameter.
 
     Raises:
         LayoutError: for other numbers of dims, or splits that do not add up to the rows.
@@ -94,7 +110,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     tops = (0, *accumulate(heights))
     stack = range(shape[0]) if len(shape) == 3 else range(1)
     return tuple(
-        Matrix((index * rows + top) * cols, height, cols)
+        Matrix((index * rows + top) * cols, height, cols, param)
         for index in stack
         for top, height in zip(tops, heights, strict=False)  # `tops` has one more entry, the end
         if height * cols  # an empty matrix has no update
@@ -116,13 +132,13 @@ class MuonPlan:
 
     Args:
         params: the parameters with a gradient.
-        here: (parameter, matrix) pairs of matrices that are whole on this rank and need no communication.
+        here: the matrices that are whole on this rank and need no communication.
         buckets: the cut matrices, in buckets with two collectives each; the same on all ranks of a mesh.
         gathered: parameters without contiguous pieces. Every rank gathers them, which is slower.
     """
 
     params: tuple[SteppedParam, ...]
-    here: tuple[tuple[int, Matrix], ...]
+    here: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
     gathered: tuple[int, ...]
 
@@ -137,79 +153,80 @@ def plan_step(
         bucket_bytes: approximate bytes that a rank receives per bucket and direction.
         ranks_of: a cache: the ranks of each (mesh, axis). Adding a missing entry is a collective of the mesh's ranks.
     """
-    here: list[tuple[int, Matrix]] = []
+    here: list[Matrix] = []
     gathered: list[int] = []
-    cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, PieceMap]]] = {}
-    whole: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
+    pieces_of: dict[int, PieceMap] = {}
+    cut: dict[tuple[DeviceMesh, int], list[Matrix]] = {}
+    # Work that ranks have anyway, for the balance of owners: shard rank -> operations of its whole matrices.
+    loads: dict[tuple[DeviceMesh, int], Counter[int]] = {}
     for index, param in enumerate(params):
         pieces = param.pieces
         if pieces is None:
             gathered.append(index)
             continue
+        pieces_of[index] = pieces
         key = pieces.cut_over
         for matrix in param.matrices:
             holder = pieces.holder_of(matrix.range)
             if holder is None:
                 assert key is not None  # a matrix that is cut has an axis that cuts it
-                cut.setdefault(key, []).append((index, matrix, pieces))
+                cut.setdefault(key, []).append(matrix)
                 continue
-            if key is not None:  # work that its rank has anyway, for the balance of owners
-                whole.setdefault(key, []).append((index, matrix, holder))
+            if key is not None:
+                loads.setdefault(key, Counter())[holder] += matrix.flops(param.steps)
             if holder == pieces.shard_rank:
-                here.append((index, matrix))
+                here.append(matrix)
     # Creating a group is a collective: all ranks have the same keys in the same order.
     for key in cut:
         if key not in ranks_of:
             ranks_of[key] = _make_ranks(*key)
-    buckets = [
-        bucket
-        for key, matrices in cut.items()
-        for bucket in _buckets(params, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
-    ]
+    buckets: list[Bucket] = []
+    for key, matrices in cut.items():
+        flops = [matrix.flops(params[matrix.param].steps) for matrix in matrices]
+        buckets += _buckets(
+            matrices, flops, pieces_of, loads.get(key, Counter()), ranks_of[key], bucket_bytes
+        )
     return MuonPlan(tuple(params), tuple(here), tuple(buckets), tuple(gathered))
 
 
 def _buckets(
-    params: Sequence[SteppedParam],
-    cut: Sequence[tuple[int, Matrix, PieceMap]],
-    whole: Sequence[tuple[int, Matrix, int]],
+    cut: Sequence[Matrix],
+    flops: Sequence[int],
+    pieces_of: Mapping[int, PieceMap],
+    loads: Counter[int],
     ranks: Ranks,
     bucket_bytes: int,
 ) -> list[Bucket]:
     """Choose the owners of the cut matrices of one mesh, and divide the matrices into buckets of bounded size.
 
     Args:
-        cut: (parameter, matrix, pieces) of matrices that are cut over ranks.
-        whole: (parameter, matrix, shard rank) of matrices that are whole on a rank, whose work is balanced too.
+        flops: work of each matrix.
+        loads: shard rank -> work for matrices that are whole on this rank, in every replica.
     """
-    num_shards = len(ranks.numbers[0])
-    loads = [0] * num_shards
-    for index, matrix, holder in whole:  # the rank that stores a whole matrix iterates it, in every replica
-        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps)
-    flops = [newton_schulz_flops(matrix.rows, matrix.cols, params[index].steps) for index, matrix, _ in cut]
-    replicas = len(ranks.numbers)
+    replicas, num_shards = len(ranks.numbers), len(ranks.numbers[0])
     # For each matrix, the elements on each rank. Ranks are numbered replica by replica.
-    parts = [
+    numels = [
         {
             replica * num_shards + shard: matrix.range.intersect(pieces.piece(shard)).numel
             for shard in pieces.holders_of(matrix.range)
             for replica in range(replicas)
         }
-        for _, matrix, pieces in cut
+        for matrix in cut
+        for pieces in (pieces_of[matrix.param],)
     ]
-    owners = assign_owners(flops, parts, loads * replicas)  # all replicas have the same loads so far
-    cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
+    # All replicas have the same loads so far.
+    owners = assign_owners(flops, numels, [loads[shard] for shard in range(num_shards)] * replicas)
     # `bucket_bytes` is what one rank receives. Owners are on all ranks, so each receives a similar part of the bucket.
     limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
-    buckets: list[list[CutMatrix]] = []
+    buckets: list[dict[Matrix, MeshRank]] = []
     free_numel = 0  # elements that still fit into the last bucket
-    for each in cuts:
-        if not buckets or each.matrix.numel > free_numel:
-            buckets.append([])
+    for matrix, owner in zip(cut, owners, strict=True):
+        if not buckets or matrix.numel > free_numel:
+            buckets.append({})
             free_numel = limit_numel
-        buckets[-1].append(each)
-        free_numel -= each.matrix.numel
-    return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
+        buckets[-1][matrix] = MeshRank(*divmod(owner, num_shards))
+        free_numel -= matrix.numel
+    return [Bucket(ranks, pieces_of, owner_of) for owner_of in buckets]
 
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
@@ -232,15 +249,6 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
 
 
 # -- assignment of matrices to ranks, by integers only ---------------------------------------------------
-
-
-def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
-    """Return the number of floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
-
-    With s the short and l the long side, a step computes X X' and B X (2 s s l each), and A A (2 s s s).
-    """
-    short, long = sorted((rows, cols))
-    return steps * (4 * short * short * long + 2 * short**3)
 
 
 def assign_owners(
@@ -295,73 +303,79 @@ class Ranks:
     shard: int
 
 
-class CutMatrix(NamedTuple):
-    """A matrix that is cut over ranks, with its parameter's index and pieces, and its owner's (replica, shard)."""
+class MeshRank(NamedTuple):
+    """A rank's position in a mesh."""
 
-    param: int
-    matrix: Matrix
-    pieces: PieceMap
-    owner: tuple[int, int]
-
-    def part(self, shard: int) -> Range:
-        """Return the part of this matrix that shard rank ``shard`` stores, as a flat range of the parameter."""
-        return self.matrix.range.intersect(self.pieces.piece(shard))
+    replica: int
+    shard: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Cut matrices that are exchanged together."""
+    """Cut matrices that are exchanged together.
+
+    Args:
+        pieces_of: index of a parameter -> the parameter's pieces.
+        owner_of: matrix -> the rank that orthogonalizes it.
+    """
 
     ranks: Ranks
-    cuts: tuple[CutMatrix, ...]
+    pieces_of: Mapping[int, PieceMap]
+    owner_of: Mapping[Matrix, MeshRank]
+
+    def part(self, matrix: Matrix, shard: int) -> Range:
+        """Return the part of a matrix that shard rank ``shard`` stores, as a flat range of the parameter."""
+        return matrix.range.intersect(self.pieces_of[matrix.param].piece(shard))
+
+    def _numel(self, matrices: Iterable[Matrix], shard: int) -> int:
+        """Return how many elements of these matrices shard rank ``shard`` stores."""
+        return sum(self.part(matrix, shard).numel for matrix in matrices)
 
     @cached_property
-    def everyone(self) -> tuple[tuple[int, int], ...]:
-        """(replica, shard) of all ranks, in the order of their numbers in the process group."""
+    def everyone(self) -> tuple[MeshRank, ...]:
+        """All ranks, in the order of their numbers in the process group."""
         numbers = self.ranks.numbers
-        ranks = ((replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
-        return tuple(sorted(ranks, key=lambda rank: numbers[rank[0]][rank[1]]))
+        ranks = (MeshRank(replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
+        return tuple(sorted(ranks, key=lambda rank: numbers[rank.replica][rank.shard]))
 
     @cached_property
-    def _by_owner(self) -> dict[tuple[int, int], list[CutMatrix]]:
-        """The matrices of each owner (replica, shard); empty lists for ranks that own none."""
-        by_owner: dict[tuple[int, int], list[CutMatrix]] = {rank: [] for rank in self.everyone}
-        for cut in self.cuts:
-            by_owner[cut.owner].append(cut)
+    def _by_owner(self) -> dict[MeshRank, list[Matrix]]:
+        """The matrices of each owner; empty lists for ranks that own none."""
+        by_owner: dict[MeshRank, list[Matrix]] = {rank: [] for rank in self.everyone}
+        for matrix, owner in self.owner_of.items():
+            by_owner[owner].append(matrix)
         return by_owner
 
     @property
-    def owned(self) -> list[CutMatrix]:
+    def owned(self) -> list[Matrix]:
         """The matrices that this rank orthogonalizes."""
-        return self._by_owner[self.ranks.replica, self.ranks.shard]
+        return self._by_owner[MeshRank(self.ranks.replica, self.ranks.shard)]
 
     @cached_property
-    def outbound(self) -> list[list[CutMatrix]]:
+    def outbound(self) -> list[list[Matrix]]:
         """For each rank of the group, the matrices whose parts this rank sends to it in the gather."""
-        return [self._by_owner[r, s] if r == self.ranks.replica else [] for r, s in self.everyone]
+        return [self._by_owner[rank] if rank.replica == self.ranks.replica else [] for rank in self.everyone]
 
     @cached_property
-    def inbound(self) -> list[CutMatrix]:
+    def inbound(self) -> list[Matrix]:
         """The matrices whose parts this rank receives in the scatter, in the order in which they arrive: by owner."""
-        return [cut for owner in self.everyone for cut in self._by_owner[owner]]
+        return [matrix for owner in self.everyone for matrix in self._by_owner[owner]]
 
     @cached_property
     def gather_numels(self) -> tuple[list[int], list[int]]:
         """For the gather: the numbers of elements to send to, and to receive from, each rank of the group."""
-        mine = self.ranks.shard
-        sends = [sum(t.part(mine).numel for t in cuts) for cuts in self.outbound]
+        sends = [self._numel(matrices, self.ranks.shard) for matrices in self.outbound]
         receives = [
-            sum(t.part(s).numel for t in self.owned) if r == self.ranks.replica else 0
-            for r, s in self.everyone
+            self._numel(self.owned, rank.shard) if rank.replica == self.ranks.replica else 0
+            for rank in self.everyone
         ]
         return sends, receives
 
     @cached_property
     def scatter_numels(self) -> tuple[list[int], list[int]]:
         """For the scatter: the numbers of elements to send to, and to receive from, each rank of the group."""
-        mine = self.ranks.shard
-        sends = [sum(t.part(s).numel for t in self.owned) for _, s in self.everyone]
-        receives = [sum(t.part(mine).numel for t in self._by_owner[owner]) for owner in self.everyone]
+        sends = [self._numel(self.owned, rank.shard) for rank in self.everyone]
+        receives = [self._numel(self._by_owner[owner], self.ranks.shard) for owner in self.everyone]
         return sends, receives
 
 

@@ -241,7 +241,7 @@ def hybrid_owners() -> list[tuple[int, int]]:
     set_grads(params, full_tensors([(8, 8)] * 8, 1))
     optimizer.step()
     (plan,) = optimizer._plans.values()
-    return sorted(cut.owner for bucket in plan.buckets for cut in bucket.cuts)
+    return sorted(owner for bucket in plan.buckets for owner in bucket.owner_of.values())
 
 
 def test_hybrid_mesh_uses_every_rank() -> None:

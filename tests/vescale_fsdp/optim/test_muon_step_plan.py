@@ -14,7 +14,6 @@ from vescale_fsdp.optim.muon_plan import (
     SteppedParam,
     assign_owners,
     matrices_of,
-    newton_schulz_flops,
     plan_step,
 )
 
@@ -38,7 +37,7 @@ def llama_3_8b_matrices() -> list[tuple[int, int]]:
 )
 def test_llama_is_balanced(num_ranks: int, most: float) -> None:
     """Llama-3-8B's iterations are spread evenly up to 32 ranks, and within 6 % up to 128."""
-    flops = [newton_schulz_flops(rows, cols, 5) for rows, cols in llama_3_8b_matrices()]
+    flops = [Matrix(0, rows, cols).flops(5) for rows, cols in llama_3_8b_matrices()]
     owners = assign_owners(flops, [{}] * len(flops), [0] * num_ranks)
     loads = [sum(f for f, o in zip(flops, owners, strict=True) if o == rank) for rank in range(num_ranks)]
 
@@ -81,7 +80,7 @@ def test_the_rank_with_the_least_work_takes_the_next_matrix(data: st.DataObject)
 
 def test_work_of_a_matrix() -> None:
     """5 steps on 2 x 3: 5 * (4 * 4 * 3 + 2 * 8), the same for its transpose."""
-    assert newton_schulz_flops(2, 3, 5) == newton_schulz_flops(3, 2, 5) == 320
+    assert Matrix(0, 2, 3).flops(5) == Matrix(0, 3, 2).flops(5) == 320
 
 
 def test_matrices_are_flat_ranges() -> None:
@@ -102,10 +101,10 @@ def test_matrices_are_flat_ranges() -> None:
 
 def test_a_matrix_on_one_rank_stays_there() -> None:
     """Plain tensors and whole matrices are planned where they lie; nothing travels."""
-    plain = SteppedParam(PieceMap((4, 3), RunLengths.of([12])), matrices_of((4, 3)), 5)
-    plan = plan_step([plain, plain], 1 << 20, {})
+    pieces = PieceMap((4, 3), RunLengths.of([12]))
+    plan = plan_step([SteppedParam(pieces, matrices_of((4, 3), None, i), 5) for i in range(2)], 1 << 20, {})
 
-    assert plan.here == ((0, Matrix(0, 4, 3)), (1, Matrix(0, 4, 3)))
+    assert plan.here == (Matrix(0, 4, 3, 0), Matrix(0, 4, 3, 1))
     assert plan.buckets == ()
     assert plan.gathered == ()
 
