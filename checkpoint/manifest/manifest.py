@@ -440,7 +440,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             is_inside = min(start, count, step, outer, outer_step) >= 0 and last < world_size
             # The size too: with a step of 0, a run with a huge count would stay inside the world.
             if not is_inside or count * outer > world_size:
-                yield f"ranks {ranks.runs} in a world of {world_size}"
+                yield f"ranks {ranks.to_json()} in a world of {world_size}"
     if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
         yield f"chunks of {len(manifest.chunk_sizes)} tensors"
     for index, entry in enumerate(manifest.entries):

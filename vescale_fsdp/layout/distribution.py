@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Range, RunLengths, chunk_of, contiguous_strides
@@ -32,18 +32,21 @@ if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard
 
 
-Run = tuple[int, int, int, int, int]
+class RankRun(NamedTuple):
+    """The ranks ``start + i * outer_step + j * step`` for i < outer, j < count."""
+
+    start: int
+    count: int
+    step: int = 1
+    outer: int = 1
+    outer_step: int = 0
 
 
 @dataclass(frozen=True)
 class RankSet:
-    """A set of ranks as runs. A run has the ranks ``start + i * outer_step + j * step`` for i < outer, j < count.
+    """A set of ranks, as runs in ascending order of start."""
 
-    Args:
-        runs: (start, count, step, outer, outer_step) of each run, in ascending order of start.
-    """
-
-    runs: tuple[Run, ...]
+    runs: tuple[RankRun, ...]
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> RankSet:
@@ -53,7 +56,7 @@ class RankSet:
     @classmethod
     def world(cls, world_size: int) -> RankSet:
         """Return the set of all ranks of a world."""
-        return cls(((0, world_size, 1, 1, 0),))
+        return cls((RankRun(0, world_size),))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -82,12 +85,12 @@ class RankSet:
     @classmethod
     def from_json(cls, data: Any) -> RankSet:
         """Return the value that `to_json` has described."""
-        return cls(tuple((int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in data))
+        return cls(tuple(RankRun(int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in data))
 
 
-def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Divide ascending ranks greedily into (start, count, step) runs."""
-    runs: list[tuple[int, int, int]] = []
+def _runs(ranks: Sequence[int]) -> list[RankRun]:
+    """Divide ascending ranks greedily into runs of one level."""
+    runs: list[RankRun] = []
     at = 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
@@ -97,25 +100,21 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
         # Two ranks with a gap between them are usually the end of one run and the start of the next, not a run.
         if stop - at == 2 and step > 1 and stop < len(ranks):
             stop, step = at + 1, 1
-        runs.append((ranks[at], stop - at, step if stop - at > 1 else 1))
+        runs.append(RankRun(ranks[at], stop - at, step if stop - at > 1 else 1))
         at = stop
     return runs
 
 
-def _repeat(runs: Sequence[tuple[int, int, int]]) -> Iterable[Run]:
-    """Join runs of equal count and step at equal distances; yields (start, count, step, outer, outer_step)."""
+def _repeat(runs: Sequence[RankRun]) -> Iterator[RankRun]:
+    """Join runs of equal count and step at equal distances into runs of two levels."""
     at = 0
     while at < len(runs):
-        start, count, step = runs[at]
+        first = runs[at]
         stop = at + 1
-        distance = runs[stop][0] - start if stop < len(runs) else 0
-        while (
-            stop < len(runs)
-            and runs[stop][1:] == (count, step)
-            and runs[stop][0] == start + (stop - at) * distance
-        ):
+        distance = runs[stop].start - first.start if stop < len(runs) else 0
+        while stop < len(runs) and runs[stop] == first._replace(start=first.start + (stop - at) * distance):
             stop += 1
-        yield start, count, step, stop - at, distance if stop - at > 1 else 0
+        yield first._replace(outer=stop - at, outer_step=distance if stop - at > 1 else 0)
         at = stop
 
 

@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 
 @set_module("vescale_fsdp.layout")
 class PieceRun(NamedTuple):
-    """Equal pieces of a scattered tensor on ranks [first_rank, first_rank + num_ranks).
+    """Equal ranges of the shards of ranks [first_rank, first_rank + num_ranks): pieces of one tensor, or unused.
 
     Examples:
         >>> PieceRun(first_rank=0, num_ranks=2, piece_numel=10, local_offset=8).numel

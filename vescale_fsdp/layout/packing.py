@@ -32,7 +32,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from vescale_fsdp.layout.geometry import round_up
+from vescale_fsdp.layout.geometry import Range, round_up
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 # The longest list of sizes whose repetitions are found; an expert has up to three matrices and three biases.
@@ -47,49 +47,35 @@ WORTH_REORDERING = 1000
 # At most this many scattered tensors are tried as contiguous ones; each try is a full placement.
 MAX_PUT_BACK = 16
 
-Size = tuple[int, int]
-"""(numel, block_numel) of a tensor."""
-
-Sizes = tuple[Size, ...]
-"""Sizes of all tensors. No tensor is empty."""
-
 Placed = TypeVar("Placed")
+
+
+class TensorSize(NamedTuple):
+    """Number of elements of a tensor that is not empty, and of one of its blocks."""
+
+    numel: int
+    block_numel: int
+
+
+Sizes = tuple[TensorSize, ...]
 
 
 class RepeatedSizes(NamedTuple):
     """A list of sizes that occurs ``repeats`` times in a row, such as the matrices of one expert, for 256 experts."""
 
-    sizes: tuple[Size, ...]
+    sizes: Sizes
     repeats: int
 
 
 class PlacedSizes(NamedTuple):
-    """A list of sizes that fills [start, stop) of the buffer without gaps, repeated as often as needed."""
+    """A range of the buffer, [start, stop), that a list of sizes fills without gaps, repeated as often as needed."""
 
     start: int
     stop: int
-    sizes: tuple[Size, ...]
+    sizes: Sizes
 
 
-class Gap(NamedTuple):
-    """Unused elements: [start, stop) of the shard of each of ``num_ranks`` adjacent ranks."""
-
-    first_rank: int
-    num_ranks: int
-    start: int
-    stop: int
-
-    def piece_numel(self, block_numel: int) -> int:
-        """Return how many elements, in whole blocks, fit into the gap on each rank."""
-        return (self.stop - self.start) // block_numel * block_numel
-
-    @property
-    def ranks(self) -> range:
-        """The ranks with this gap."""
-        return range(self.first_rank, self.first_rank + self.num_ranks)
-
-
-def fold_repeats(sizes: Sequence[Size], align_numel: int) -> list[RepeatedSizes]:
+def fold_repeats(sizes: Sequence[TensorSize], align_numel: int) -> list[RepeatedSizes]:
     """Return the sizes in order, with repetitions of short lists of aligned sizes folded into one item each."""
     repeated: list[RepeatedSizes] = []
     index = 0
@@ -139,21 +125,19 @@ def place_in_order(
                 cursor += fitting * period
                 left -= fitting
             else:  # place one repetition, tensor by tensor, then try to fold again
-                for numel, block in sizes:
-                    start = _legal_start(
-                        round_up(cursor, align_numel), numel, block, shard_numel, align_numel
-                    )
+                for size in sizes:
+                    start = _legal_start(round_up(cursor, align_numel), *size, shard_numel, align_numel)
                     if start is None:
                         return None
-                    cursor = start + numel
-                    placed.append(PlacedSizes(start, cursor, ((numel, block),)))
+                    cursor = start + size.numel
+                    placed.append(PlacedSizes(start, cursor, (size,)))
                 left -= 1
             if cursor > end_of_buffer:
                 return None
     return placed
 
 
-def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_numel: int) -> int:
+def _repeats_at(start: int, sizes: Sizes, period_numel: int, shard_numel: int) -> int:
     """Return how many repetitions fit without gaps from an aligned start.
 
     The result is `ANY_NUMBER` if no boundary can cut a block, otherwise as many as fit into the rest of this shard.
@@ -199,44 +183,48 @@ def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_num
 
 
 def free_gaps(
-    spans: Iterable[tuple[int, int]], num_shards: int, shard_numel: int, align_numel: int, least_numel: int
-) -> list[Gap]:
-    """Return the gaps between spans of the buffer that have at least ``least_numel`` elements on each of their ranks.
+    used: Iterable[Range], num_shards: int, shard_numel: int, align_numel: int, least_numel: int
+) -> list[PieceRun]:
+    """Return the gaps between used ranges of the buffer. A gap has at least ``least_numel`` elements on each rank.
 
-    The spans are half-open and disjoint.
+    The used ranges are disjoint.
     """
-    gaps: list[Gap] = []
-    cursor = 0
-    # An empty span at the end of the buffer closes the last gap.
-    for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
+    gaps: list[PieceRun] = []
+    cursor, end_of_buffer = 0, num_shards * shard_numel
+    # An empty range at the end of the buffer closes the last gap.
+    for start, stop in (*sorted(used), Range(end_of_buffer, end_of_buffer)):
         cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:
-            for first_rank, num_ranks, numel, offset in runs_between(cursor, start, shard_numel):
-                if numel >= least_numel:
-                    gaps.append(Gap(first_rank, num_ranks, offset, offset + numel))
+            gaps += [
+                run for run in runs_between(cursor, start, shard_numel) if run.piece_numel >= least_numel
+            ]
         cursor = max(cursor, stop)
     return gaps
 
 
 def place_scattered(
-    numel: int, block_numel: int, gaps: Sequence[Gap], align_numel: int
-) -> tuple[tuple[PieceRun, ...], list[Gap]] | None:
+    numel: int, block_numel: int, gaps: Sequence[PieceRun], align_numel: int
+) -> tuple[tuple[PieceRun, ...], list[PieceRun]] | None:
     """Put one tensor into gaps: at most one piece per rank, of whole blocks, in rank order.
 
     Returns:
         The pieces and the remaining gaps; None if the gaps are too small.
     """
     needed_blocks = -(-numel // block_numel)  # rounded up: the last block may be short
-    chosen: set[Gap] = set()
-    # Numbers of blocks are negated, so that sorting puts the largest gaps first: fewer gaps give fewer runs of pieces.
-    room = [(-gap.num_ranks * ((gap.stop - gap.start) // block_numel), gap) for gap in gaps]
-    for minus_blocks, gap in sorted(pair for pair in room if pair[0]):  # gaps below one block are useless
+    chosen: list[PieceRun] = []
+    # Gaps with room for a block, largest first: fewer gaps give fewer runs of pieces.
+    room = {gap: gap.num_ranks * (gap.piece_numel // block_numel) for gap in gaps}
+    largest = sorted(
+        (gap for gap in gaps if room[gap]),
+        key=lambda gap: (-room[gap], gap.first_rank, gap.num_ranks, gap.local_offset),
+    )
+    for gap in largest:
         if needed_blocks <= 0:
             break
         # A rank may own only one piece, so chosen gaps must not have a rank in common.
         if all(gap.ranks.stop <= other.first_rank or other.ranks.stop <= gap.first_rank for other in chosen):
-            chosen.add(gap)
-            needed_blocks += minus_blocks
+            chosen.append(gap)
+            needed_blocks -= room[gap]
     if needed_blocks > 0:
         return None
     runs: list[PieceRun] = []
@@ -250,32 +238,34 @@ def place_scattered(
     return tuple(runs), remaining
 
 
-def _take(gap: Gap, left_numel: int, block_numel: int) -> list[PieceRun]:
+def _take(gap: PieceRun, left_numel: int, block_numel: int) -> list[PieceRun]:
     """Return the pieces that put a tensor's remaining ``left_numel`` elements on the first ranks of a gap."""
-    piece_numel = gap.piece_numel(block_numel)
+    piece_numel = gap.piece_numel // block_numel * block_numel
     num_ranks = min(gap.num_ranks, left_numel // piece_numel)
-    taken = [PieceRun(gap.first_rank, num_ranks, piece_numel, gap.start)] if num_ranks else []
-    left_numel -= num_ranks * piece_numel
+    whole = gap._replace(num_ranks=num_ranks, piece_numel=piece_numel)
+    left_numel -= whole.numel
+    taken = [whole] if num_ranks else []
     # The tensor's last piece is smaller than the gap, and may end in a short block.
     if left_numel and num_ranks < gap.num_ranks:
-        taken.append(PieceRun(gap.first_rank + num_ranks, 1, left_numel, gap.start))
+        taken.append(PieceRun(whole.ranks.stop, 1, left_numel, gap.local_offset))
     return taken
 
 
-def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Gap]:
+def _leave(gap: PieceRun, taken: Sequence[PieceRun], align_numel: int) -> Iterator[PieceRun]:
     """Yield what remains of a gap after the pieces in ``taken`` occupy its start on some of its ranks."""
     rank = gap.first_rank
     for run in taken:
-        start = round_up(gap.start + run.piece_numel, align_numel)
-        if start < gap.stop:
-            yield Gap(run.first_rank, run.num_ranks, start, gap.stop)
+        start = round_up(gap.local_offset + run.piece_numel, align_numel)
+        left_numel = gap.local_offset + gap.piece_numel - start
+        if left_numel > 0:
+            yield PieceRun(run.first_rank, run.num_ranks, left_numel, start)
         rank = run.ranks.stop
     if rank < gap.ranks.stop:  # ranks without a piece keep the whole gap
         yield gap._replace(first_rank=rank, num_ranks=gap.ranks.stop - rank)
 
 
 class Position(NamedTuple):
-    """The start of a tensor in the buffer, and its pieces if it is scattered."""
+    """Where a range of the buffer with all elements of a tensor starts; with the pieces of a scattered tensor."""
 
     start: int
     runs: tuple[PieceRun, ...] = ()
@@ -476,8 +466,8 @@ def _place_mixed(
         return None
     # Gaps below the smallest block are useless. Without scattered tensors no gap is needed: the default selects none.
     least_numel = min((sizes[index][1] for index in scattered), default=num_shards * shard_numel)
-    spans = [(start, stop) for start, stop, _ in placed]
-    gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)
+    used = [Range(start, stop) for start, stop, _ in placed]
+    gaps = free_gaps(used, num_shards, shard_numel, align_numel, least_numel)
     positions: dict[int, Position] = {}
     for index in sorted(scattered, key=lambda index: (-sizes[index][1], index)):
         pieces_and_gaps = place_scattered(*sizes[index], gaps, align_numel)

@@ -35,7 +35,15 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import chunk_of, numel_of, round_up
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
-from vescale_fsdp.layout.packing import Packing, Position, Sizes, least_shard, pack_contiguous, pack_scattered
+from vescale_fsdp.layout.packing import (
+    Packing,
+    Position,
+    Sizes,
+    TensorSize,
+    least_shard,
+    pack_contiguous,
+    pack_scattered,
+)
 from vescale_fsdp.lazy import set_module
 
 ALIGN_BYTES = 128
@@ -121,8 +129,8 @@ def plan_group(
     """
     align_numel = _check_input(tensors, num_shards, align_numel, scatter)
     # A block is no larger than its tensor. For an empty tensor it is 1, because the code below divides by it.
-    sizes = [(tensor.numel, max(1, min(tensor.block_numel, tensor.numel))) for tensor in tensors]
-    filled = tuple(size for size in sizes if size[0])
+    sizes = [TensorSize(tensor.numel, max(1, min(tensor.block_numel, tensor.numel))) for tensor in tensors]
+    filled = tuple(size for size in sizes if size.numel)
     shard_numel, positions = _plan_sizes(filled, num_shards, align_numel, scatter)
     remaining = iter(positions)
     slots = []
@@ -287,7 +295,7 @@ def plan_buffers(
     if price_of(whole) <= least_gain:  # even two buffers without any padding would not gain enough
         return (whole,)
     filled = [slot for slot in whole.slots if slot.numel]
-    sizes = tuple((slot.numel, slot.block_numel) for slot in filled)
+    sizes = tuple(TensorSize(slot.numel, slot.block_numel) for slot in filled)
     second = {filled[index].fqn for index in _best_split(sizes, num_shards, whole.align_numel)}
     if not second:
         return (whole,)

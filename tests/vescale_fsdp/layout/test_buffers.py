@@ -14,6 +14,7 @@ from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Rows, plan_report
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout import planner
+from vescale_fsdp.layout.packing import TensorSize
 from vescale_fsdp.layout.planner import MESSAGE_PRICE, padding_ratio, plan_buffers, plan_group, price_of
 
 GROUPED = "Llama-4-Maverick grouped"  # rows of 5,120, 8,192 and 16,384
@@ -61,7 +62,7 @@ def test_two_buffers_never_cost_more() -> None:
 @given(st.lists(st.tuples(st.integers(2, 9), st.integers(1, 40)), min_size=1, max_size=5), st.integers(2, 12))
 def test_no_other_split_is_smaller(blocks: list[tuple[int, int]], num_shards: int) -> None:
     """The split is the best of all that keep equal blocks together, found by trying every one."""
-    sizes = tuple((count * block, block) for count, block in blocks)
+    sizes = tuple(TensorSize(count * block, block) for count, block in blocks)
     kinds = sorted({block for _, block in blocks})
 
     def numel(apart: set[int]) -> int:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from vescale_fsdp.layout.geometry import Range
+from vescale_fsdp.layout.group_layout import PieceRun
 from vescale_fsdp.layout.packing import (
-    Gap,
     RepeatedSizes,
+    TensorSize,
     fold_repeats,
     free_gaps,
     place_in_order,
@@ -18,10 +20,10 @@ from vescale_fsdp.layout.packing import (
     starts_of,
 )
 
-ALL_SIZES = [(numel, block) for numel in range(1, 7) for block in range(1, numel + 1)]
+ALL_SIZES = [TensorSize(numel, block) for numel in range(1, 7) for block in range(1, numel + 1)]
 
 
-def fits(sizes: list[tuple[int, int]], num_shards: int, shard_numel: int, start: int = 0) -> bool:
+def fits(sizes: list[TensorSize], num_shards: int, shard_numel: int, start: int = 0) -> bool:
     """Whether any starts, tried one after the other, place the tensors in this order without a cut block."""
     if not sizes:
         return True
@@ -45,7 +47,7 @@ def test_greedy_placement_is_exact(shard_numel: int) -> None:
 
 @given(st.lists(st.sampled_from(ALL_SIZES), min_size=3, max_size=4), st.integers(1, 6), st.integers(1, 10))
 def test_greedy_placement_is_exact_for_more_tensors(
-    sizes: list[tuple[int, int]], num_shards: int, shard_numel: int
+    sizes: list[TensorSize], num_shards: int, shard_numel: int
 ) -> None:
     """The same for three and four tensors, sampled."""
     placed = place_in_order(fold_repeats(sizes, 1), num_shards, shard_numel, 1)
@@ -64,7 +66,7 @@ def test_folding_repetitions_changes_no_start(
     part: list[tuple[int, int]], repeats: int, num_shards: int, shard_units: int, align: int
 ) -> None:
     """Sizes folded into patterns are placed exactly like the same sizes one by one."""
-    sizes = [(numel * align, min(block, numel * align)) for numel, block in part] * repeats
+    sizes = [TensorSize(numel * align, min(block, numel * align)) for numel, block in part] * repeats
     folded = fold_repeats(sizes, align)
 
     one_by_one = place_in_order(
@@ -80,12 +82,13 @@ def test_folding_repetitions_changes_no_start(
 
 def test_experts_fold_into_one_pattern() -> None:
     """The repeated sizes of experts are one pattern, whatever stands around them."""
-    sizes = [(8, 1), *[(64, 8), (64, 8), (32, 4)] * 16, (16, 1)]
+    experts = (TensorSize(64, 8), TensorSize(64, 8), TensorSize(32, 4))
+    sizes = [TensorSize(8, 1), *experts * 16, TensorSize(16, 1)]
 
     assert fold_repeats(sizes, 8) == [
-        RepeatedSizes(((8, 1),), 1),
-        RepeatedSizes(((64, 8), (64, 8), (32, 4)), 16),
-        RepeatedSizes(((16, 1),), 1),
+        RepeatedSizes((TensorSize(8, 1),), 1),
+        RepeatedSizes(experts, 16),
+        RepeatedSizes((TensorSize(16, 1),), 1),
     ]
 
 
@@ -94,13 +97,13 @@ def test_gaps_are_the_free_elements(used: set[int], shard_numel: int) -> None:
     """The gaps between spans hold exactly the elements that no span holds."""
     num_shards = -(-40 // shard_numel)
 
-    gaps = free_gaps([(i, i + 1) for i in used], num_shards, shard_numel, 1, 1)
+    gaps = free_gaps([Range(i, i + 1) for i in used], num_shards, shard_numel, 1, 1)
 
     free = {
         (gap.first_rank + i) * shard_numel + element
         for gap in gaps
         for i in range(gap.num_ranks)
-        for element in range(gap.start, gap.stop)
+        for element in range(gap.local_offset, gap.local_offset + gap.piece_numel)
     }
     assert free == set(range(num_shards * shard_numel)) - used
 
@@ -113,9 +116,9 @@ gap_lists = st.lists(
 @given(gap_lists, st.integers(1, 30), st.integers(1, 6))
 def test_scattered_pieces_lie_in_gaps(rows: list[tuple[int, int, int, int]], numel: int, block: int) -> None:
     """Pieces are whole blocks in rank order, one per rank, inside gaps; what they leave stays free."""
-    gaps = [Gap(first, ranks, start, start + width) for first, ranks, start, width in rows]
+    gaps = [PieceRun(first, ranks, width, start) for first, ranks, start, width in rows]
     before = _elements(gaps)
-    assume(len(before) == sum(gap.num_ranks * (gap.stop - gap.start) for gap in gaps))  # disjoint
+    assume(len(before) == sum(gap.numel for gap in gaps))  # disjoint
 
     found = place_scattered(numel, min(block, numel), gaps, 1)
 
@@ -137,10 +140,10 @@ def test_scattered_pieces_lie_in_gaps(rows: list[tuple[int, int, int, int]], num
     assert _elements(remaining) == before - taken
 
 
-def _elements(gaps: list[Gap]) -> set[tuple[int, int]]:
+def _elements(gaps: list[PieceRun]) -> set[tuple[int, int]]:
     return {
         (gap.first_rank + i, element)
         for gap in gaps
         for i in range(gap.num_ranks)
-        for element in range(gap.start, gap.stop)
+        for element in range(gap.local_offset, gap.local_offset + gap.piece_numel)
     }

@@ -21,7 +21,7 @@ from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity, Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.packing import RepeatedSizes, least_shard, place_in_order
+from vescale_fsdp.layout.packing import RepeatedSizes, TensorSize, least_shard, place_in_order
 from vescale_fsdp.layout.planner import (
     COPIED_MEMORY_PRICE,
     COPIED_TIME_PRICE,
@@ -80,13 +80,15 @@ def test_padding_is_that_of_the_papers_table(rows: int) -> None:
 # -- bounds and exactness ---------------------------------------------------------------------------------
 
 small_sizes = st.lists(
-    st.integers(1, 60).flatmap(lambda numel: st.tuples(st.just(numel), st.integers(1, min(numel, 12)))),
+    st.integers(1, 60).flatmap(
+        lambda numel: st.builds(TensorSize, st.just(numel), st.integers(1, min(numel, 12)))
+    ),
     min_size=1,
     max_size=5,
 )
 
 
-def smallest_in_order(sizes: list[tuple[int, int]], num_shards: int, align: int) -> int:
+def smallest_in_order(sizes: list[TensorSize], num_shards: int, align: int) -> int:
     """The exact optimum for this order, by trying every S."""
     patterns = [RepeatedSizes((size,), 1) for size in sizes]
     return next(
@@ -98,7 +100,7 @@ def smallest_in_order(sizes: list[tuple[int, int]], num_shards: int, align: int)
 
 @given(small_sizes, st.integers(1, 12), st.sampled_from([1, 2, 8]))
 @settings(max_examples=200)
-def test_small_groups_against_brute_force(sizes: list[tuple[int, int]], num_shards: int, align: int) -> None:
+def test_small_groups_against_brute_force(sizes: list[TensorSize], num_shards: int, align: int) -> None:
     """Not above the optimum of the given order, nor below the best of all orders or the lower bound."""
     layout = plan_group(tensors(*sizes), num_shards, align_numel=align, scatter="never")
 
@@ -129,7 +131,7 @@ def test_no_smaller_shard_exists_for_real_layers(model: str, rows: int) -> None:
         smaller = range(least, layout.shard_numel, step)
         if len(smaller) > 20_000:
             continue  # too long a scan; other shard counts of the same layer are scanned
-        patterns = [RepeatedSizes(((spec.numel, spec.block_numel),), 1) for spec in specs]
+        patterns = [RepeatedSizes((TensorSize(spec.numel, spec.block_numel),), 1) for spec in specs]
         assert all(place_in_order(patterns, num_shards, size, ALIGN) is None for size in smaller)
         scanned += 1
 
