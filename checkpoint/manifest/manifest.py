@@ -82,20 +82,6 @@ class SaveRecord(NamedTuple):
         return all(type(value) in (int, float) and isfinite(value) for value in values)
 
 
-class StoredPiece(NamedTuple):
-    """A region and its tensor: what one rank stores of the tensor.
-
-    Attributes:
-        tensor_index: number of the tensor.
-        local_start: index of the region's first element in the rank's local tensor. Replicas have the same local
-            tensor, and may divide it among themselves.
-    """
-
-    tensor_index: int
-    region: Region
-    local_start: int
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The content of a checkpoint, and its layout in files.
@@ -172,13 +158,13 @@ class Manifest:
         return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
 
     @cached_property
-    def pieces(self) -> list[list[StoredPiece]]:
-        """The pieces that each rank stores, in file order, for readers of all files.
+    def pieces(self) -> list[dict[int, Region]]:
+        """For each rank, tensor number -> the region that the rank stores, in file order; for readers of all files.
 
         The time to compute the pieces grows with their number, not with ranks times tensors. A reader of one file uses
         `RankFile` without this list, which needs less memory.
         """
-        stored: list[list[StoredPiece]] = [[] for _ in range(self.world_size)]
+        stored: list[dict[int, Region]] = [{} for _ in range(self.world_size)]
         structure = self.structure
         # A cache, because weights and their moments are cut alike. The key is all that a tensor's regions depend on.
         parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
@@ -193,14 +179,13 @@ class Manifest:
             for ranks, held in held_by:
                 if len(ranks) == 1:  # fast path: no replicas
                     if held.numel:
-                        stored[ranks[0]].append(StoredPiece(index, held, 0))
+                        stored[ranks[0]][index] = held
                     continue
                 # The first replica alone stores a small region.
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(index, held) else ranks):
                     region = self.split(index, held, replica, len(ranks))
                     if region.numel:
-                        start = region.span.start - held.span.start
-                        stored[rank].append(StoredPiece(index, region, start))
+                        stored[rank][index] = region
         return stored
 
     @cached_property

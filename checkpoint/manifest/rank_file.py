@@ -18,10 +18,10 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from json.encoder import encode_basestring_ascii
 
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest, StoredPiece
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
@@ -46,7 +46,7 @@ class RankFile:
             compute them for this rank alone.
     """
 
-    def __init__(self, manifest: Manifest, rank: int, pieces: Sequence[StoredPiece] | None = None) -> None:
+    def __init__(self, manifest: Manifest, rank: int, pieces: Mapping[int, Region] | None = None) -> None:
         self.manifest = manifest
         self.rank = rank
         self._pieces = pieces
@@ -55,47 +55,61 @@ class RankFile:
         if manifest.is_zarr:
             held = held_chunks(manifest, rank)
             self.chunks = tuple(chunk for chunk, holders in held if holders[0][0] == rank)
-
-    @cached_property
-    def pieces(self) -> Sequence[StoredPiece]:
-        """The non-empty pieces, in file order."""
-        return list(self._own_pieces()) if self._pieces is None else self._pieces
-
-    def _own_pieces(self) -> Iterator[StoredPiece]:
-        """Yield the pieces that this rank stores, in file order."""
-        manifest, layouts = self.manifest, self.manifest.structure.layouts
-        if manifest.is_zarr:
-            return  # the tensors are stored in zarr arrays instead
         # Two caches: most tensors share their ranks and axes, and moments share the cuts of their weights.
-        positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
-        regions: dict[tuple[object, ...], Region] = {}
-        for index, entry in enumerate(manifest.entries):
-            key = (manifest.holders[index], entry.axes)
-            if key not in positions:
-                positions[key] = manifest.holders_of(index).position(self.rank)
-            position = positions[key]
-            if position is None:  # this rank is outside of the tensor's mesh
-                continue
-            coordinates, replica, replicas = position
-            cut = (entry.shape, entry.axes, entry.cuts, coordinates)
-            held = regions.get(cut)
-            if held is None:
-                held = manifest.distributions[index].region(entry.shape, coordinates, layouts)
-                regions[cut] = held
-            region = manifest.split(index, held, replica, replicas)
-            if region.numel:  # an empty piece is not stored
-                yield StoredPiece(index, region, region.span.start - held.span.start)
+        self._positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
+        self._regions: dict[tuple[object, ...], Region] = {}
 
     @cached_property
-    def piece_of(self) -> dict[int, StoredPiece]:
-        """Tensor number -> piece."""
-        return {piece.tensor_index: piece for piece in self.pieces}
+    def pieces(self) -> Mapping[int, Region]:
+        """Tensor number -> the region of the tensor that this rank stores, in file order; without empty regions."""
+        if self._pieces is not None:
+            return self._pieces
+        manifest = self.manifest
+        pieces: dict[int, Region] = {}
+        # In the zarr form, tensors are stored in zarr arrays instead.
+        for index in range(0 if manifest.is_zarr else len(manifest.entries)):
+            held, position = self.held(index), self._position(index)
+            if held is not None and position is not None:
+                region = manifest.split(index, held, *position[1:])
+                if region.numel:
+                    pieces[index] = region
+        return pieces
+
+    def _position(self, index: int) -> tuple[tuple[int, ...], int, int] | None:
+        """Return `Holders.position` of this rank for a tensor."""
+        key = (self.manifest.holders[index], self.manifest.entries[index].axes)
+        if key not in self._positions:
+            self._positions[key] = self.manifest.holders_of(index).position(self.rank)
+        return self._positions[key]
+
+    def held(self, index: int) -> Region | None:
+        """Return the region of a tensor that this rank has in memory; None if it is outside of the tensor's mesh.
+
+        The rank's piece is a part of this region: replicas have the same region, and may divide it among their files.
+        """
+        position = self._position(index)
+        if position is None:
+            return None
+        entry = self.manifest.entries[index]
+        cut = (entry.shape, entry.axes, entry.cuts, position[0])
+        held = self._regions.get(cut)
+        if held is None:
+            layouts = self.manifest.structure.layouts
+            held = self.manifest.distributions[index].region(entry.shape, position[0], layouts)
+            self._regions[cut] = held
+        return held
+
+    def local_start(self, index: int) -> int:
+        """Return the index of a piece's first element in the rank's local tensor, which has the region `held`."""
+        held = self.held(index)
+        assert held is not None  # a rank with a piece is inside of the tensor's mesh
+        return self.pieces[index].span.start - held.span.start
 
     @cached_property
     def _relative_starts(self) -> list[int]:
         """Offset of each piece, and the end of the last piece, from the header's end; the header contains these."""
         entries = self.manifest.entries
-        sizes = (piece.region.numel * entries[piece.tensor_index].itemsize for piece in self.pieces)
+        sizes = (region.numel * entries[index].itemsize for index, region in self.pieces.items())
         return list(accumulate(sizes, initial=0))
 
     @cached_property
@@ -103,7 +117,7 @@ class RankFile:
         """Tensor number -> offset in the file of the first byte of the tensor's piece, in file order."""
         base = len(self.header)
         starts = zip(self.pieces, self._relative_starts, strict=False)  # without the last end
-        return {piece.tensor_index: base + start for piece, start in starts}
+        return {index: base + start for index, start in starts}
 
     @cached_property
     def _payload_bytes(self) -> int:
@@ -155,7 +169,7 @@ class RankFile:
         ends = self._relative_starts[1:]
         first = bisect_right(ends, start - len(self.header))  # the first piece that ends after `start`
         last = bisect_left(self._relative_starts, stop - len(self.header), hi=len(ends))
-        names += [self.manifest.entries[piece.tensor_index].label for piece in self.pieces[first:last]]
+        names += [self.manifest.entries[index].label for index in islice(self.pieces, first, last)]
         if self.chunks and start < self.blob_start and stop > len(self.header):
             names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:
@@ -174,11 +188,12 @@ class RankFile:
         }
         entries = self.manifest.entries
         items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
-        for piece, (start, stop) in zip(self.pieces, pairwise(self._relative_starts), strict=True):
-            entry = entries[piece.tensor_index]
+        starts = pairwise(self._relative_starts)
+        for (index, region), (start, stop) in zip(self.pieces.items(), starts, strict=True):
+            entry = entries[index]
             # A dtype that safetensors lacks is declared as several elements of a narrower dtype.
             code, multiple = stored_dtype(entry.dtype).carrier
-            items.append(_item(entry.name, code, piece.region.numel * multiple, start, stop))
+            items.append(_item(entry.name, code, region.numel * multiple, start, stop))
         if self.chunks:
             items.append(_item(CHUNKS_NAME, "U32", len(self.chunks), 0, self._payload_bytes))
         end = self._payload_bytes + self.manifest.blob_bytes

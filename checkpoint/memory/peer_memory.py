@@ -75,11 +75,11 @@ class StepOnDisk:
         reader = CheckpointReader(self._storage)
         locals_by_name = {}
         wanted = []
-        for piece in file.pieces:
-            entry = manifest.entries[piece.tensor_index]
-            tensor = torch.empty(piece.region.numel, dtype=dtype_named(entry.dtype), device="cpu")
+        for index, region in file.pieces.items():
+            entry = manifest.entries[index]
+            tensor = torch.empty(region.numel, dtype=dtype_named(entry.dtype), device="cpu")
             locals_by_name[entry.name] = tensor
-            wanted.append((piece.tensor_index, piece.region, tensor))
+            wanted.append((index, region, tensor))
         reader.fill(wanted, verify=True)
         blob = bytes(reader.blobs([saved_rank])[0])
         # Under a temporary name first, so that no incomplete file counts as good.

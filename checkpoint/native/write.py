@@ -301,13 +301,13 @@ class FileImage:
         # byte `_origins[i]` of the file would be the first byte of that source.
         self._starts, self._origins = [0], [0]
         self._sources: list[Buffer | torch.Tensor] = [file.header]
-        for piece, start in zip(file.pieces, file.starts.values(), strict=True):
-            entry = file.manifest.entries[piece.tensor_index]
+        for index, start in file.starts.items():
+            entry = file.manifest.entries[index]
             # A lazily conjugated or negated tensor is a view with a flag; the file must have the computed values.
             tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
             in_place = tensor.is_contiguous() and tensor.device not in self._streams
             source = bytes_of(tensor).numpy() if in_place else tensor.view(carrier_of(tensor.dtype))
-            self._add(start, source, piece.local_start * entry.itemsize)
+            self._add(start, source, file.local_start(index) * entry.itemsize)
         if file.chunks:
             self._add(len(file.header), np.frombuffer(chunk_table, dtype=np.uint8))
         if file.manifest.blob_bytes:

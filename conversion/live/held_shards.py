@@ -59,7 +59,6 @@ class HeldShards:
         self.file = RankFile(manifest, rank)
         self._locals_by_name = locals_by_name
         self._last: tuple[int, torch.Tensor] | None = None  # (number, items) of the tensor that was read last
-        self._regions: dict[int, Region | None] = {}
         leaves = NativeLeaves(manifest.structure, storage.where)
         self.places = leaves.tensors
         firsts: dict[int, str] = {}
@@ -84,15 +83,6 @@ class HeldShards:
         """Return the number of a stored tensor in the manifest."""
         return self.places[leaf.source_name]
 
-    def _region(self, place: int) -> Region | None:
-        """Return this rank's region of a tensor; None if this rank has no part."""
-        if place not in self._regions:
-            held = self.manifest.holders_of(place).position(self.rank)
-            shape, layouts = self.manifest.entries[place].shape, self.manifest.structure.layouts
-            distribution = self.manifest.distributions[place]
-            self._regions[place] = distribution.region(shape, held[0], layouts) if held else None
-        return self._regions[place]
-
     def _items(self, place: int) -> torch.Tensor:
         """Return the items of this rank's region in CPU memory, 1D, as the integer dtype that carries their bits."""
         last = self._last
@@ -104,7 +94,7 @@ class HeldShards:
 
     def _read(self, place: int, box: Box) -> np.ndarray:
         """Return the bits of a box's items; zeros for items that only other ranks have."""
-        region, wanted = self._region(place), Region.of_box(box)
+        region, wanted = self.file.held(place), Region.of_box(box)
         shares = overlaps(region, wanted) if region is not None else []
         # No copy if a single run contains the whole box.
         if len(shares) == 1 and shares[0].is_run and shares[0].numel == box.numel:
@@ -129,19 +119,19 @@ class HeldShards:
     def own_run(self, leaf: SourceView) -> Range:
         """Return the range of a stored tensor's items that this rank writes. Needs `lies_in_runs`."""
         place = self.place_of(leaf)
-        piece = self.file.piece_of.get(place)
-        if piece is None:  # this rank writes no part of the tensor
+        region = self.file.pieces.get(place)
+        if region is None:  # this rank writes no part of the tensor
             return Range(0, 0)
-        box, first = next(piece.region.pieces())
+        box, first = next(region.pieces())
         start = run_start(self.manifest.entries[place].shape, box)
         assert start is not None and first == 0, "every part is one run"
-        return Range(start, start + piece.region.numel)
+        return Range(start, start + region.numel)
 
     def own_bytes(self, leaf: SourceView, start: int, stop: int) -> Buffer:
         """Return the bytes of items [start, stop), which are in `own_run`; not copied if they are in CPU memory."""
-        piece = self.file.piece_of[self.place_of(leaf)]
-        first = piece.local_start + start - self.own_run(leaf).start
-        return self._items(piece.tensor_index)[first : first + stop - start].view(torch.uint8).numpy()
+        place = self.place_of(leaf)
+        first = self.file.local_start(place) + start - self.own_run(leaf).start
+        return self._items(place)[first : first + stop - start].view(torch.uint8).numpy()
 
     def _brought(self, place: int, box: Box, turn: int) -> Iterator[tuple[int, list[Copy]]]:
         """Yield (rank, the rank's shares of the box) for each rank that provides items of a box.

@@ -91,8 +91,8 @@ def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tu
     """Yield (name, box) for each box that a rank writes; a tensor with several names has only its first name here."""
     file = shards.file if rank == shards.rank else RankFile(shards.manifest, rank)
     for name, place in shards.places.items():
-        piece = file.piece_of.get(place) if name not in twins else None
-        for box, _ in piece.region.pieces() if piece is not None else ():
+        region = file.pieces.get(place) if name not in twins else None
+        for box, _ in region.pieces() if region is not None else ():
             yield name, box
 
 

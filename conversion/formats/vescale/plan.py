@@ -228,7 +228,7 @@ def _deferred(
     # These functions must not refer to `file`, which would keep its pieces and header in memory.
     def items() -> Iterator[TensorItems]:
         # The region of each piece is one run of the flattened tensor.
-        for index, region, _ in manifest.pieces[rank]:
+        for index, region in manifest.pieces[rank].items():
             yield TensorItems(views[manifest.entries[index].name], region.span.start, region.span.stop)
 
     def planned() -> FilePlan:

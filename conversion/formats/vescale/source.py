@@ -106,7 +106,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
             lost.append(file)
             continue
         store.check_size(file.name, file.total_bytes)
-        for (place, region, _), start in zip(file.pieces, file.starts.values(), strict=True):
+        for (place, region), start in zip(file.pieces.items(), file.starts.values(), strict=True):
             if region not in found[place]:  # else listed already: an earlier replica stores it too
                 itemsize = itemsizes[place]
                 # A piece consists of boxes that follow each other in the file.
@@ -115,7 +115,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
                     for box, first in region.pieces()
                 ]
     for file in lost:
-        if any(piece.region not in found[piece.tensor_index] for piece in file.pieces):
+        if any(region not in found[place] for place, region in file.pieces.items()):
             store.required_info(file.name)  # raises: the file is missing
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 

@@ -41,8 +41,8 @@ def test_the_manifest_does_not_grow_with_ranks() -> None:
     assert again == large
     for rank in (0, 7777, 16_383):
         assert RankFile(again, rank).header == RankFile(large, rank).header
-    pieces = [piece for rank in range(0, 16_384, 512) for piece in RankFile(large, rank).pieces]
-    assert len(pieces) >= 32 and all(piece.region.numel for piece in pieces)
+    pieces = [piece for rank in range(0, 16_384, 512) for piece in RankFile(large, rank).pieces.values()]
+    assert len(pieces) >= 32 and all(piece.numel for piece in pieces)
 
 
 def test_files_of_a_large_world_add_up() -> None:
@@ -51,8 +51,8 @@ def test_files_of_a_large_world_add_up() -> None:
 
     stored = Counter[str]()
     for rank in range(256):
-        for piece in RankFile(manifest, rank).pieces:
-            stored[manifest.entries[piece.tensor_index].name] += piece.region.numel
+        for index, piece in RankFile(manifest, rank).pieces.items():
+            stored[manifest.entries[index].name] += piece.numel
     assert stored == {entry.name: entry.numel for entry in manifest.entries}
 
 
@@ -70,11 +70,11 @@ def test_one_shape_in_many_ways() -> None:
 
     stored: dict[str, list[int]] = {entry.name: [0] * 4 for entry in entries}
     for rank in range(4):
-        for piece in RankFile(manifest, rank).pieces:
-            stored[manifest.entries[piece.tensor_index].name][rank] = piece.region.numel
+        for index, piece in RankFile(manifest, rank).pieces.items():
+            stored[manifest.entries[index].name][rank] = piece.numel
     copies = [finder.copies(i, whole_region(shape)) for i in range(len(ways))]
     found = [{file.rank for file, _ in of_tensor} for of_tensor in copies]
-    sizes = [RankFile(manifest, 1).piece_of[i].region.box.sizes for i in (0, 1, 3)]
+    sizes = [RankFile(manifest, 1).pieces[i].box.sizes for i in (0, 1, 3)]
 
     quarters, all_of_it = [6000] * 4, [24_000, 0, 0, 0]
     halves = [12_000, 12_000, 0, 0], [12_000, 0, 12_000, 0]  # of 48,000 bytes, too few for replicas to share
