@@ -13,7 +13,7 @@ import vescale_fsdp.checkpoint.native.write
 from vescale_fsdp.checkpoint import native, save
 from vescale_fsdp.checkpoint.native.write import FileImage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.layout.packing import PlacedSizes, Position
+from vescale_fsdp.layout.packing import Position, RepeatedSizes
 """
 PATCHES = """
 import os, torch
@@ -45,7 +45,7 @@ def test_names_of_other_rooms(tmp_path: Path) -> None:
         (tmp_path / file).write_text(TEST)
         names[file] = inner_names(tmp_path, Path(file))
 
-    layout = ["vescale_fsdp.layout.packing.PlacedSizes", "vescale_fsdp.layout.packing.Position"]
+    layout = ["vescale_fsdp.layout.packing.Position", "vescale_fsdp.layout.packing.RepeatedSizes"]
     native = ["", ".write", ".write.FileImage"]
     assert names["tests/checkpoint/native/test_write.py"] == layout
     assert names["tests/house/test_write.py"] == [

@@ -66,13 +66,14 @@ class RepeatedSizes(NamedTuple):
     sizes: Sizes
     repeats: int
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of all repetitions."""
+        return self.repeats * sum([numel for numel, _ in self.sizes])  # a list: faster than a generator
 
-class PlacedSizes(NamedTuple):
-    """A range of the buffer, [start, stop), that a list of sizes fills without gaps, repeated as often as needed."""
 
-    start: int
-    stop: int
-    sizes: Sizes
+PlacedSizes = dict[int, RepeatedSizes]
+"""Start in the buffer -> the sizes that follow each other from there without gaps; in ascending order."""
 
 
 def fold_repeats(sizes: Sequence[TensorSize], align_numel: int) -> list[RepeatedSizes]:
@@ -98,7 +99,7 @@ def fold_repeats(sizes: Sequence[TensorSize], align_numel: int) -> list[Repeated
 
 def place_in_order(
     repeated: Sequence[RepeatedSizes], num_shards: int, shard_numel: int, align_numel: int
-) -> list[PlacedSizes] | None:
+) -> PlacedSizes | None:
     """Place every tensor at its earliest legal start, in this order.
 
     Args:
@@ -111,7 +112,7 @@ def place_in_order(
     """
     end_of_buffer = num_shards * shard_numel
     cursor = 0
-    placed: list[PlacedSizes] = []
+    placed: PlacedSizes = {}
     for sizes, repeats in repeated:
         period = sum(numel for numel, _ in sizes)
         left = repeats
@@ -121,16 +122,19 @@ def place_in_order(
             fitting = _repeats_at(cursor, sizes, period, shard_numel) if left > 1 else 0
             if fitting:
                 fitting = min(fitting, left)
-                placed.append(PlacedSizes(cursor, cursor + fitting * period, sizes))
+                placed[cursor] = RepeatedSizes(sizes, fitting)
                 cursor += fitting * period
                 left -= fitting
             else:  # place one repetition, tensor by tensor, then try to fold again
                 for size in sizes:
-                    start = _legal_start(round_up(cursor, align_numel), *size, shard_numel, align_numel)
+                    numel, block = size
+                    start = _legal_start(
+                        round_up(cursor, align_numel), numel, block, shard_numel, align_numel
+                    )
                     if start is None:
                         return None
-                    cursor = start + size.numel
-                    placed.append(PlacedSizes(start, cursor, (size,)))
+                    placed[start] = RepeatedSizes((size,), 1)
+                    cursor = start + numel
                 left -= 1
             if cursor > end_of_buffer:
                 return None
@@ -153,13 +157,12 @@ def _repeats_at(start: int, sizes: Sizes, period_numel: int, shard_numel: int) -
     return ANY_NUMBER
 
 
-def starts_of(placed: Iterable[PlacedSizes]) -> Iterator[int]:
+def starts_of(placed: PlacedSizes) -> Iterator[int]:
     """Yield the start of every tensor, in the order of placement."""
-    for start, stop, sizes in placed:
-        while start < stop:
-            for numel, _ in sizes:
-                yield start
-                start += numel
+    for start, (sizes, repeats) in placed.items():
+        for numel, _ in sizes * repeats:
+            yield start
+            start += numel
 
 
 def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_numel: int) -> int | None:
@@ -211,20 +214,16 @@ def place_scattered(
         The pieces and the remaining gaps; None if the gaps are too small.
     """
     needed_blocks = -(-numel // block_numel)  # rounded up: the last block may be short
-    chosen: list[PieceRun] = []
-    # Gaps with room for a block, largest first: fewer gaps give fewer runs of pieces.
-    room = {gap: gap.num_ranks * (gap.piece_numel // block_numel) for gap in gaps}
-    largest = sorted(
-        (gap for gap in gaps if room[gap]),
-        key=lambda gap: (-room[gap], gap.first_rank, gap.num_ranks, gap.local_offset),
-    )
-    for gap in largest:
+    chosen: set[PieceRun] = set()
+    # Numbers of blocks are negated, so that sorting puts the largest gaps first: fewer gaps give fewer runs of pieces.
+    room = [(-gap.num_ranks * (gap.piece_numel // block_numel), gap) for gap in gaps]
+    for minus_blocks, gap in sorted(pair for pair in room if pair[0]):  # gaps below one block are useless
         if needed_blocks <= 0:
             break
         # A rank may own only one piece, so chosen gaps must not have a rank in common.
         if all(gap.ranks.stop <= other.first_rank or other.ranks.stop <= gap.first_rank for other in chosen):
-            chosen.append(gap)
-            needed_blocks -= room[gap]
+            chosen.add(gap)
+            needed_blocks += minus_blocks
     if needed_blocks > 0:
         return None
     runs: list[PieceRun] = []
@@ -242,12 +241,11 @@ def _take(gap: PieceRun, left_numel: int, block_numel: int) -> list[PieceRun]:
     """Return the pieces that put a tensor's remaining ``left_numel`` elements on the first ranks of a gap."""
     piece_numel = gap.piece_numel // block_numel * block_numel
     num_ranks = min(gap.num_ranks, left_numel // piece_numel)
-    whole = gap._replace(num_ranks=num_ranks, piece_numel=piece_numel)
-    left_numel -= whole.numel
-    taken = [whole] if num_ranks else []
+    taken = [PieceRun(gap.first_rank, num_ranks, piece_numel, gap.local_offset)] if num_ranks else []
+    left_numel -= num_ranks * piece_numel
     # The tensor's last piece is smaller than the gap, and may end in a short block.
     if left_numel and num_ranks < gap.num_ranks:
-        taken.append(PieceRun(whole.ranks.stop, 1, left_numel, gap.local_offset))
+        taken.append(PieceRun(gap.first_rank + num_ranks, 1, left_numel, gap.local_offset))
     return taken
 
 
@@ -460,14 +458,16 @@ def _place_mixed(
     Contiguous tensors are placed first, in definition order; then scattered tensors are put into the gaps, largest
     block first.
     """
-    repeated = fold_repeats([size for i, size in enumerate(sizes) if i not in scattered], align_numel)
-    placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
+    kept = [size for i, size in enumerate(sizes) if i not in scattered]
+    placed = place_in_order(fold_repeats(kept, align_numel), num_shards, shard_numel, align_numel)
     if placed is None:
         return None
-    # Gaps below the smallest block are useless. Without scattered tensors no gap is needed: the default selects none.
-    least_numel = min((sizes[index][1] for index in scattered), default=num_shards * shard_numel)
-    used = [Range(start, stop) for start, stop, _ in placed]
-    gaps = free_gaps(used, num_shards, shard_numel, align_numel, least_numel)
+    gaps: list[PieceRun] = []
+    if scattered:
+        used = [Range(start, start + repeated.numel) for start, repeated in placed.items()]
+        # Gaps below the smallest block are useless.
+        least_numel = min(sizes[index].block_numel for index in scattered)
+        gaps = free_gaps(used, num_shards, shard_numel, align_numel, least_numel)
     positions: dict[int, Position] = {}
     for index in sorted(scattered, key=lambda index: (-sizes[index][1], index)):
         pieces_and_gaps = place_scattered(*sizes[index], gaps, align_numel)

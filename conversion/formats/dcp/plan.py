@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from vescale_fsdp.checkpoint.state.nesting import ListIndex
 from vescale_fsdp.conversion.engine.carried_state import CarriedState
@@ -37,12 +37,8 @@ _ITEM_BYTES = 64 * 2**20  # 64 MiB: DCP reads whole items, even for a few rows
 _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
-class _Item(NamedTuple):
-    """The extent of one archive, with the box of a tensor that the archive contains."""
-
-    name: str
-    box: Box | None  # None for a value
-    extent: Extent
+Items = dict[tuple[str, Box | None], Extent]
+"""Name and box of a tensor, or name and None of a value -> the extent of the archive that contains it."""
 
 
 def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
@@ -94,7 +90,9 @@ def plan_dcp_by_rank(
         return files
 
     def metadata() -> tuple[bytes]:
-        items = [item for number in range(world_size) for item in of_rank(number).items]
+        items: Items = {}
+        for number in range(world_size):
+            items |= of_rank(number).items
         return (dump_pickle(_metadata(state, items), where=METADATA_FILE),)
 
     closing = (ClosingFile(METADATA_FILE, metadata),)
@@ -125,7 +123,7 @@ class _Files:
     """Collects archives in data files of a limited size; archives in a file follow each other."""
 
     def __init__(self, max_bytes: int, rank: int = 0) -> None:
-        self.items: list[_Item] = []
+        self.items: Items = {}
         self._max_bytes, self._rank = max_bytes, rank
         self._done: list[FilePlan] = []
         self._contents: list[Content] = []
@@ -158,7 +156,7 @@ class _Files:
             self._close()
         contents = plan_archive(pickle, storages, len(self._contents))
         nbytes = sum(content.nbytes for content in contents)
-        self.items.append(_Item(name, box, Extent(self._name, self._nbytes, nbytes)))
+        self.items[name, box] = Extent(self._name, self._nbytes, nbytes)
         self._contents += contents
         self._nbytes += nbytes
 
@@ -174,26 +172,28 @@ class _Files:
         return tuple(self._done)
 
 
-def _metadata(state: CarriedState, written: list[_Item]) -> New:
+def _metadata(state: CarriedState, written: Items) -> New:
     """Make the record that stock DCP pickles into ``.metadata``; ``written`` are the items of all files."""
     names: dict[str, list[str]] = {}
     for alias, first in state.aliases.items():
         names.setdefault(first, [first]).append(alias)
     # All names of a tensor refer to the same bytes, which stock DCP allows.
-    items = [item._replace(name=name) for item in written for name in names.get(item.name, [item.name])]
     entries: dict[str, Any] = {}
     chunks: dict[str, list[New]] = {name: [] for name in state.views}
     storage: dict[Any, Any] = {}
-    for item in items:
-        index: dict[str, Any] = {"fqn": item.name, "offset": None, "index": None}
-        if item.box is not None:
-            box = {"offsets": torch_size(item.box.offsets), "sizes": torch_size(item.box.sizes)}
-            index |= {"offset": torch_size(item.box.offsets), "index": len(chunks[item.name])}
-            chunks[item.name].append(New(Global(_RECORDS, "ChunkStorageMetadata"), box))
+    items = (
+        (name, box, extent) for (first, box), extent in written.items() for name in names.get(first, [first])
+    )
+    for name, box, extent in items:
+        index: dict[str, Any] = {"fqn": name, "offset": None, "index": None}
+        if box is not None:
+            chunk = {"offsets": torch_size(box.offsets), "sizes": torch_size(box.sizes)}
+            index |= {"offset": torch_size(box.offsets), "index": len(chunks[name])}
+            chunks[name].append(New(Global(_RECORDS, "ChunkStorageMetadata"), chunk))
         else:
-            entries[item.name] = New(Global(_RECORDS, "BytesStorageMetadata"), {})
+            entries[name] = New(Global(_RECORDS, "BytesStorageMetadata"), {})
         key = _Key(Global(_RECORDS, "MetadataIndex"), index)
-        byte_range = dict(zip(("relative_path", "offset", "length"), item.extent, strict=True))
+        byte_range = dict(zip(("relative_path", "offset", "length"), extent, strict=True))
         storage[key] = New(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), byte_range)
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
