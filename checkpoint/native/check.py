@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     chunk_file,
     node_files,
 )
-from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.native.rank_file_reader import RankFileReader
 from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
@@ -109,7 +109,7 @@ def _rank_file_checks(
     file = RankFile(manifest, rank)
     holds_tensors = not manifest.is_zarr  # in the zarr form, chunk files have the tensors' values
     try:
-        opened = OpenRankFile(storage, file)
+        opened = RankFileReader(storage, file)
     except (VescaleError, OSError) as error:  # not raised, so that the other files are checked too
         if part == 0:  # reported once per file, not once per part
             yield Check(file.name, _text_of(error), 0, holds_tensors)

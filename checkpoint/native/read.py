@@ -39,15 +39,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain, groupby, islice, pairwise, takewhile
+from itertools import chain, groupby, pairwise
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.manifest.rank_file import CopyFinder, RankFile
-from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.native.rank_file_reader import RankFileReader
 from vescale_fsdp.checkpoint.native.targets import Bytes, FileCopy, LoadTarget, file_copies
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import Turn, TurnExchange
@@ -56,7 +56,7 @@ from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.storage.progress import Meter
-from vescale_fsdp.layout.extent import Extent
+from vescale_fsdp.layout.extent import CopyWalk, Extent, ReadJob
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.region import Region
 
@@ -68,142 +68,141 @@ _SLICE_BYTES = 512 << 10  # 512 KiB: a slice and its source pages fill half of a
 _start_of = attrgetter("start")
 
 
-class _ReadJob(NamedTuple):
-    """A job: one read of bytes [start, stop) of a file, and the copies of some of these bytes, sorted by start."""
-
-    file: OpenRankFile
-    start: int
-    stop: int
-    copies: Sequence[FileCopy]
-
-    @property
-    def size_bytes(self) -> int:
-        """Number of bytes from ``start`` to ``stop``."""
-        return self.stop - self.start
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the file cannot be mapped: all bytes are then read by one request, and copied."""
-        return not self.file.reader.looks_in_place
-
-    def view(self) -> Bytes:
-        """Return the job's bytes: mapped from the page cache if possible, else read into a buffer."""
-        return np.frombuffer(self.file.view(self.start, self.stop), dtype=np.uint8)
-
-    def verify(self) -> int:
-        """Read the bytes and compare checksums. Returns the number of bytes read. The job must have whole stripes."""
-        self.verify_data(self.view())
-        return self.size_bytes
-
-    def verify_data(self, data: Bytes) -> None:
-        """Compare the checksums of ``data``, the job's bytes in memory."""
-        for index in self._stripes:
-            start, stop = self.file.file.stripe(index)
-            self.file.verify_stripe(index, checksum_of(data[start - self.start : stop - self.start].data))
-
-    def take(self) -> int:
-        """Read the bytes into the tensors without verification. Returns the number of bytes read."""
-        runs, rest = self._scattered()
-        if self.is_far and len(runs) + len(rest) > 1:  # a single request instead of one per run
-            _deliver(self.start, self.stop, self.view(), self.copies)
-            return self.size_bytes
-        for run in runs:
-            self.file.read_at(self._start(run[0]), self._memories(run))
-        if rest:
-            _deliver(self.start, self.stop, self.view(), rest)
-        return sum(self._stop(copy) - self._start(copy) for copy in (*chain(*runs), *rest))
-
-    def take_verified(self) -> int:
-        """Read the bytes into the tensors and verify them. Returns the number of bytes read.
-
-        The job must have whole stripes. Buffered bytes are verified before they are copied to tensors; bytes that are
-        read straight into tensors are verified afterward.
-        """
-        if self.is_far:
-            data = self.view()
-            self.verify_data(data)
-            _deliver(self.start, self.stop, data, self.copies)
-            return self.size_bytes
-        walk = _Walk(self.copies)
-        for index in self._stripes:
-            start, stop = self.file.file.stripe(index)
-            stripe = _ReadJob(self.file, start, stop, walk.within(start, stop))
-            runs, rest = stripe._scattered()
-            if rest:  # its bytes are mapped from the page cache, so reading them twice is cheap
-                stripe.verify()
-                stripe.take()
-            else:
-                self.file.verify_stripe(index, stripe._read_and_hash(runs))
-        return self.size_bytes
-
-    def _read_and_hash(self, runs: Sequence[Sequence[FileCopy]]) -> int:
-        """Read runs slice by slice. Returns the checksum of all bytes of the job, including gaps between the runs.
-
-        Args:
-            runs: see `_scattered`.
-        """
-        digest, done = RunningChecksum(), self.start  # done: end of the bytes that are hashed
-        unwanted: Bytes | None = None
-        # The empty last run makes the loop hash the gap after the last real run.
-        for run in (*runs, ()):
-            start = at = self._start(run[0]) if run else self.stop
-            if done < start:
-                unwanted = self.view() if unwanted is None else unwanted
-                digest.update(unwanted[done - self.start : start - self.start].data)
-                done = start
-            for memories in _slices(self._memories(run)):
-                self.file.read_at(at, memories)
-                for memory in memories:
-                    # Runs overlap where two tensors need the same bytes; such bytes must be hashed once.
-                    digest.update(memory[max(done - at, 0) :].data)
-                    at += len(memory)
-                    done = max(done, at)
-        return digest.intdigest()
-
-    @property
-    def _stripes(self) -> range:
-        """Numbers of the stripes of a job that has whole stripes."""
-        size = self.file.stripe_bytes
-        return range(self.start // size, -(-self.stop // size))
-
-    def _start(self, copy: FileCopy) -> int:
-        """Return the first byte of the file that a copy needs from this job."""
-        return max(self.start, copy.start)
-
-    def _stop(self, copy: FileCopy) -> int:
-        """Return the end of the bytes of the file that a copy needs from this job."""
-        return min(self.stop, copy.stop)
-
-    def _scattered(self) -> tuple[list[list[FileCopy]], list[FileCopy]]:
-        """Return the copies that are read straight into tensors, as runs, and the copies that need a buffer.
-
-        The copies of a run follow each other in the file: one read scatters its bytes into several tensors.
-        """
-        runs: list[list[FileCopy]] = []
-        rest = []
-        at = -1  # end of the last run; -1 equals no start, so the first copy begins a run
-        for copy in self.copies:
-            if not copy.is_direct:
-                rest.append(copy)
-                continue
-            if self._start(copy) != at:
-                runs.append([])
-            runs[-1].append(copy)
-            at = self._stop(copy)
-        return runs, rest
-
-    def _memories(self, run: Sequence[FileCopy]) -> list[Bytes]:
-        """Return the memory to read a run into; from now on, its tensors count as overwritten."""
-        for copy in run:
-            copy.target.begin()
-        return [copy.memory(self._start(copy), self._stop(copy)) for copy in run]
+_Job = ReadJob[RankFileReader, FileCopy]
 
 
-def _deliver(start: int, stop: int, data: Bytes, copies: Sequence[FileCopy]) -> None:
-    """Copy bytes [start, stop) of a file, which are ``data``, to the tensors that need them."""
+def _is_far(job: _Job) -> bool:
+    """Return whether the file cannot be mapped: all bytes are then read by one request, and copied."""
+    return not job.source.file.looks_in_place
+
+
+def _view(job: _Job) -> Bytes:
+    """Return the job's bytes: mapped from the page cache if possible, else read into a buffer."""
+    return np.frombuffer(job.source.view(job.extent.offset, job.extent.stop), dtype=np.uint8)
+
+
+def _verify(job: _Job) -> int:
+    """Read the bytes and compare checksums. Returns the number of bytes read. The job must have whole stripes."""
+    _verify_data(job, _view(job))
+    return job.extent.nbytes
+
+
+def _verify_data(job: _Job, data: Bytes) -> None:
+    """Compare the checksums of ``data``, the job's bytes in memory."""
+    for index in _stripes(job):
+        start, stop = job.source.layout.stripe(index)
+        stripe = data[start - job.extent.offset : stop - job.extent.offset]
+        job.source.verify_stripe(index, checksum_of(stripe.data))
+
+
+def _take(job: _Job) -> int:
+    """Read the bytes into the tensors without verification. Returns the number of bytes read."""
+    runs, buffered = _runs_and_buffered(job)
+    if _is_far(job) and len(runs) + len(buffered) > 1:  # a single request instead of one per run
+        _deliver(job.extent, _view(job), job.copies)
+        return job.extent.nbytes
+    for run in runs:
+        job.source.read_at(_bytes_for(run[0], job).offset, _memories(run, job))
+    if buffered:
+        _deliver(job.extent, _view(job), buffered)
+    return sum(_bytes_for(copy, job).nbytes for copy in (*chain(*runs), *buffered))
+
+
+def _take_verified(job: _Job) -> int:
+    """Read the bytes into the tensors and verify them. Returns the number of bytes read.
+
+    The job must have whole stripes. Buffered bytes are verified before they are copied to tensors; bytes that are read
+    straight into tensors are verified afterward.
+    """
+    if _is_far(job):
+        data = _view(job)
+        _verify_data(job, data)
+        _deliver(job.extent, data, job.copies)
+        return job.extent.nbytes
+    walk = CopyWalk(job.copies)
+    for index in _stripes(job):
+        start, stop = job.source.layout.stripe(index)
+        extent = Extent(job.extent.file, start, stop - start)
+        stripe = ReadJob(job.source, extent, walk.within(start, stop))
+        runs, buffered = _runs_and_buffered(stripe)
+        if buffered:  # its bytes are mapped from the page cache, so reading them twice is cheap
+            _verify(stripe)
+            _take(stripe)
+        else:
+            job.source.verify_stripe(index, _read_and_hash(stripe, runs))
+    return job.extent.nbytes
+
+
+def _read_and_hash(job: _Job, runs: Sequence[Sequence[FileCopy]]) -> int:
+    """Read runs slice by slice. Returns the checksum of all bytes of the job, including gaps between the runs.
+
+    Args:
+        runs: see `_runs_and_buffered`.
+    """
+    first = job.extent.offset
+    digest, done = RunningChecksum(), first  # done: end of the bytes that are hashed
+    unwanted: Bytes | None = None
+    # The empty last run makes the loop hash the gap after the last real run.
+    for run in (*runs, ()):
+        start = at = _bytes_for(run[0], job).offset if run else job.extent.stop
+        if done < start:
+            unwanted = _view(job) if unwanted is None else unwanted
+            digest.update(unwanted[done - first : start - first].data)
+            done = start
+        for memories in _slices(_memories(run, job)):
+            job.source.read_at(at, memories)
+            for memory in memories:
+                # Runs overlap where two tensors need the same bytes; such bytes must be hashed once.
+                digest.update(memory[max(done - at, 0) :].data)
+                at += len(memory)
+                done = max(done, at)
+    return digest.intdigest()
+
+
+def _stripes(job: _Job) -> range:
+    """Return the numbers of the stripes of a job that has whole stripes."""
+    size = job.source.stripe_bytes
+    return range(job.extent.offset // size, -(-job.extent.stop // size))
+
+
+def _bytes_for(copy: FileCopy, job: _Job) -> Extent:
+    """Return the bytes of a job that a copy needs."""
+    start = max(job.extent.offset, copy.start)
+    return Extent(job.extent.file, start, min(job.extent.stop, copy.stop) - start)
+
+
+def _runs_and_buffered(job: _Job) -> tuple[list[list[FileCopy]], list[FileCopy]]:
+    """Return the copies that are read straight into tensors, as runs, and the copies that need a buffer.
+
+    The copies of a run follow each other in the file: one read scatters its bytes into several tensors.
+    """
+    runs: list[list[FileCopy]] = []
+    buffered = []
+    at = -1  # end of the last run; -1 equals no start, so the first copy begins a run
+    for copy in job.copies:
+        if not copy.is_direct:
+            buffered.append(copy)
+            continue
+        needed = _bytes_for(copy, job)
+        if needed.offset != at:
+            runs.append([])
+        runs[-1].append(copy)
+        at = needed.stop
+    return runs, buffered
+
+
+def _memories(run: Sequence[FileCopy], job: _Job) -> list[Bytes]:
+    """Return the memory to read a run of a job into; from now on, its tensors count as overwritten."""
+    for copy in run:
+        copy.target.begin()
+    return [copy.memory(needed.offset, needed.stop) for copy in run for needed in (_bytes_for(copy, job),)]
+
+
+def _deliver(extent: Extent, data: Bytes, copies: Sequence[FileCopy]) -> None:
+    """Copy the bytes of an extent, which are ``data``, to the tensors that need them."""
     for copy in copies:
-        first, last = max(start, copy.start), min(stop, copy.stop)
-        copy.take(first, data[first - start : last - start])
+        needed = extent.clip(copy.start, copy.stop)
+        copy.take(needed.offset, data[needed.offset - extent.offset : needed.stop - extent.offset])
 
 
 def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
@@ -221,27 +220,6 @@ def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
             room -= len(memory) - at
     if group:
         yield group
-
-
-class _Walk:
-    """Finds the copies from byte ranges that are passed in ascending order, without a search from the start.
-
-    Args:
-        copies: sorted by start.
-    """
-
-    def __init__(self, copies: Sequence[FileCopy]) -> None:
-        self._copies = copies
-        self._first = 0
-
-    def within(self, start: int, stop: int) -> list[FileCopy]:
-        """Return the copies that need some of bytes [start, stop)."""
-        copies = self._copies
-        while self._first < len(copies) and copies[self._first].stop <= start:
-            self._first += 1
-        overlapping = takewhile(lambda copy: copy.start < stop, islice(copies, self._first, None))
-        # Copies are not sorted by stop: a copy that follows a long copy may stop before the range.
-        return [copy for copy in overlapping if copy.stop > start]
 
 
 class Reads(ABC):
@@ -341,7 +319,7 @@ class ReadPlan(Reads):
         # By the name of the file:
         self._layouts: dict[str, RankFile] = {}
         self._copies: dict[str, list[FileCopy]] = {}
-        self._files: dict[str, OpenRankFile] = {}
+        self._files: dict[str, RankFileReader] = {}
         # The numbers of the stripes that several ranks need, and one of these ranks reads.
         self._shared: dict[str, set[int]] = {}
         self._exchange: TurnExchange[Extent] | None = None  # set by `share`
@@ -383,57 +361,56 @@ class ReadPlan(Reads):
         needed = {turn.job.file for turn in self._own_turns}
         needed |= {extent.file for extent in self._extents(self._stripe_bytes)}
         for name in sorted(needed - self._files.keys()):  # `_jobs` calls `open` again
-            self._files[name] = OpenRankFile(self.storage, self._layouts[name])
+            self._files[name] = RankFileReader(self.storage, self._layouts[name])
 
     def close(self) -> None:
         with ExitStack() as closing:  # closes all files, even if closing one of them raises
             while self._files:
-                closing.callback(self._files.popitem()[1].reader.close)
+                closing.callback(self._files.popitem()[1].file.close)
 
-    def _job(self, extent: Extent, copies: Sequence[FileCopy] = ()) -> _ReadJob:
-        return _ReadJob(self._files[extent.file], extent.offset, extent.stop, copies)
+    def _job(self, extent: Extent, copies: Sequence[FileCopy] = ()) -> _Job:
+        return ReadJob(self._files[extent.file], extent, copies)
 
     def verify(self) -> None:
         jobs = [*self._jobs(True), *(self._job(turn.job) for turn in self._own_turns)]
-        self._map("verifying", _ReadJob.verify, jobs, sum(job.size_bytes for job in jobs))
+        self._map("verifying", _verify, jobs, sum(job.extent.nbytes for job in jobs))
 
     def run(self, *, verify: bool) -> None:
         # The exchange comes first: a rank that fails in its own reads could not take part in it afterward.
         if self._exchange is not None:
             self._run_shared(self._exchange, verify)
         jobs = list(self._jobs(verify))
-        work = _ReadJob.take_verified if verify else _ReadJob.take
+        work = _take_verified if verify else _take
         self._map(
             "loading",
             work,
             jobs,
-            sum(job.size_bytes for job in jobs),
+            sum(job.extent.nbytes for job in jobs),
             # One choice for all jobs: the disk is used if any bytes are not in the page cache.
-            far=any(not job.file.reader.is_at_hand(job.start, job.stop) for job in jobs),
+            far=any(not job.source.file.is_at_hand(job.extent.offset, job.extent.stop) for job in jobs),
         )
 
     def _run_shared(self, exchange: TurnExchange[Extent], verify: bool) -> None:
         """Read, send and receive the shared stripes. A rank that fails takes part to the end, and raises then."""
         kept = FirstError()
         copies_of: dict[Extent, list[FileCopy]] = {}
-        extents = sorted(turn.job for turn in exchange.turns)  # by file and offset, as `_Walk` needs
+        extents = sorted(turn.job for turn in exchange.turns)  # by file and offset, as `CopyWalk` needs
         for name, of_file in groupby(extents, key=attrgetter("file")):
-            walk = _Walk(sorted(self._copies.get(name, ()), key=_start_of))
+            walk = CopyWalk(sorted(self._copies.get(name, ()), key=_start_of))
             copies_of.update({extent: walk.within(extent.offset, extent.stop) for extent in of_file})
 
-        def read(extent: Extent, data: memoryview) -> None:
+        def read(turn: Turn[Extent], data: memoryview) -> None:
             """Read and verify stripes to send."""
-            job = self._job(extent)
-            job.file.read_at(job.start, [data])
+            job = self._job(turn.job)
+            job.source.read_at(job.extent.offset, [data])
             if verify:
-                job.verify_data(np.frombuffer(data, dtype=np.uint8))
+                _verify_data(job, np.frombuffer(data, dtype=np.uint8))
 
-        def take(extent: Extent, data: memoryview) -> None:
+        def take(turn: Turn[Extent], data: memoryview) -> None:
             """Copy stripes, read or received, to this rank's tensors."""
-            stripes = np.frombuffer(data, dtype=np.uint8)
-            _deliver(extent.offset, extent.stop, stripes, copies_of[extent])
+            _deliver(turn.job, np.frombuffer(data, dtype=np.uint8), copies_of[turn.job])
 
-        self.num_bytes_received += exchange.run(read, take, lambda extent: kept)
+        self.num_bytes_received += exchange.run(read, take, lambda turn: kept)
         kept.raise_kept()
         self.num_bytes_read += sum(turn.nbytes for turn in self._own_turns)
 
@@ -451,13 +428,13 @@ class ReadPlan(Reads):
                     # of the item size.
                     yield from (extent.part(at, at + size) for at in range(0, extent.nbytes, size))
 
-    def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
+    def _jobs(self, whole_stripes: bool) -> Iterator[_Job]:
         """Yield the jobs of this rank's reads that are not shared."""
         # Whole stripes also if some are shared, because shared stripes are cut out of the extents.
         extents = list(self._extents(self._stripe_bytes if whole_stripes or self._shared else 1))
         for name, of_file in groupby(extents, key=attrgetter("file")):
             self.open()  # for callers that have not opened the files, such as `CheckpointReader`
-            walk = _Walk(sorted(self._copies[name], key=_start_of))
+            walk = CopyWalk(sorted(self._copies[name], key=_start_of))
             for extent in of_file:
                 copies = walk.within(extent.offset, extent.stop)
                 if copies or whole_stripes:

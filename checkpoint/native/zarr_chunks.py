@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, clipped, holders_of
-from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.native.rank_file_reader import RankFileReader
 from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
@@ -50,7 +50,7 @@ class ChunkTables:
 
     def _read(self, file: RankFile) -> dict[Chunk, int]:
         """Read and verify the chunk table in a rank's file."""
-        opened = OpenRankFile(self.storage, file)
+        opened = RankFileReader(self.storage, file)
         try:
             # Only the stripes that contain the header and the chunk table, not those of per-rank values.
             for index in range(-(-file.blob_start // opened.stripe_bytes)):
@@ -60,7 +60,7 @@ class ChunkTables:
         except EOFError as error:  # the file became shorter after it was opened
             raise opened.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
         finally:
-            opened.reader.close()
+            opened.file.close()
         return dict(zip(file.chunks, struct.unpack(f"<{len(file.chunks)}I", table), strict=True))
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 )
 from vescale_fsdp.checkpoint.native.form import Commit, Form, RankShare, root_errors
 from vescale_fsdp.checkpoint.native.read import Reads
-from vescale_fsdp.checkpoint.native.targets import LoadTarget, file_copies
+from vescale_fsdp.checkpoint.native.targets import FileCopy, LoadTarget, file_copies
 from vescale_fsdp.checkpoint.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
 from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkReader, ChunkTables
@@ -127,28 +127,6 @@ def _commit(folder: WrittenFolder, manifest: Manifest, saved: Callable[[], SaveR
     folder.commit({**nodes, manifest.name: manifest_bytes}, files)
 
 
-class _PartJob(NamedTuple):
-    """A job: a rank's elements of a chunk, which the rank sends to the chunk's owner.
-
-    Attributes:
-        rank, region: the rank, and its region of the tensor.
-        owner, own_region: the rank that writes the chunk, and its region of the tensor.
-        dtype: the integer dtype that carries the elements' bits.
-    """
-
-    chunk: Chunk
-    rank: int
-    region: Region
-    owner: int
-    own_region: Region
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of the rank's elements of the chunk."""
-        return sum(shared.numel for shared in overlaps(self.region, self.chunk.region)) * self.dtype.itemsize
-
-
 class ArrayWriter:
     """Writes this rank's chunks and array metadata. A collective: ranks send each other elements of chunks.
 
@@ -181,18 +159,26 @@ class ArrayWriter:
         ]
         # The chunk being assembled, and its elements, 1D.
         self._assembled: tuple[Chunk, torch.Tensor] | None = None
+        # For each chunk of which this rank has elements, regions of the tensor by rank: of all ranks that provide
+        # elements if this rank owns the chunk, else of this rank alone.
+        self._regions: dict[Chunk, dict[int, Region]] = {}
         self._exchange = TurnExchange(coordinator, [*self._turns(coordinator.rank)], threads=0)
 
-    def _turns(self, rank: int) -> Iterator[Turn[_PartJob]]:
+    def _turns(self, rank: int) -> Iterator[Turn[Chunk]]:
         """Yield the turns of the chunks of which this rank has elements; the owner's own turn ends a chunk."""
-        for chunk, (owner, *others) in held_chunks(self._manifest, rank):
-            dtype = carrier_of(dtype_named(self._manifest.entries[chunk.tensor_index].dtype))
-            for holder in others:
-                if rank in (holder[0], owner[0]):
-                    job = _PartJob(chunk, *holder, *owner, dtype)
-                    yield Turn(job, job.rank, (job.owner,), job.nbytes)
-            if rank == owner[0]:
-                yield Turn(_PartJob(chunk, *owner, *owner, dtype), rank, (rank,), 0)
+        for chunk, ((owner, own_region), *others) in held_chunks(self._manifest, rank):
+            self._regions[chunk] = {owner: own_region} if rank == owner else {}
+            for holder, region in others:
+                if rank in (holder, owner):
+                    self._regions[chunk][holder] = region
+                    numel = sum(shared.numel for shared in overlaps(region, chunk.region))
+                    yield Turn(chunk, holder, (owner,), numel * self._dtype(chunk).itemsize)
+            if rank == owner:
+                yield Turn(chunk, owner, (owner,), 0)
+
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        """Return the integer dtype that carries the bits of a chunk's elements."""
+        return carrier_of(dtype_named(self._manifest.entries[chunk.tensor_index].dtype))
 
     def write(self) -> None:
         """Write this rank's chunks and array metadata; durable on return.
@@ -203,8 +189,8 @@ class ArrayWriter:
         from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
 
         storage, manifest, files = self._storage, self._manifest, []
-        own = [turn.job for turn in self._exchange.turns if turn.job.rank == turn.job.owner]
-        self._meter.begin("saving", sum(job.chunk.box.numel * job.dtype.itemsize for job in own))
+        own = [turn.job for turn in self._exchange.turns if turn.receivers == (turn.sender,)]
+        self._meter.begin("saving", sum(chunk.box.numel * self._dtype(chunk).itemsize for chunk in own))
         threads = max(1, storage.write_threads)
         with (
             # The storage's threads, while the workers wait for the zarr library.
@@ -215,16 +201,16 @@ class ArrayWriter:
                 files.append(f"{manifest.array_paths[index]}/{ZARR_NAME}")
                 workers.submit(partial(storage.put, files[-1], [array_json(manifest, index)]))
 
-            def take(job: _PartJob, data: memoryview) -> None:
-                elements, index = self._with(job, data), job.chunk.tensor_index
-                if job.rank == job.owner:  # the last turn of the chunk
-                    if self._array is None or self._array[0] != index:
-                        self._array = index, ArrayChunks(storage, manifest, index, writing)
-                    files.append(chunk_file(manifest, *job.chunk))
-                    put = partial(self._put_chunk, self._array[1], job.chunk, elements, files[-1])
-                    workers.submit(put)
+            def take(turn: Turn[Chunk], data: memoryview) -> None:
+                elements, chunk = self._with(turn, data), turn.job
+                if turn.receivers == (turn.sender,):  # the last turn of the chunk
+                    if self._array is None or self._array[0] != chunk.tensor_index:
+                        array = ArrayChunks(storage, manifest, chunk.tensor_index, writing)
+                        self._array = chunk.tensor_index, array
+                    files.append(chunk_file(manifest, *chunk))
+                    workers.submit(partial(self._put_chunk, self._array[1], chunk, elements, files[-1]))
 
-            self._exchange.run(self._pack_part, take, lambda job: self._kept)
+            self._exchange.run(self._pack_elements, take, lambda turn: self._kept)
             workers.wait()
             # Parents too, because the name of a new folder is durable only after its parent is synced.
             folders = [folder.split("/") for folder in {file.rpartition("/")[0] for file in files}]
@@ -235,23 +221,29 @@ class ArrayWriter:
                 workers.submit(partial(storage.sync_folder, folder))
         self._kept.raise_kept()
 
-    def _pack_part(self, job: _PartJob, data: memoryview) -> None:
+    def _pack_elements(self, turn: Turn[Chunk], data: memoryview) -> None:
         """Copy this rank's elements of a chunk into ``data``; nothing for the owner, which sends no elements."""
         if len(data):
-            local = self._local(job.chunk.tensor_index)
-            _pack(job.region, local, job.chunk.region, torch.frombuffer(data, dtype=job.dtype))
+            chunk = turn.job
+            region, packed = (
+                self._regions[chunk][turn.sender],
+                torch.frombuffer(data, dtype=self._dtype(chunk)),
+            )
+            _pack(region, self._local(chunk.tensor_index), chunk.region, packed)
 
-    def _with(self, job: _PartJob, data: memoryview) -> torch.Tensor:
-        """Copy the elements of another rank into the chunk that this rank assembles; returns the chunk's elements."""
-        chunk, whole = job.chunk, job.chunk.region
+    def _with(self, turn: Turn[Chunk], data: memoryview) -> torch.Tensor:
+        """Copy the elements of the sender into the chunk that this rank assembles; returns the chunk's elements."""
+        chunk, (owner,) = turn.job, turn.receivers
+        dtype, regions = self._dtype(chunk), self._regions[chunk]
         if self._assembled is None or self._assembled[0] != chunk:
             # Zeros, because a chunk at the tensor's edge has elements outside of the tensor.
-            elements = torch.zeros(chunk.box.numel, dtype=job.dtype, device="cpu")
-            for copy in overlaps(job.own_region, whole):
+            elements = torch.zeros(chunk.box.numel, dtype=dtype, device="cpu")
+            for copy in overlaps(regions[owner], chunk.region):
                 copy.target_view(elements).copy_(copy.source_view(self._local(chunk.tensor_index)))
             self._assembled = chunk, elements
         if len(data):
-            _unpack(job.region, whole, torch.frombuffer(data, dtype=job.dtype), self._assembled[1])
+            packed = torch.frombuffer(data, dtype=dtype)
+            _unpack(regions[turn.sender], chunk.region, packed, self._assembled[1])
         return self._assembled[1]
 
     def _local(self, index: int) -> torch.Tensor:
@@ -281,14 +273,6 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, out: torch.Ten
         view.copy_(part.view(view.shape))
 
 
-class _ChunkJob(NamedTuple):
-    """A job: a chunk to read, and the region to fill with some of its elements."""
-
-    chunk: Chunk
-    wanted: Region
-    target: LoadTarget
-
-
 class ZarrReads(Reads):
     """Reads of the zarr form. Each read is a whole chunk."""
 
@@ -296,28 +280,29 @@ class ZarrReads(Reads):
         super().__init__(storage)
         self._manifest = tables.manifest
         self._reader = ChunkReader(tables, max(1, storage.read_threads))
-        self._jobs: list[_ChunkJob] = []
+        self._copies: dict[
+            Chunk, list[FileCopy]
+        ] = {}  # from the elements of each chunk that are inside the tensor
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target, manifest = LoadTarget(tensor), self._manifest
         # A tensor with several descriptions (cuts) has a single array, the array of the first description.
         index = manifest.indices_by_name[manifest.entries[index].name][0]
-        self._jobs += [_ChunkJob(chunk, region, target) for chunk in chunks_of(manifest, index, region)]
+        for chunk in chunks_of(manifest, index, region):
+            for shared in overlaps(self._inside(chunk), region):
+                self._copies.setdefault(chunk, []).extend(file_copies(shared, target, max_gap_bytes=0))
         return target
 
     def open(self) -> None:
         """Do nothing: a chunk's file is opened when it is read."""
 
     def verify(self) -> None:
-        # Each chunk once, although several requested regions may need it.
-        chunks = dict.fromkeys(job.chunk for job in self._jobs)
-        size = sum(map(self._size, chunks))
-        self._map("verifying", lambda chunk: len(self._reader.read(chunk)), list(chunks), size)
+        size = sum(map(self._size, self._copies))
+        self._map("verifying", lambda chunk: len(self._reader.read(chunk)), list(self._copies), size)
 
     def run(self, *, verify: bool) -> None:
         """Read all chunks. Every chunk is verified, even without ``verify``, because it is read whole anyway."""
-        size = sum(self._size(job.chunk) for job in self._jobs)
-        self._map("loading", self._read, self._jobs, size)
+        self._map("loading", self._read, list(self._copies), sum(map(self._size, self._copies)))
 
     def close(self) -> None:
         """End the threads; a chunk's file is closed after it is read."""
@@ -331,16 +316,14 @@ class ZarrReads(Reads):
         """Return the size in bytes of a chunk's elements that are inside the tensor."""
         return self._inside(chunk).numel * self._manifest.entries[chunk.tensor_index].itemsize
 
-    def _read(self, job: _ChunkJob) -> int:
-        """Read a chunk into its target. Returns the number of bytes read."""
-        overlapping, size = overlaps(self._inside(job.chunk), job.wanted), self._size(job.chunk)
-        copies = [copy for shared in overlapping for copy in file_copies(shared, job.target, max_gap_bytes=0)]
-        whole = copies[0] if len(copies) == 1 and copies[0].is_direct else None
-        if whole is not None and (whole.start, whole.stop) == (0, size):
-            self._reader.read(job.chunk, whole.memory(0, size))
-            job.target.begin()  # not before the read, which leaves the memory unchanged if it fails
+    def _read(self, chunk: Chunk) -> int:
+        """Read a chunk into its targets. Returns the number of bytes read."""
+        copies, size = self._copies[chunk], self._size(chunk)
+        if len(copies) == 1 and copies[0].is_direct and (copies[0].start, copies[0].stop) == (0, size):
+            self._reader.read(chunk, copies[0].memory(0, size))
+            copies[0].target.begin()  # not before the read, which leaves the memory unchanged if it fails
             return size
-        data = self._reader.read(job.chunk)
+        data = self._reader.read(chunk)
         for copy in copies:
             copy.take(copy.start, data[copy.start : copy.stop])
         return size

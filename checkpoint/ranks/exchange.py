@@ -16,10 +16,10 @@ kept, and raised at the ranks' next meeting.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,10 +27,11 @@ import torch
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
+from vescale_fsdp.layout.extent import Extent
 
 MOST_TURNS = 4  # turns in flight on one rank, unless turns are large: more buffers leave the cache
 _MOST_BYTES = 16 << 20  # 16 MiB: bytes in flight on one rank; always at least two turns
-_PIECE_BYTES = 4 << 20  # 4 MiB: most bytes of a file in one message, which bounds the memory for messages
+_TURN_BYTES = 4 << 20  # 4 MiB: most bytes of a file in one message, which bounds the memory for messages
 FROM_DISK = -1  # in place of a sending rank: the file was rebuilt from disk
 
 J = TypeVar("J")
@@ -77,17 +78,17 @@ class TurnExchange(Generic[J]):
 
     def run(
         self,
-        read: Callable[[J, memoryview], object],
-        take: Callable[[J, memoryview], object],
-        kept_of: Callable[[J], FirstError],
+        read: Callable[[Turn[J], memoryview], object],
+        take: Callable[[Turn[J], memoryview], object],
+        kept_of: Callable[[Turn[J]], FirstError],
     ) -> int:
         """Read and send this rank's turns, and take turns of other ranks. A collective.
 
         Args:
-            read: reads the bytes of a job into memory, on the sender.
-            take: processes the bytes of a job, on the receivers, in the order of the turns.
-            kept_of: returns where errors of a job are kept. Jobs that keep their errors in one place fail together:
-                after the first error, later jobs are neither read nor taken.
+            read: reads the bytes of a turn into memory, on the sender.
+            take: processes the bytes of a turn, on the receivers, in the order of the turns.
+            kept_of: returns where errors of a turn are kept. Turns that keep their errors in one place fail together:
+                after the first error, later turns are neither read nor taken.
 
         Returns:
             The number of bytes that this rank has received.
@@ -97,8 +98,8 @@ class TurnExchange(Generic[J]):
         in_flight: deque[tuple[Turn[J], torch.Tensor, Callable[[], None]]] = deque()
 
         def filled(turn: Turn[J]) -> torch.Tensor:
-            data, kept = self._free.pop(), kept_of(turn.job)
-            kept.attempt(partial(read, turn.job, _bytes_of(turn, data)))
+            data, kept = self._free.pop(), kept_of(turn)
+            kept.attempt(partial(read, turn, _bytes_of(turn, data)))
             data[turn.nbytes] = kept.error is None
             return data
 
@@ -107,7 +108,7 @@ class TurnExchange(Generic[J]):
             finish()
             if rank in turn.receivers and data[turn.nbytes]:
                 # Later turns are sent and received meanwhile.
-                kept_of(turn.job).attempt(partial(take, turn.job, _bytes_of(turn, data)))
+                kept_of(turn).attempt(partial(take, turn, _bytes_of(turn, data)))
             self._free.append(data)
 
         # The executor serves only this exchange: turns are sent in order, and must not queue behind the writes of taken
@@ -136,12 +137,12 @@ class TurnExchange(Generic[J]):
 
 
 def _bytes_of(turn: Turn[J], data: torch.Tensor) -> memoryview:
-    """Return the bytes of a turn's job in its buffer."""
+    """Return the bytes of a turn in its buffer."""
     return data.numpy().data.cast("B")[: turn.nbytes]
 
 
 class FileMove(NamedTuple):
-    """A file to copy from the storage of rank ``sender`` to the storage of rank ``receiver``."""
+    """A turn of a whole file: copied from the storage of rank ``sender`` to the storage of rank ``receiver``."""
 
     name: str
     sender: int
@@ -190,21 +191,24 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
                 if moves[number] in ends:
                     ends[moves[number]].num_bytes = nbytes
         # Files of one wave alternate, so that ranks send and receive at the same time. A rank lists only its own
-        # pieces: with huge files and thousands of ranks, all ranks together have millions of pieces.
+        # turns: with huge files and thousands of ranks, all ranks together have millions of turns.
         turns = [
-            Turn((end, number), end.move.sender, (end.move.receiver,), end.piece_bytes(number))
+            turn
             for wave in waves_of(moves)
-            if (own := [ends[move] for move in wave if move in ends])
-            for number in range(max(end.num_pieces for end in own))
-            for end in own
-            if number < end.num_pieces
+            for alternating in zip_longest(*(ends[move].turns() for move in wave if move in ends))
+            for turn in alternating
+            if turn is not None
         ]
+
+        def end_of(turn: Turn[Extent]) -> _End:
+            return ends[FileMove(turn.job.file, turn.sender, *turn.receivers)]
+
         try:
             # One thread, because `_End` opens its file without a lock.
             received = TurnExchange(coordinator, turns, threads=1).run(
-                lambda piece, data: piece[0].read(piece[1], data),
-                lambda piece, data: piece[0].write(piece[1], data),
-                lambda piece: piece[0].kept,
+                lambda turn, data: end_of(turn).read(turn.job, data),
+                lambda turn, data: end_of(turn).write(turn.job, data),
+                lambda turn: end_of(turn).kept,
             )
         finally:
             for end in ends.values():
@@ -221,7 +225,7 @@ class _End:
         self._storage, self.move = storage, move
         self.kept = FirstError()
         self.num_bytes = -1  # size of the file; -1 while unknown, and if the sender cannot find the file
-        self._num_written = 0
+        self._written_bytes = 0
         self._reader: FileReader | None = None
         self._writer: FileWriter | None = None
 
@@ -230,33 +234,34 @@ class _End:
         num_bytes = self.kept.attempt(lambda: self._storage.required_info(self.move.name).size_bytes)
         return -1 if num_bytes is None else num_bytes
 
-    @property
-    def num_pieces(self) -> int:
-        """Number of the file's pieces; 0 if the size is unknown. An empty file has one piece, so that it is created."""
-        return 0 if self.num_bytes < 0 else max(1, -(-self.num_bytes // _PIECE_BYTES))
+    def turns(self) -> Iterator[Turn[Extent]]:
+        """Yield the turns of the file's extents; none if the size is unknown.
 
-    def piece_bytes(self, number: int) -> int:
-        """Return the size of piece ``number`` in bytes; the last piece of a file may be short."""
-        return min(_PIECE_BYTES, self.num_bytes - number * _PIECE_BYTES)
+        An empty file has one turn, so that it is created.
+        """
+        if self.num_bytes >= 0:
+            whole = Extent(self.move.name, 0, self.num_bytes)
+            for extent in whole.split(_TURN_BYTES) if self.num_bytes else (whole,):
+                yield Turn(extent, self.move.sender, (self.move.receiver,), extent.nbytes)
 
-    def read(self, number: int, data: memoryview) -> None:
-        """Read piece ``number`` into ``data``."""
+    def read(self, extent: Extent, data: memoryview) -> None:
+        """Read an extent of the file into ``data``."""
         if self._reader is None:
-            self._reader = self._storage.open_file(self.move.name)
-        self._reader.read_at(number * _PIECE_BYTES, [data])
+            self._reader = self._storage.open_file(extent.file)
+        self._reader.read_at(extent.offset, [data])
 
-    def write(self, number: int, data: memoryview) -> None:
-        """Write piece ``number``. After the last piece, the file is closed and renamed to its final name."""
-        working_name = self._storage.working_name(self.move.name, f"from{self.move.sender}")
+    def write(self, extent: Extent, data: memoryview) -> None:
+        """Write an extent. After the last extent, the file is closed and renamed to its final name."""
+        working_name = self._storage.working_name(extent.file, f"from{self.move.sender}")
         if self._writer is None:
             self._storage.remove(working_name)  # a killed run may have left such a file
             self._writer = self._storage.create(working_name, self.num_bytes)
-        self._writer.write_at(number * _PIECE_BYTES, [data])
-        self._num_written += 1
-        if self._num_written == self.num_pieces:
+        self._writer.write_at(extent.offset, [data])
+        self._written_bytes += extent.nbytes
+        if self._written_bytes == self.num_bytes:
             self._writer.close()  # before the rename, so that an incomplete file never has the final name
             self._writer = None
-            self._storage.rename(working_name, self.move.name)
+            self._storage.rename(working_name, extent.file)
 
     def close(self) -> None:
         """Close the file. A file that is incomplete is removed."""

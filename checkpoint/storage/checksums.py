@@ -1,7 +1,7 @@
 """Checksums of stored bytes, and the combination of the CRCs of pieces.
 
 All code of ``checkpoint`` and ``conversion`` that computes checksums of stored bytes uses this module: rank files get
-theirs in `native.write`, and reads compare them in `native.open_rank_file`. Hashes for other
+theirs in `native.write`, and reads compare them in `native.rank_file_reader`. Hashes for other
 purposes, such as those of names (`file_names`) and signatures (`ranks.stores`), are computed by the code that needs
 them.
 

@@ -31,7 +31,7 @@ from vescale_fsdp.conversion.engine.plan import FilePlan, FixedBytes, TensorItem
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import TensorView, read_range
 from vescale_fsdp.conversion.engine.verified_reads import Begun, VerifiedReads
-from vescale_fsdp.layout.extent import Extent
+from vescale_fsdp.layout.extent import CopyWalk, Extent, ReadJob
 from vescale_fsdp.layout.geometry import round_up
 
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
@@ -43,35 +43,25 @@ _MAX_GAP_BYTES = 64 * 2**10
 class ByteCopy(NamedTuple):
     """A copy of bytes: a run that is contiguous in the source file and in the output."""
 
-    offset: int  # byte offset in the source file
+    start: int  # byte offset in the source file
     target: int  # byte offset in the output
     nbytes: int
 
     @property
     def stop(self) -> int:
         """End in the source file."""
-        return self.offset + self.nbytes
+        return self.start + self.nbytes
 
     def clip(self, start: int, stop: int) -> ByteCopy:
         """Return the copy of the bytes in [start, stop) of the source file."""
-        low = max(start, self.offset)
-        return ByteCopy(low, self.target + low - self.offset, min(stop, self.stop) - low)
+        low = max(start, self.start)
+        return ByteCopy(low, self.target + low - self.start, min(stop, self.stop) - low)
 
 
-class CopyJob(NamedTuple):
-    """A job: an extent of a source file, and the copies of its bytes to the output.
-
-    Attributes:
-        copies: sorted by offset; they may overlap or have gaps between them.
-    """
-
-    source: Source
-    extent: Extent
-    copies: tuple[ByteCopy, ...]
-
+CopyJob = ReadJob[Source, ByteCopy]
 
 Job = CopyJob | Extent
-"""A `CopyJob`, or an extent of the output to assemble."""
+"""A read of the source with its copies, or an extent of the output to assemble."""
 
 
 def jobs_of(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Job]:
@@ -134,35 +124,27 @@ def _copy_jobs(source: Source, file: str, copies: list[ByteCopy], cell_bytes: in
     size = unit * max(1, cell_bytes // unit)
     cells: dict[int, list[ByteCopy]] = {}
     for copy in copies:
-        for cell in range(copy.offset // size, -(-copy.stop // size)):
+        for cell in range(copy.start // size, -(-copy.stop // size)):
             cells.setdefault(cell, []).append(copy.clip(cell * size, (cell + 1) * size))
     for _, of_cell in sorted(cells.items()):  # in file order, so that the disk reads forward
         group: list[ByteCopy] = []
         first = last = 0  # the bytes to read for the group
-        for copy in sorted(of_cell):  # by offset, the first field
-            start, stop = copy.offset // unit * unit, min(round_up(copy.stop, unit), end)
+        for copy in sorted(of_cell):  # by start, the first field
+            start, stop = copy.start // unit * unit, min(round_up(copy.stop, unit), end)
             if group and start - last > max_gap:
-                yield CopyJob(source, Extent(file, first, last - first), tuple(group))
+                yield ReadJob(source, Extent(file, first, last - first), tuple(group))
                 group = []
             first, last = (first, max(last, stop)) if group else (start, stop)
             group.append(copy)
-        yield CopyJob(source, Extent(file, first, last - first), tuple(group))
+        yield ReadJob(source, Extent(file, first, last - first), tuple(group))
 
 
 def reads_of(job: CopyJob, buffer_bytes: int) -> Iterator[tuple[Extent, list[ByteCopy]]]:
     """Return the reads of a job: (extent, copies clipped to the extent). The reads cover all bytes of the job."""
-    first = 0
+    walk = CopyWalk(job.copies)
     for extent in job.extent.split(min(_STEP_BYTES, buffer_bytes)):
-        # Copies that end before this extent are skipped for good, so that a job takes linear time.
-        while first < len(job.copies) and job.copies[first].stop <= extent.offset:
-            first += 1
-        clipped = []
-        for copy in job.copies[first:]:
-            if copy.offset >= extent.stop:
-                break
-            if copy.stop > extent.offset:
-                clipped.append(copy.clip(extent.offset, extent.stop))
-        yield extent, clipped
+        start, stop = extent.offset, extent.stop
+        yield extent, [copy.clip(start, stop) for copy in walk.within(start, stop)]
 
 
 def steps(plan: FilePlan, job: Extent, buffer_bytes: int) -> Iterator[Extent]:
@@ -178,7 +160,7 @@ def writes(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> list[Extent]
     """Return the extent of every write of the jobs of `jobs_of`, in file order."""
     written: list[Extent] = []
     for job in jobs_of(plan, buffer_bytes, in_order=in_order):
-        if isinstance(job, CopyJob):
+        if isinstance(job, ReadJob):
             for _, copies in reads_of(job, buffer_bytes):
                 written += (Extent(plan.name, copy.target, copy.nbytes) for copy in copies)
         else:

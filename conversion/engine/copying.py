@@ -31,7 +31,6 @@ from vescale_fsdp.checkpoint.storage.base import FileWriter, SourceError, readin
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.conversion.engine.copy_jobs import (
     Assembler,
-    CopyJob,
     Job,
     jobs_in_order,
     jobs_of,
@@ -43,6 +42,7 @@ from vescale_fsdp.conversion.engine.plan import ComputedBytes, DataFile, FilePla
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.verified_reads import Begun
 from vescale_fsdp.errors import ConversionError, option
+from vescale_fsdp.layout.extent import ReadJob
 
 Progress = Callable[[int], None]  # called with the number of tensor bytes done since the last call
 
@@ -142,13 +142,13 @@ class _WorkingFile:
     def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
         """Do one job; returns its number of tensor bytes, and whether it was the file's last unfinished job."""
         nbytes = 0
-        if isinstance(job, CopyJob):
+        if isinstance(job, ReadJob):
             begun: Begun = {}  # empty again at the end of the job, because jobs cover complete stripes
             for extent, copies in reads_of(job, len(buffer)):
                 data = buffer[: extent.nbytes]
                 job.source.reads.read(extent.file, extent.offset, data, begun)
                 for copy in copies:
-                    at = copy.offset - extent.offset
+                    at = copy.start - extent.offset
                     self._write(copy.target, data[at : at + copy.nbytes])
                     nbytes += copy.nbytes
         else:

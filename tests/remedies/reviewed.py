@@ -9,7 +9,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "_MetadataReader._record[2] _MetadataReader._checked_name",
         "conversion/formats/huggingface/read.py": "_joined_metadata _odd_shard weight_map _disagree",
         "conversion/formats/huggingface/repository.py": "refuse_pointers",
-        "checkpoint/native/open_rank_file.py": "OpenRankFile.corrupt",
+        "checkpoint/native/rank_file_reader.py": "RankFileReader.corrupt",
         "checkpoint/native/read_state.py": "CheckpointReader._unpack",
         "conversion/formats/torch_save/archive_reader.py": "TorchArchive._damaged",
         "conversion/formats/torch_save/pickle_reader.py": "_load[1] load_dcp_metadata",

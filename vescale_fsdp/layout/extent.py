@@ -1,9 +1,10 @@
-"""Extents: bytes of a file. Offsets and sizes count bytes; ranges, boxes and regions count items of a tensor."""
+"""Extents: bytes of a file; jobs: one read and its copies. Offsets and sizes count bytes, those of a region items."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Extent(NamedTuple):
@@ -61,3 +62,51 @@ class Extent(NamedTuple):
         if (following.file, following.offset) != (self.file, self.stop):
             return None
         return Extent(self.file, self.offset, self.nbytes + following.nbytes)
+
+
+class FromFile(Protocol):
+    """A copy that needs bytes [start, stop) of a file."""
+
+    @property
+    def start(self) -> int:
+        """The first byte."""
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+
+
+S = TypeVar("S")
+C = TypeVar("C", bound=FromFile)
+
+
+class ReadJob(NamedTuple, Generic[S, C]):
+    """A job: one read of an extent of ``source``, and the copies of its bytes, sorted by start.
+
+    The copies may overlap, have gaps between them, and need bytes outside of the extent.
+    """
+
+    source: S
+    extent: Extent
+    copies: Sequence[C]
+
+
+class CopyWalk(Generic[C]):
+    """Finds the copies from byte ranges that are passed in ascending order, without a search from the start.
+
+    Args:
+        copies: sorted by start.
+    """
+
+    def __init__(self, copies: Sequence[C]) -> None:
+        self._copies = copies
+        self._first = 0
+
+    def within(self, start: int, stop: int) -> list[C]:
+        """Return the copies that need some of bytes [start, stop)."""
+        copies = self._copies
+        while self._first < len(copies) and copies[self._first].stop <= start:
+            self._first += 1
+        overlapping = takewhile(lambda copy: copy.start < stop, islice(copies, self._first, None))
+        # Copies are not sorted by stop: a copy that follows a long copy may stop before the range.
+        return [copy for copy in overlapping if copy.stop > start]

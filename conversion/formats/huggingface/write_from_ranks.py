@@ -181,14 +181,14 @@ class FileSegment(NamedTuple):
         """Whether the segment contains no items of ranks other than the writer."""
         return self.holders.keys() <= {self.writer}  # no holder: zeros, which no rank stores
 
-    def turns(self, rank: int) -> Iterator[Turn[tuple[FileSegment, int]]]:
-        """Yield the turns of a rank; the job is (segment, holder that sends). The writer's own turn is the last one."""
+    def turns(self, rank: int) -> Iterator[Turn[FileSegment]]:
+        """Yield the turns of a rank: each holder sends its items to the writer, whose own turn is the last one."""
         for holder, numel in self.holders.items():
             if holder != self.writer and rank in (holder, self.writer):
                 nbytes = numel * self.view.info.dtype.itemsize
-                yield Turn((self, holder), holder, (self.writer,), nbytes)
+                yield Turn(self, holder, (self.writer,), nbytes)
         if rank == self.writer:
-            yield Turn((self, rank), rank, (rank,), 0)
+            yield Turn(self, rank, (rank,), 0)
 
 
 def segments_of(
@@ -302,7 +302,7 @@ class JointFiles:
         threads = 1 if self.storage.in_order else max(1, self.storage.write_threads)
         try:
             with Workers(threads, self._kept, name="checkpoint-joint") as workers:
-                self._exchange.run(self._pack, partial(self._take, workers), lambda part: self._kept)
+                self._exchange.run(self._pack, partial(self._take, workers), lambda turn: self._kept)
                 for number in range(len(self.plan.files)):
                     # A file without tensors has no segments, so no turn has created it.
                     if self.storage.in_order and self._is_mine(number) and number not in self._last:
@@ -336,11 +336,11 @@ class JointFiles:
                 self._open[number] = self.storage.join(file.name)
         return self._open[number]
 
-    def _pack(self, part: tuple[FileSegment, int], data: memoryview) -> None:
+    def _pack(self, turn: Turn[FileSegment], data: memoryview) -> None:
         """Copy this rank's items of a segment into ``data``; nothing for the segment's writer, which sends none."""
         if not len(data):
             return
-        segment, packed = part[0], np.frombuffer(data, dtype=np.uint8)
+        segment, packed = turn.job, np.frombuffer(data, dtype=np.uint8)
         numbers = self._numbers(segment)
         if numbers is None:
             read_range(segment.view, segment.start, segment.stop, packed)
@@ -356,11 +356,11 @@ class JointFiles:
             return None
         return self.shards.numbers(segment.view, segment.start, segment.stop, segment.nth)
 
-    def _take(self, workers: Workers, part: tuple[FileSegment, int], data: memoryview) -> None:
+    def _take(self, workers: Workers, turn: Turn[FileSegment], data: memoryview) -> None:
         """Copy the items of another rank into a segment. The last turn of a segment writes it in the background."""
-        segment, holder = part
-        buffer = None if segment.is_solo else self._with(segment, holder, data)
-        if holder != segment.writer:
+        segment = turn.job
+        buffer = None if segment.is_solo else self._with(segment, turn.sender, data)
+        if turn.sender != segment.writer:
             return
         out = self._writer(segment.file)
 

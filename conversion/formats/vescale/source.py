@@ -16,7 +16,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
-from vescale_fsdp.checkpoint.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.native.rank_file_reader import RankFileReader
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.conversion.engine.source import Source, StoredValue, constant
@@ -61,10 +61,10 @@ def open_native(store: Storage) -> Source:
 
     # A file is opened when it is read first; few stay open, since the pieces, header and checksums of each use memory.
     @lru_cache(maxsize=_MAX_OPEN_FILES)
-    def checked(name: str) -> OpenRankFile | None:
+    def checked(name: str) -> RankFileReader | None:
         """Open a rank's file for its checksums; None for other files."""
         rank = ranks.get(name)
-        return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, pieces[rank]))
+        return None if rank is None else RankFileReader(store, RankFile(manifest, rank, pieces[rank]))
 
     return Source(
         "native",

@@ -16,6 +16,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_f
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove, Turn, TurnExchange, move_files
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.layout.extent import Extent
 
 PIECE = 1000
 SIZES = (0, 1, PIECE, PIECE + 1, 7 * PIECE // 2)
@@ -26,7 +27,7 @@ def _bytes_of(rank: int, size: int) -> bytes:
 
 
 def _move_in_rings(folder: Path) -> tuple[dict[str, bytes], int, list[int]]:
-    """Every rank sends its files to the next one; returns a rank's files, bytes, and pieces that nothing followed."""
+    """Every rank sends its files to the next one; returns a rank's files, bytes, and turns that nothing followed."""
     coordinator = coordinator_for(None)
     rank, world = coordinator.rank, coordinator.world_size
     here = folder / str(rank)
@@ -51,13 +52,13 @@ def _move_in_rings(folder: Path) -> tuple[dict[str, bytes], int, list[int]]:
 
         return finish_noted
 
-    def write_noted(self: Any, number: int, data: memoryview) -> None:
-        if begun[0] == waited[0]:  # nothing is in flight while this piece is written
-            idle.append(number)
-        write(self, number, data)
+    def write_noted(self: Any, extent: Extent, data: memoryview) -> None:
+        if begun[0] == waited[0]:  # nothing is in flight while this extent is written
+            idle.append(extent.offset // PIECE)
+        write(self, extent, data)
 
     with (
-        mock.patch.object(exchange, "_PIECE_BYTES", PIECE),
+        mock.patch.object(exchange, "_TURN_BYTES", PIECE),
         mock.patch.object(type(coordinator), "begin_exchange", begin_noted),
         mock.patch.object(exchange._End, "write", write_noted),
     ):
@@ -96,17 +97,19 @@ def _exchange_all(threads: int, failures: list[tuple[int, str, int] | None]) -> 
         taken: list[tuple[int, bytes]] = []
         kept = FirstError()
 
-        def read(job: int, data: memoryview, failure: object = failure) -> None:
-            if failure == (rank, "read", job):
+        def read(turn: Turn[int], data: memoryview, failure: object = failure) -> None:
+            if failure == (rank, "read", turn.job):
                 raise MemoryError("planted")
-            data[:] = bytes([job]) * len(data)
+            data[:] = bytes([turn.job]) * len(data)
 
-        def take(job: int, data: memoryview, failure: object = failure, taken: list[Any] = taken) -> None:
-            if failure == (rank, "take", job):
+        def take(
+            turn: Turn[int], data: memoryview, failure: object = failure, taken: list[Any] = taken
+        ) -> None:
+            if failure == (rank, "take", turn.job):
                 raise MemoryError("planted")
-            taken.append((job, bytes(data)))
+            taken.append((turn.job, bytes(data)))
 
-        def kept_of(job: int, kept: FirstError = kept) -> FirstError:
+        def kept_of(turn: Turn[int], kept: FirstError = kept) -> FirstError:
             return kept
 
         own = [
@@ -157,12 +160,12 @@ def _move_what_fails(folder: Path, end: str) -> list[str]:
     (here / f"file{coordinator.rank}").write_bytes(_bytes_of(coordinator.rank, 4 * PIECE))
     real = getattr(exchange._End, end)
 
-    def failing(self: Any, number: int, data: memoryview) -> None:
-        assert number != 2 or coordinator.rank != 0, "planted"
-        real(self, number, data)
+    def failing(self: Any, extent: Extent, data: memoryview) -> None:
+        assert extent.offset != 2 * PIECE or coordinator.rank != 0, "planted"
+        real(self, extent, data)
 
     moves = [FileMove("file0", 0, 1), FileMove("file1", 1, 0)]
-    with mock.patch.object(exchange, "_PIECE_BYTES", PIECE), mock.patch.object(exchange._End, end, failing):
+    with mock.patch.object(exchange, "_TURN_BYTES", PIECE), mock.patch.object(exchange._End, end, failing):
         try:
             move_files(coordinator, LocalStorage(here, durable=False), moves, "moving")
         finally:

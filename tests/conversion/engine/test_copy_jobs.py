@@ -23,7 +23,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.conversion.engine.tensor_view import SourceView
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
-from vescale_fsdp.layout.extent import Extent
+from vescale_fsdp.layout.extent import Extent, ReadJob
 from vescale_fsdp.layout.geometry import Box
 
 BUFFER_BYTES = 2**20  # a quarter of a cell
@@ -67,10 +67,10 @@ def moved(plan: FilePlan) -> dict[int, tuple[str, int]]:
             assert 0 < extent.nbytes <= BUFFER_BYTES
             at = extent.stop
             for copy in copies:
-                assert extent.offset <= copy.offset and copy.offset + copy.nbytes <= extent.stop
+                assert extent.offset <= copy.start and copy.start + copy.nbytes <= extent.stop
                 for byte in range(copy.nbytes):
                     assert copy.target + byte not in found
-                    found[copy.target + byte] = (extent.file, copy.offset + byte)
+                    found[copy.target + byte] = (extent.file, copy.start + byte)
         assert at == job.extent.stop
     return found
 
@@ -79,7 +79,7 @@ def copy_jobs(plan: FilePlan, buffer_bytes: int) -> list[CopyJob]:
     """The jobs of a plan, all of which are copies."""
     jobs = []
     for job in jobs_of(plan, buffer_bytes, in_order=False):
-        assert isinstance(job, CopyJob)
+        assert isinstance(job, ReadJob)
         jobs.append(job)
     return jobs
 
@@ -125,7 +125,7 @@ def test_jobs_follow_the_source_and_skip_large_gaps() -> None:
         ("a", 3 * mib, 10),
         ("b", 7, 1),
     ]
-    assert [(copy.offset, copy.target) for copy in jobs[0].copies] == [(0, 1110), (5000, 100)]
+    assert [(copy.start, copy.target) for copy in jobs[0].copies] == [(0, 1110), (5000, 100)]
 
 
 def test_a_large_tensor_is_cut_at_cells() -> None:
