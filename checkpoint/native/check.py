@@ -116,7 +116,7 @@ def _rank_file_checks(
         return
     scratch = bytearray(_SCRATCH_BYTES)
     num_stripes = file.num_stripes if deep else 0
-    with closing(opened.reader):
+    with closing(opened.file):
         for index in range(num_stripes * part // parts, num_stripes * (part + 1) // parts):
             start, stop = file.stripe(index)
             problem = None

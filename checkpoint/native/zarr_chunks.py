@@ -56,7 +56,7 @@ class ChunkTables:
             for index in range(-(-file.blob_start // opened.stripe_bytes)):
                 opened.verify_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
             table = bytearray(CRC_BYTES * len(file.chunks))
-            opened.reader.read_at(len(file.header), [table])
+            opened.file.read_at(len(file.header), [table])
         except EOFError as error:  # the file became shorter after it was opened
             raise opened.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
         finally:
