@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, held_chunks
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, CRC_BYTES, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.region import Copy, Region, overlaps
 
@@ -145,10 +146,10 @@ class RankFile:
         # + 1: the table ends with its own checksum.
         return self.table_start + (self.num_stripes + 1) * CHECKSUM_BYTES
 
-    def stripe(self, index: int) -> tuple[int, int]:
-        """Return the half-open byte range of a stripe."""
-        size = self.manifest.stripe_bytes
-        return index * size, min((index + 1) * size, self.table_start)
+    def stripe(self, index: int) -> Extent:
+        """Return the bytes of a stripe."""
+        start = index * self.manifest.stripe_bytes
+        return Extent(self.name, start, min(self.manifest.stripe_bytes, self.table_start - start))
 
     def chunk_table(self, checksums: Mapping[Chunk, int]) -> bytes:
         """Return the chunk checksums as they are stored in a file of the zarr form: the crc32c of each of its chunks.

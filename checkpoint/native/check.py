@@ -118,13 +118,12 @@ def _rank_file_checks(
     num_stripes = file.num_stripes if deep else 0
     with closing(opened.file):
         for index in range(num_stripes * part // parts, num_stripes * (part + 1) // parts):
-            start, stop = file.stripe(index)
             problem = None
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
             except (VescaleError, OSError) as error:  # not raised, so that later stripes are checked too
                 problem = _text_of(error)
-            yield Check(file.name, problem, stop - start, holds_tensors)
+            yield Check(file.name, problem, file.stripe(index).nbytes, holds_tensors)
 
 
 def _text_of(error: VescaleError | OSError) -> str:

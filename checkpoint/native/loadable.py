@@ -182,8 +182,8 @@ class NativeCheckpoint(Loadable):
             return
         ranks = set[int]()
         if matched.per_rank and self._manifest.blob_bytes:
-            saved = set(range(self._manifest.world_size))
-            ranks = saved if self._merging(matched) else saved & {self._coordinator.rank}
+            have_values = set(range(self._manifest.world_size))
+            ranks = have_values if self._merging(matched) else have_values & {self._coordinator.rank}
         self._supply.fetch(self._manifest, ranks | saved_ranks)
 
     def _merging(self, matched: Match) -> set[str]:
@@ -197,16 +197,17 @@ class NativeCheckpoint(Loadable):
         """Read this rank's own saved values; if another number of ranks saved, merge the values that can be merged."""
         if not matched.per_rank:
             return
-        rank, world, saved = self._coordinator.rank, self._coordinator.world_size, self._manifest.world_size
+        rank, world = self._coordinator.rank, self._coordinator.world_size
+        saved_world = self._manifest.world_size
         merging = self._merging(matched)
-        if rank < saved:
+        if rank < saved_world:
             (own,) = self._reader.per_rank_values([rank])
             matched.per_rank_values.update({name: own[name] for name in matched.per_rank if name in own})
         elif merging != set(matched.per_rank):
             lacking = sorted(set(matched.per_rank) - merging)
             warnings.warn(
-                f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: only {saved} ranks saved "
-                "one. Pass merge= to PerRank to derive this rank's value.",
+                f"rank {rank} keeps its own value of {', '.join(map(dotted_name, lacking))}: only {saved_world} ranks "
+                "saved one. Pass merge= to PerRank to derive this rank's value.",
                 stacklevel=callers_level(),
             )
         if merging:

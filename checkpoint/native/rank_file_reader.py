@@ -123,7 +123,8 @@ class RankFileReader:
         """
         (saved,) = struct.unpack_from("<Q", self._table, index * CHECKSUM_BYTES)
         if checksum != saved:
-            start, stop = self.layout.stripe(index)
+            _, start, nbytes = self.layout.stripe(index)
+            stop = start + nbytes
             raise self.corrupt(
                 f"Bytes [{start}, {stop}) differ from what was saved.",
                 f"checksum {saved:016x}",
@@ -132,11 +133,10 @@ class RankFileReader:
 
     def hash_stripe(self, index: int, scratch: Buffer) -> int:
         """Read a stripe through a buffer, and return its checksum."""
-        start, stop = self.layout.stripe(index)
         state = RunningChecksum()
-        for at in range(start, stop, len(scratch)):
-            part = memoryview(scratch)[: min(len(scratch), stop - at)]
-            self.read_at(at, [part])
+        for extent in self.layout.stripe(index).split(len(scratch)):
+            part = memoryview(scratch)[: extent.nbytes]
+            self.read_at(extent.offset, [part])
             state.update(part)
         return state.intdigest()
 

@@ -90,9 +90,9 @@ def _verify(job: _Job) -> int:
 def _verify_data(job: _Job, data: Bytes) -> None:
     """Compare the checksums of ``data``, the job's bytes in memory."""
     for index in _stripes(job):
-        start, stop = job.source.layout.stripe(index)
-        stripe = data[start - job.extent.offset : stop - job.extent.offset]
-        job.source.verify_stripe(index, checksum_of(stripe.data))
+        stripe, first = job.source.layout.stripe(index), job.extent.offset
+        in_stripe = data[stripe.offset - first : stripe.stop - first]
+        job.source.verify_stripe(index, checksum_of(in_stripe.data))
 
 
 def _take(job: _Job) -> int:
@@ -121,9 +121,8 @@ def _take_verified(job: _Job) -> int:
         return job.extent.nbytes
     walk = CopyWalk(job.copies)
     for index in _stripes(job):
-        start, stop = job.source.layout.stripe(index)
-        extent = Extent(job.extent.file, start, stop - start)
-        stripe = ReadJob(job.source, extent, walk.within(start, stop))
+        extent = job.source.layout.stripe(index)
+        stripe = ReadJob(job.source, extent, walk.within(extent.offset, extent.stop))
         runs, buffered = _runs_and_buffered(stripe)
         if buffered:  # its bytes are mapped from the page cache, so reading them twice is cheap
             _verify(stripe)

@@ -227,13 +227,13 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
                 """Hash and write consecutive stripes from number ``first`` on. Returns the number of bytes."""
                 nbytes = 0
                 for index in range(first, min(first + step, file.num_stripes)):
-                    start, stop = file.stripe(index)
-                    buffers = image.buffers(start, stop)
+                    stripe = file.stripe(index)
+                    buffers = image.buffers(stripe.offset, stripe.stop)
                     # Most stripes are in one buffer, for which one call is a tenth faster than a running digest.
                     one_call = len(buffers) == 1
                     checksums[index] = checksum_of(buffers[0]) if one_call else _joint_checksum(buffers)
-                    writer.write_at(start, buffers)
-                    nbytes += stop - start
+                    writer.write_at(stripe.offset, buffers)
+                    nbytes += stripe.nbytes
                 return nbytes
 
             for_each(threads, write_run, runs, name="checkpoint-write", advance=meter.advance)

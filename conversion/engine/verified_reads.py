@@ -27,6 +27,7 @@ from typing import Protocol
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import Crc, RunningChecksum
 from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.extent import Extent
 
 _SCRATCH_BYTES = 2**20  # 1 MiB is read and hashed at a time, so that it stays in the CPU's cache
 
@@ -184,8 +185,8 @@ class VerifiedReads:
                 low, high = max(offset, checked.start), min(stop, checked.stop)
                 self._add_read(checked, low, high, checked.kind.of(data[low - offset : high - offset]))
 
-    def unread(self, checked: CheckedRange) -> list[tuple[int, int]]:
-        """Return first byte and end of each unread part of a range; empty if the range is verified.
+    def unread(self, checked: CheckedRange) -> list[Extent]:
+        """Return the unread bytes of a range; empty if the range is verified.
 
         Raises:
             CorruptCheckpointError: if all bytes of the range have been read and its CRC does not match.
@@ -196,7 +197,8 @@ class VerifiedReads:
                 return []
             ends = [checked.start, *(stop for _, stop, _ in seen)]
             starts = [*(start for start, _, _ in seen), checked.stop]
-        gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        pairs = zip(ends, starts, strict=True)
+        gaps = [Extent(checked.file, end, start - end) for end, start in pairs if end < start]
         if not gaps:
             self._compare(checked, seen)
         return gaps
@@ -206,9 +208,8 @@ class VerifiedReads:
         # Repeated, because CRCs of reads that overlap reads of other threads are not used: a gap may remain.
         while gaps := self.unread(checked):
             for gap in gaps:
-                for start in range(*gap, _SCRATCH_BYTES):
-                    nbytes = min(_SCRATCH_BYTES, gap[1] - start)
-                    self.read(checked.file, start, memoryview(bytearray(nbytes)))
+                for file, offset, nbytes in gap.split(_SCRATCH_BYTES):
+                    self.read(file, offset, memoryview(bytearray(nbytes)))
 
     def seen_in_part(self) -> dict[tuple[str, int], SeenReads]:
         """Return the reads so far of each range that is not verified yet, by the range's file and first byte."""

@@ -154,7 +154,7 @@ class _Reader:
         step = content.get("global_steps")
         for other in self._models:
             if (other_step := other.opened.content.get("global_steps")) != step:
-                expected = f"step {step}, as {model.opened.file} has"
+                expected = f"step {step}, as {model.opened.name} has"
                 raise other.opened.damaged(expected, other_step, "copy the files of one step")
         trained = self._trained()
         self._add_model(trained)
@@ -195,7 +195,7 @@ class _Reader:
         if shapes is None and not files.optim and not files.parameters:
             return None
         hint = (
-            "" if files.is_stage3 else f"; {self._model.opened.file} alone is a source of the 16-bit weights"
+            "" if files.is_stage3 else f"; {self._model.opened.name} alone is a source of the 16-bit weights"
         )
         if shapes is not None:
             problem = "The fp32 masters of this checkpoint are missing."

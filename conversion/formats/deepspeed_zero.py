@@ -438,7 +438,7 @@ class ZeroShards:
                 if self.first.opened.scalar(value) != rank.opened.scalar(other):
                     raise rank.opened.damaged(
                         "files of all ranks of one step",
-                        f"another {kind} than in {self.first.opened.file}",
+                        f"another {kind} than in {self.first.opened.name}",
                         "copy the files of one step",
                     )
 

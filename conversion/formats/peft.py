@@ -45,7 +45,7 @@ class TrainedName(NamedTuple):
     """The adapter that a tensor of a training run's state belongs to, and the tensor's name in a peft folder."""
 
     adapter: str
-    saved: str
+    in_folder: str
 
 
 def trained_names(names: Iterable[str]) -> dict[str, TrainedName]:
@@ -123,7 +123,7 @@ def one_adapter(
             where=where,
             todo=f"pass {chosen_by(adapters[0])}",
         )
-    return {name: each.saved for name, each in trained.items() if each.adapter == adapter}
+    return {name: each.in_folder for name, each in trained.items() if each.adapter == adapter}
 
 
 def names_in_training(
@@ -148,7 +148,7 @@ def names_in_training(
     trained = trained_names(live)
     given = {ROOT + name.removeprefix(ROOT) if is_folder else name: name for name in stored}
     # A training checkpoint already has the live names, so names that occur on both sides do not count as peft's.
-    if {name.saved for name in trained.values()}.isdisjoint(given.keys() - trained.keys()):
+    if {name.in_folder for name in trained.values()}.isdisjoint(given.keys() - trained.keys()):
         if adapter is not None:
             raise ConversionError(
                 "The checkpoint has no adapter to load under another name.",
@@ -161,8 +161,8 @@ def names_in_training(
     chosen_by = "source=SourceOptions(adapter_name={!r})".format
     names = one_adapter(trained, adapter, "the state to be filled", chosen_by=chosen_by)
     of_base = {ROOT + name.removeprefix(ROOT): name for name in live if name not in trained}
-    in_training = {given[saved]: name for saved, name in of_base.items() if saved in given}
-    return in_training | {given.get(saved, saved): name for name, saved in names.items()}
+    in_training = {given[in_folder]: name for in_folder, name in of_base.items() if in_folder in given}
+    return in_training | {given.get(in_folder, in_folder): name for name, in_folder in names.items()}
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -360,7 +360,9 @@ def adapter_state(
         names = one_adapter(trained_names(state.views), adapter_name, source.url)
         names |= trained_biases(state.views, names, config.biases)
         names = _without_tied(names, state.views)
-        renamed = {saved: (RenamedView(state.views[name], saved), name) for name, saved in names.items()}
+        renamed = {
+            in_folder: (RenamedView(state.views[name], in_folder), name) for name, in_folder in names.items()
+        }
         state = state.with_replaced(renamed, set(state.views))
     _check_ranks(state.views, config, str(assets))
     return state
@@ -369,7 +371,7 @@ def adapter_state(
 def _without_tied(names: dict[str, str], views: Mapping[str, TensorView]) -> dict[str, str]:
     """Leave out further names of one tensor: the trained rows of tied weights, which peft stores once."""
     first = {views[name].sameness: name for name in reversed(names)}
-    return {name: saved for name, saved in names.items() if first[views[name].sameness] == name}
+    return {name: in_folder for name, in_folder in names.items() if first[views[name].sameness] == name}
 
 
 def _settings(assets: str | None) -> Storage:

@@ -281,13 +281,13 @@ class FSDPState:
                     output = map_tensors(_caster(self.mp_policy.output_dtype), output)
         return output
 
-    def begin_method(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def enter_method(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """Gather before a method of `register_fsdp_forward_method`; forwards inside the method do not reshard."""
         args, kwargs = self._pre_forward(module, args, kwargs)
         self._methods_running += 1
         return args, kwargs
 
-    def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def leave_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after a method of `register_fsdp_forward_method`."""
         # Not below 0: a state_dict call inside the method has set the number to 0.
         self._methods_running = max(0, self._methods_running - 1)
@@ -546,10 +546,10 @@ class Fsdp2State:
         self._unit.lazy_init()
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        return self._unit.begin_method(module, args, kwargs)
+        return self._unit.enter_method(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._unit.end_method(module, args, output)
+        return self._unit.leave_method(module, args, output)
 
     @property
     def all_states(self) -> list[Fsdp2State]:
@@ -629,14 +629,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def around(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.begin_method(module, args, kwargs)
+        args, kwargs = state.enter_method(module, args, kwargs)
         running = state._methods_running
         try:
             output = method(*args, **kwargs)
         except BaseException:  # also KeyboardInterrupt: otherwise the unit would never reshard
             state._methods_running = running - 1
             raise
-        return state.end_method(module, args, output)
+        return state.leave_method(module, args, output)
 
     setattr(module, method_name, around)
 

@@ -212,7 +212,7 @@ class Schedule:
         self._order, self._ended = [], []
 
     def enter_forward(self, unit: FSDPState) -> None:
-        """Begin a unit's forward: gather the unit, and prefetch the next unit."""
+        """Enter a unit in the forward: gather the unit, and prefetch the next unit."""
         self.gather(unit)
         unit.overlaps = any(map(self.comm.overlaps, unit.groups))
         # On the CPU between nodes the next gather starts before this wait, so that the network is never idle.
@@ -244,7 +244,7 @@ class Schedule:
             self._order.append(unit)
 
     def leave_forward(self, unit: FSDPState, *, reshards: bool) -> None:
-        """End a unit's forward; free the unit's full parameters if ``reshards``."""
+        """Leave a unit in the forward; free the unit's full parameters if ``reshards``."""
         if self.in_backward:  # a recomputed forward: the unit's backward follows and needs full parameters
             return
         if unit in self._ended:

@@ -68,7 +68,7 @@ class TorchFile:
     """One torch.save file, read by byte ranges."""
 
     store: Storage
-    file: str
+    name: str
     archive: TorchArchive
 
     @classmethod
@@ -100,7 +100,7 @@ class TorchFile:
     @property
     def where(self) -> str:
         """Path of the file, for messages."""
-        return f"{self.store.where}/{self.file}"
+        return f"{self.store.where}/{self.name}"
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -148,7 +148,7 @@ class TorchFile:
 
     def chunk(self, ref: TensorRef, where: str, box: Box | None = None) -> StoredChunk:
         """Return the chunk of a tensor, or of ``box`` of a larger tensor; see `TorchArchive.chunk`."""
-        archive = Extent(self.file, 0, self.archive.nbytes)
+        archive = Extent(self.name, 0, self.archive.nbytes)
         return self.archive.chunk(box or whole_box(ref.shape), archive, ref, where)
 
     def flat(self, ref: Any) -> StoredTensor:
@@ -260,7 +260,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
             boxes = [(Box(offsets, ref.shape), ref) for offsets, ref in part.pieces]
         else:  # an axis of the mesh has one rank more than the largest coordinate of any rank
             axes = [1 + max(p.ref.coordinates[i] for p in parts) for i in range(len(part.coordinates))]
-            boxes = [(_dtensor_box(name, file.file, part, axes), part.local)]
+            boxes = [(_dtensor_box(name, file.name, part, axes), part.local)]
         for box, ref in boxes:
             for chunk in _chunks(name, file, ref, box):
                 chunk_of_box.setdefault(box, chunk)  # replicas of a box have the same bytes; keeps the first
@@ -271,7 +271,7 @@ def stored_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
 def _chunks(name: str, file: TorchFile, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
     """Yield the chunk of a box; an empty box has none."""
     if box.numel:
-        yield file.chunk(ref, f"tensor {name} in {file.file}", box)
+        yield file.chunk(ref, f"tensor {name} in {file.name}", box)
 
 
 def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ def differing_files(parts: Sequence[TensorPart]) -> tuple[str, ...]:
         return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
 
     expected = content(parts[0])
-    return tuple(part.file.file for part in parts[1:] if content(part) != expected)
+    return tuple(part.file.name for part in parts[1:] if content(part) != expected)
 
 
 def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
@@ -468,12 +468,12 @@ def _joined_state(container: str, opened: Sequence[tuple[TorchFile, dict[Path, A
         raise ConversionError(
             "The ranks have plain tensors that differ, and the files do not say how these belong together.",
             expected="DTensors or ShardedTensors, or the same tensors on every rank",
-            got=f"a different {name} in {file} than in {files[0].file}",
+            got=f"a different {name} in {file} than in {files[0].name}",
             todo="save with torch.distributed.checkpoint; "
-            f"if {files[0].file} alone is the whole state, pass that file",
+            f"if {files[0].name} alone is the whole state, pass that file",
         )
     entries.warnings += [
-        f"{name} is not sharded but differs between ranks: taken from {files[0].file}"
+        f"{name} is not sharded but differs between ranks: taken from {files[0].name}"
         for name, _ in differing
     ]
     return entries

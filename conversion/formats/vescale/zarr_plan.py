@@ -73,7 +73,8 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
     def rank_file_bytes() -> bytes:
         """Return the rank's file, after all chunks are written."""
         body = rank_file.header + rank_file.chunk_table(crcs)
-        stripes = (body[slice(*rank_file.stripe(index))] for index in range(rank_file.num_stripes))
+        extents = map(rank_file.stripe, range(rank_file.num_stripes))
+        stripes = (body[extent.offset : extent.stop] for extent in extents)
         return body + pack_table([checksum_of(stripe) for stripe in stripes])
 
     arrays = [

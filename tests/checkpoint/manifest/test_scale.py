@@ -211,7 +211,8 @@ def _checksums_of_a_sparse_file(path: Path, file: RankFile) -> list[int]:
     found = [zeros] * file.num_stripes
     with open(path, "rb") as raw:
         for index in (0, file.num_stripes - 2, file.num_stripes - 1):
-            start, stop = file.stripe(index)
+            _, start, nbytes = file.stripe(index)
+            stop = start + nbytes
             raw.seek(start)
             found[index] = xxhash.xxh3_64_intdigest(raw.read(stop - start))
     return found
