@@ -54,13 +54,18 @@ _PROGRAMS = (
 
 
 @dataclass(frozen=True, slots=True)  # slots: an archive may have a hundred thousand records
-class _ZipRecord:
-    """An extent of the archive, as its directory describes it: a record with its CRC-32."""
+class ZipRecord:
+    """An extent of an archive, as the archive's directory describes it: a record with its CRC-32."""
 
     header_offset: int  # of the local header, in the archive
     nbytes: int
-    crc: int
-    is_stored: bool
+    crc: int | None  # None while the data is not written
+    is_stored: bool = True
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the size does not fit into 32 bits."""
+        return self.nbytes >= MAX_32
 
 
 class TorchArchive:
@@ -116,7 +121,7 @@ class TorchArchive:
         record = self._storage(key)
         return self._data_offset(record), record.nbytes
 
-    def _storage(self, key: str) -> _ZipRecord:
+    def _storage(self, key: str) -> ZipRecord:
         record = self._records.get(f"{self._prefix}/data/{key}")
         if record is None:
             raise self._damaged(f"a record for storage {key}", "no such record")
@@ -207,7 +212,7 @@ class TorchArchive:
             raise self._damaged(f"CRC-32 {record.crc:08x} of {name}", f"{crc:08x}")
         return data
 
-    def _data_offset(self, record: _ZipRecord) -> int:
+    def _data_offset(self, record: ZipRecord) -> int:
         """Return the offset of a record's data, which follows its local header."""
         if not record.is_stored:
             raise self._damaged("stored (uncompressed) records", "a compressed one")
@@ -222,11 +227,11 @@ class TorchArchive:
         return start
 
     @cached_property
-    def _records(self) -> dict[str, _ZipRecord]:
+    def _records(self) -> dict[str, ZipRecord]:
         """All records of the archive by name, from its directory."""
         offset, nbytes = self._directory_range()
         data = self._read(offset, nbytes)
-        records: dict[str, _ZipRecord] = {}
+        records: dict[str, ZipRecord] = {}
         position = 0
         while position + CENTRAL_HEADER.size <= len(data):
             head = CENTRAL_HEADER.unpack_from(data, position)
@@ -239,7 +244,7 @@ class TorchArchive:
             position = name_end + head[11] + head[12]  # lengths of the extra field and of the comment
         return records
 
-    def _entry(self, head: tuple[Any, ...], extra: bytes) -> _ZipRecord:
+    def _entry(self, head: tuple[Any, ...], extra: bytes) -> ZipRecord:
         """Parse a directory entry, given its fixed fields and its extra fields."""
         nbytes, header_offset = head[9], head[16]
         # For size, compressed size and offset of the local header: whether the value is in the zip64 field.
@@ -252,7 +257,7 @@ class TorchArchive:
                 header_offset = next(values) if is_wide[2] else header_offset
             except StopIteration:  # the zip64 field has fewer values
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
-        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)  # compression method 0: stored
+        return ZipRecord(header_offset, nbytes, head[7], head[4] == 0)  # compression method 0: stored
 
     def _directory_range(self) -> tuple[int, int]:
         """Return (offset, nbytes) of the central directory."""

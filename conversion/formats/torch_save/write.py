@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.state.nesting import Path, nest
@@ -44,6 +45,7 @@ from vescale_fsdp.conversion.formats.torch_save.archive_reader import (
     LOCAL_SIGNATURE,
     MAX_32,
     ZIP64_TAG,
+    ZipRecord,
 )
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import STORAGE_TYPES
 from vescale_fsdp.errors import ConversionError, option
@@ -307,24 +309,9 @@ _VERSION_NEEDED = 45  # version 4.5 of the zip format, which has zip64
 _PADDING_TAG = b"FB"  # the tag of torch's extra field for padding
 
 
-class _PlannedRecord(NamedTuple):
-    """An extent of the archive, before its data is written: a record with its name and CRC-32."""
-
-    name: bytes
-    nbytes: int
-    offset: int  # of the local header, in the archive
-    crc: int  # 0 for a storage, whose CRC-32 is known only after it is written
-    storage: int | None = None  # number of the storage
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the size does not fit into 32 bits."""
-        return self.nbytes >= MAX_32
-
-    @property
-    def descriptor(self) -> struct.Struct:
-        """The format of the descriptor that follows a storage."""
-        return _WIDE_DESCRIPTOR if self.is_wide else _DESCRIPTOR
+def _descriptor_of(record: ZipRecord) -> struct.Struct:
+    """Return the format of the descriptor that follows a storage."""
+    return _WIDE_DESCRIPTOR if record.is_wide else _DESCRIPTOR
 
 
 def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: int) -> list[Content]:
@@ -353,7 +340,7 @@ class _ArchivePlan:
     """The bytes of one archive apart from its storages: before the first storage, and after each storage."""
 
     def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
-        self._records: list[_PlannedRecord] = []
+        self._records: dict[bytes, ZipRecord] = {}  # by name; the CRC-32 of a storage is None
         self._position = 0
         self._fixed = [b""]  # bytes before the first storage, then bytes after each storage's descriptor
         self._add("data.pkl", pickle)
@@ -364,18 +351,19 @@ class _ArchivePlan:
         self._add("version", b"3\n")  # the version of the file format that torch writes
 
     def _add(self, name: str, data: bytes) -> None:
-        record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, CRC32.of(data))
-        self._append(record, _local_header(record) + data)
+        self._append(name, ZipRecord(self._position, len(data), CRC32.of(data)), data)
 
-    def _add_storage(self, number: int, nbytes: int) -> _PlannedRecord:
-        record = _PlannedRecord(f"archive/data/{number}".encode(), nbytes, self._position, 0, number)
-        self._append(record, _local_header(record))
-        self._position += nbytes + record.descriptor.size
+    def _add_storage(self, number: int, nbytes: int) -> ZipRecord:
+        record = ZipRecord(self._position, nbytes, None)
+        self._append(f"data/{number}", record)
+        self._position += nbytes + _descriptor_of(record).size
         self._fixed.append(b"")
         return record
 
-    def _append(self, record: _PlannedRecord, data: bytes) -> None:
-        self._records.append(record)
+    def _append(self, name: str, record: ZipRecord, data: bytes = b"") -> None:
+        encoded = f"archive/{name}".encode()
+        self._records[encoded] = record
+        data = _local_header(encoded, record) + data
         self._fixed[-1] += data
         self._position += len(data)
 
@@ -387,7 +375,7 @@ class _ArchivePlan:
     def nbytes_after(self, number: int) -> int:
         """Return the number of bytes from the end of a storage to the next storage, or to the end of the archive."""
         is_last = number == len(self._storages) - 1
-        known = self._storages[number].descriptor.size + len(self._fixed[number + 1])
+        known = _descriptor_of(self._storages[number]).size + len(self._fixed[number + 1])
         return known + (self._directory_bytes if is_last else 0)
 
     def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
@@ -403,7 +391,7 @@ class _ArchivePlan:
 
         record = self._storages[number]
         sizes = (record.nbytes, record.nbytes)  # compressed and uncompressed size: records are not compressed
-        data = record.descriptor.pack(_DESCRIPTOR_SIGNATURE, crc_of_storage(number), *sizes)
+        data = _descriptor_of(record).pack(_DESCRIPTOR_SIGNATURE, crc_of_storage(number), *sizes)
         data += self._fixed[number + 1]
         return data + self._directory(crc_of_storage) if number == len(self._storages) - 1 else data
 
@@ -413,9 +401,12 @@ class _ArchivePlan:
 
     def _directory(self, crc_of_storage: CrcOf) -> bytes:
         """Return the central directory and the end of the archive."""
+        storages = count()
         entries = b"".join(
-            _directory_entry(record, record.crc if record.storage is None else crc_of_storage(record.storage))
-            for record in self._records
+            _directory_entry(
+                name, record, crc_of_storage(next(storages)) if record.crc is None else record.crc
+            )
+            for name, record in self._records.items()
         )
         return entries + _end(len(self._records), len(entries), self._position)
 
@@ -423,36 +414,36 @@ class _ArchivePlan:
 _small_archive = lru_cache(maxsize=256)(_ArchivePlan)
 
 
-def _local_header(record: _PlannedRecord) -> bytes:
+def _local_header(name: bytes, record: ZipRecord) -> bytes:
     """Return a record's local header, padded so that the record's data begins at a multiple of 64 bytes."""
     wide = struct.pack("<HHQQ", ZIP64_TAG, 16, 0, 0) if record.is_wide else b""
-    before = record.offset + LOCAL_HEADER.size + len(record.name) + len(wide)
+    before = record.header_offset + LOCAL_HEADER.size + len(name) + len(wide)
     padding = -(before + 4) % _ALIGNMENT_BYTES  # 4: bytes of the padding field's tag and size
     extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding  # torch pads with Z, too
     # The size of a storage is in its descriptor. Here it is 0, or MAX_32 to refer to the zip64 field.
-    nbytes = record.nbytes if record.storage is None else MAX_32 if record.is_wide else 0
-    fields = _shared_fields(record, record.crc, nbytes, extra)
-    return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *fields) + record.name + extra
+    nbytes = record.nbytes if record.crc is not None else MAX_32 if record.is_wide else 0
+    fields = _shared_fields(name, record, record.crc or 0, nbytes, extra)
+    return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *fields) + name + extra
 
 
-def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
+def _shared_fields(name: bytes, record: ZipRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
     """Return the fields of both headers: version, flags, method, time, date, checksum, two sizes, two lengths."""
     date = 0x21  # always 1 January 1980, so that equal states have equal files
-    lengths = (len(record.name), len(extra))
-    flags = _UTF8 | (_HAS_DESCRIPTOR if record.storage is not None else 0)
+    lengths = (len(name), len(extra))
+    flags = _UTF8 | (_HAS_DESCRIPTOR if record.crc is None else 0)
     return (_VERSION_NEEDED, flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
 
 
-def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
+def _directory_entry(name: bytes, record: ZipRecord, crc: int) -> bytes:
     """Return the entry of a record in the central directory."""
-    is_far = record.offset >= MAX_32
+    is_far = record.header_offset >= MAX_32
     # Of size, compressed size and offset, the zip64 field contains only the values that do not fit into 32 bits.
-    values = [record.nbytes, record.nbytes] * record.is_wide + [record.offset] * is_far
+    values = [record.nbytes, record.nbytes] * record.is_wide + [record.header_offset] * is_far
     extra = struct.pack(f"<HH{len(values)}Q", ZIP64_TAG, 8 * len(values), *values) if values else b""
-    fields = _shared_fields(record, crc, MAX_32 if record.is_wide else record.nbytes, extra)
-    ends = (0, 0, 0, 0, MAX_32 if is_far else record.offset)
+    fields = _shared_fields(name, record, crc, MAX_32 if record.is_wide else record.nbytes, extra)
+    ends = (0, 0, 0, 0, MAX_32 if is_far else record.header_offset)
     head = CENTRAL_HEADER.pack(CENTRAL_SIGNATURE, _VERSION_NEEDED, *fields, *ends)
-    return head + record.name + extra
+    return head + name + extra
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:

@@ -450,7 +450,7 @@ def test_a_rank_of_many_lists_its_own_turns(tmp_path: Path) -> None:
         assert all(rank in (turn.sender, *turn.receivers) for turn in turns)
         return [
             (
-                (turn.job[0].file, turn.job[0].offset, turn.job[0].start),
+                (turn.job.file, turn.job.offset, turn.job.start),
                 turn.sender,
                 *turn.receivers,
                 turn.nbytes,
