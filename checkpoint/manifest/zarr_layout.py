@@ -209,7 +209,7 @@ def node_files(manifest: Manifest) -> dict[str, bytes]:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a tensor's array; ``box`` may extend over the tensor's edges."""
+    """A box of a tensor that its array stores as one chunk; the box may extend over the tensor's edges."""
 
     tensor_index: int
     box: Box

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class RankRun(NamedTuple):
-    """The ranks ``start + i * outer_step + j * step`` for i < outer, j < count."""
+    """The ranks ``start + i * outer_step + j * step`` for i < outer, j < num_ranks."""
 
     start: int
-    count: int
+    num_ranks: int
     step: int = 1
     outer: int = 1
     outer_step: int = 0
@@ -106,7 +106,7 @@ def _runs(ranks: Sequence[int]) -> list[RankRun]:
 
 
 def _repeat(runs: Sequence[RankRun]) -> Iterator[RankRun]:
-    """Join runs of equal count and step at equal distances into runs of two levels."""
+    """Join runs of as many ranks and of equal step, at equal distances, into runs of two levels."""
     at = 0
     while at < len(runs):
         first = runs[at]

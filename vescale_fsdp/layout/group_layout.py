@@ -111,7 +111,7 @@ def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
 @set_module("vescale_fsdp.layout")
 @dataclass(frozen=True, slots=True)  # slots save memory: a model has thousands of tensors
 class TensorSlot:
-    """The position of one tensor in the group's global buffer.
+    """The range of the group's global buffer that has one tensor, or the pieces of a scattered tensor.
 
     Args:
         fqn: fully qualified name of the parameter.

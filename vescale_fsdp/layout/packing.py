@@ -263,7 +263,7 @@ def _leave(gap: PieceRun, taken: Sequence[PieceRun], align_numel: int) -> Iterat
 
 
 class Position(NamedTuple):
-    """Where a range of the buffer with all elements of a tensor starts; with the pieces of a scattered tensor."""
+    """The start of a tensor's range of the buffer; the first piece's start, and the pieces, of a scattered tensor."""
 
     start: int
     runs: tuple[PieceRun, ...] = ()

@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, which re
 
 
 class HeaderEntry(NamedTuple):
-    """The header's entry for one tensor of a file."""
+    """An extent of the file with its dtype and shape: the header's entry for one tensor."""
 
     dtype: DType
     shape: tuple[int, ...]  # the last dim counts bytes if the type is packed, see `dtypes`

@@ -44,7 +44,7 @@ from vescale_fsdp.torch_private import foreach_copy_, foreach_norm_of
 
 
 class BlockArea(NamedTuple):
-    """Adjacent blocks of equal size in a rank's piece, and the indices of their factors in the local state."""
+    """A box of a piece's lines and columns: adjacent blocks of one size, with their factors' indices in the state."""
 
     top: int  # first line, counted from the start of the piece
     left: int  # first column

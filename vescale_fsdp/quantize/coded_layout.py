@@ -43,7 +43,7 @@ _LEAST_GRANULE = 8
 
 
 class Part(NamedTuple):
-    """Equal pieces of one tensor, one on each rank of a run, and their place in ``rest``."""
+    """A run of equal pieces of one tensor, and the range of ``rest`` with their scales or values on each rank."""
 
     slot: TensorSlot
     run: PieceRun

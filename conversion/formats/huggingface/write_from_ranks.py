@@ -152,7 +152,7 @@ class _TieComparison:
 
 
 class FileSegment(NamedTuple):
-    """Items [start, stop) of one tensor in one file.
+    """A range of a view's items, [start, stop), with its bytes in a file, their writer, and who provides the items.
 
     Attributes:
         file: index of the file in the plan.
