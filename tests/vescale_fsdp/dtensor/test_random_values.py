@@ -1,4 +1,4 @@
-"""Random values by position: the generator's test vectors, and full tensors that know nothing of ranks or cuts."""
+"""Random values: full tensors do not depend on ranks or cuts."""
 
 from __future__ import annotations
 
@@ -15,88 +15,39 @@ from torch.distributed.tensor.placement_types import Placement
 import vescale_fsdp
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard
-from vescale_fsdp.dtensor.operators.random_values import normals, philox, uniforms
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
-from vescale_fsdp.layout.geometry import Range, numel_of
+from vescale_fsdp.layout.geometry import numel_of
 
-CPU = torch.device("cpu")
 MORE = pytest.mark.part("numerics")
 
 
-def one(*words: int) -> tuple[torch.Tensor, ...]:
-    """Words as one-element tensors."""
-    return tuple(torch.tensor([word]) for word in words)
+def drawn_in_blocks(mesh_shape: tuple[int, ...], style: str) -> list[torch.Tensor]:
+    """Full tensors of several blocks, of four streams and two seeds."""
+    mesh, shape = cpu_mesh(*mesh_shape), (210, 1000)
+    results = []
+    for seed in (1, 2**40):
+        vescale_fsdp.manual_seed(seed)
+        for draw in (lambda t: t.normal_(0.5, 2.0), lambda t: t.normal_(), lambda t: t.uniform_(-1, 3)):
+            tensor = distribute_tensor(torch.zeros(shape), mesh, placements(shape, mesh_shape, style))
+            draw(tensor)
+            results.append(tensor.full_tensor())
+    return results
 
 
-@pytest.mark.parametrize(
-    "counter, key, expected",
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (
-            (0xFFFFFFFF,) * 4,
-            (0xFFFFFFFF,) * 2,
-            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        ),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
-def test_philox_known_answers(
-    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
-) -> None:
-    """The three known answers of Philox-4x32-10 that its authors publish with Random123."""
-    assert tuple(int(word) for word in philox(one(*counter), key)) == expected
-
-
-@pytest.mark.parametrize("bits", [8, 24, 32, 53])
-def test_any_spans_are_the_same_stream(bits: int) -> None:
-    """Values of a span do not depend on where the span begins, ends or what else is drawn."""
-    whole = uniforms([Range(0, 300_000)], 7, 3, bits, CPU)
-    spans = [
-        Range(5, 6),
-        Range(99, 262_148),
-        Range(7, 7),
-        Range(262_143, 262_146),
-        Range(299_999, 300_000),
-    ]
-    parts = torch.cat([whole[s.start : s.stop] for s in spans])
-
-    assert torch.equal(uniforms(spans, 7, 3, bits, CPU), parts)
-    assert torch.equal((whole * 2.0**bits).frac(), torch.zeros_like(whole))
-    assert 0 <= whole.min() < 0.01 and 0.99 < whole.max() < 1
-    far = Range(2**40 + 3, 2**40 + 9)
-    assert torch.equal(
-        uniforms([Range(2**40, 2**40 + 20)], 7, 3, bits, CPU)[3:9], uniforms([far], 7, 3, bits, CPU)
-    )
-
-
-def test_normals_are_normal() -> None:
-    """Moments and tails of a million normals; the arithmetic agrees with torch's own log, sin and cos."""
-    n = 1 << 20
-    values = normals([Range(0, n)], 1, 0, CPU)
-    deviation = n**-0.5
-
-    assert abs(values.mean()) < 4 * deviation and abs(values.var() - 1) < 6 * deviation
-    assert abs((values**4).mean() - 3) < 40 * deviation and values.abs().max() < 6.77
-    assert abs((values.abs() > 1.959964).double().mean() - 0.05) < 6 * deviation
-    words = (uniforms([Range(0, 4096)], 1, 0, 32, CPU) * 2.0**32).view(-1, 2)
-    radius = (-2 * torch.log((words[:, 0] + 0.5) / 2**32)).sqrt()
-    angle = (words[:, 1] / 2**32) * 2 * math.pi
-    expected = torch.stack([radius * angle.cos(), radius * angle.sin()], 1).view(-1)
-    torch.testing.assert_close(values[:4096], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_streams_and_seeds_differ() -> None:
-    """Another seed or another stream gives other values, uncorrelated ones."""
-    draws = [
-        normals([Range(0, 4096)], *pair, CPU) for pair in ((0, 0), (0, 1), (1, 0), (2**40, 0), (0, 2**40))
-    ]
-    correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(5)
-
-    assert correlations.abs().max() < 0.1
+def test_blocks_are_the_same_wherever_ranks_cut() -> None:
+    """Tensors of several blocks have the asked for moments, differ by stream and seed, and do not depend on ranks."""
+    whole = run_ranks(1, drawn_in_blocks, (1,), "elements")[0]
+    for mesh_shape, style in (SEVENTHS[0], "elements"), SHARDS:
+        for result in run_ranks(math.prod(mesh_shape), drawn_in_blocks, mesh_shape, style):
+            assert all(map(torch.equal, result, whole))
+    numel = whole[0].numel()
+    assert (torch.corrcoef(torch.stack(whole).view(6, -1)) - torch.eye(6)).abs().max() < 6 * numel**-0.5
+    normals = whole[1].view(-1).double()
+    assert abs(normals.mean()) < 5 * numel**-0.5 and abs(normals.var() - 1) < 7 * numel**-0.5
+    assert abs(whole[0].mean() - 0.5) < 10 * numel**-0.5 and abs(whole[0].std() - 2) < 0.02
+    assert -1 <= whole[2].min() < -0.99 and 2.99 < whole[2].max() < 3
+    blocks = normals[: 3 << 16].view(3, -1)  # of three generators
+    assert (torch.corrcoef(blocks) - torch.eye(3, dtype=torch.float64)).abs().max() < 6 * (1 << 16) ** -0.5
 
 
 SHAPES = ((7, 5), (11,), (4, 3, 3, 3), (6, 4))

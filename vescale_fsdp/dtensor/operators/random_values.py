@@ -1,8 +1,10 @@
 """Random values of ragged tensors. They depend on the seed alone, not on ranks, placements or granularity.
 
-Element i of a tensor gets value i of a stream of random values (`philox`), and every random call on a ragged tensor
-uses the next stream. So a model initialized by the same calls is bit for bit the same on 1, 2 or 7 ranks. All ranks
-must make their random calls on ragged tensors in the same order.
+Every random call on a ragged tensor uses the next stream of the seed. The tensor is divided into blocks of
+`_BLOCK_NUMEL` elements, wherever ranks cut it, and torch draws each block with a generator of its own, which is seeded
+by seed, stream and block. A rank draws the blocks that its piece touches. So a model initialized by the same calls is
+bit for bit the same on 1, 2 or 7 ranks with devices of one kind. All ranks must make their random calls on ragged
+tensors in the same order.
 
     vescale_fsdp.manual_seed(0)           # the same on all ranks
     model = fully_shard(...)              # on the meta device
@@ -11,20 +13,11 @@ must make their random calls on ragged tensors in the same order.
 Without `manual_seed`, the seed is `torch.initial_seed()` of the mesh's first rank, which it broadcasts once per
 mesh. Random operators on other tensors (dropout, activations, data) use torch's generators, which draw values in the
 local order of a rank's elements.
-
-Generator: Philox-4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
-section 3.3; the paper's test vectors are in tests/vescale_fsdp/dtensor/test_random_values.py. Word i of a stream is a
-pure function of (key, stream, i), so any rank can draw any range. Values are computed only with additions,
-multiplications, divisions and square roots in float64. IEEE 754 requires correct rounding of these operations, so the
-values are bit for bit the same in every lane of a vector register, in every thread and on every device. torch.log, sin
-and cos do not guarantee this, so the functions `_log` and `_sin_cos_turns` replace them.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -51,6 +44,8 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
 from vescale_fsdp.layout.geometry import Box, Range, run_start
 from vescale_fsdp.torch_private import piece_in
+
+aten = torch.ops.aten
 
 
 class _StreamCounter:
@@ -146,31 +141,40 @@ def _runs(shape: tuple[int, ...], box: Box) -> list[Range]:
     ]
 
 
-# Number of bits of a uniform value on [0, 1) that each dtype represents without rounding.
-_SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_BLOCK_NUMEL = 1 << 16  # a piece draws up to two blocks of which it keeps only a part
 
 
-def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
-    """Return this rank's random values for a tensor, and use up a stream.
+def _generator(device: torch.device, *numbers: int) -> torch.Generator:
+    """Return a generator that is seeded by these numbers."""
+    seed = Random(" ".join(map(str, numbers))).getrandbits(63)
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _draw(func: torch._ops.OpOverload, tensor: RaggedDTensor, options: dict[str, Any]) -> RaggedDTensor:
+    """Fill this rank's piece of a tensor with random values of the next stream, and return the tensor.
 
     Args:
-        kind: "uniform" on [a, b); "normal" of mean a and standard deviation b; or "bernoulli", 1 with probability a.
-        tensor: the ragged tensor; its values are neither read nor written.
-        a, b: see ``kind``.
+        func: fills a tensor, such as ``aten.normal_.default``.
+        options: its arguments, without tensor and generator.
     """
-    seed, stream = _streams.take(tensor.device_mesh)
-    local = piece_in(tensor)
-    spans, device = _spans(tensor), local.device
-    if kind == "normal":
-        values = normals(spans, seed, stream, device) * b + a
-    elif kind == "bernoulli":
-        values = (uniforms(spans, seed, stream, 32, device) < a).to(torch.float64)
-    else:
-        values = uniforms(spans, seed, stream, _SIGNIFICAND_BITS[local.dtype], device) * (b - a) + a
-        # Rounding to the dtype may give b, which is outside [a, b).
-        rounded = values.to(local.dtype).to(torch.float64)
-        values = torch.where((rounded >= b) & (b > a), torch.full_like(values, a), values)
-    return values.to(local.dtype).view(local.shape)
+    stream = _streams.take(tensor.device_mesh)
+    local = piece_in(tensor).view(-1)
+    func(local[:0], **options)  # torch's own errors, on ranks without elements too
+    if local.is_meta:
+        return tensor
+    block = local.new_empty(min(_BLOCK_NUMEL, tensor.numel()))
+    at, drawn = 0, -1
+    for span in _spans(tensor):
+        for number in range(span.start // _BLOCK_NUMEL, -(-span.stop // _BLOCK_NUMEL)):
+            first = number * _BLOCK_NUMEL
+            if number != drawn:
+                func(block, **options, generator=_generator(local.device, *stream, number))
+                drawn = number
+            part = block[max(span.start - first, 0) : span.stop - first]
+            local[at : at + len(part)] = part
+            at += len(part)
+    return tensor
 
 
 def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, Any]) -> None:
@@ -183,7 +187,7 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
             todo="leave generator=None and seed with vescale_fsdp.manual_seed",
         )
     dtype = named.get("dtype") or tensor.dtype
-    if dtype not in _SIGNIFICAND_BITS:
+    if dtype not in _DTYPES:
         raise refuse(func, tensor, f"random values of {dtype} are not supported")
 
 
@@ -191,26 +195,14 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     """Run normal_, uniform_ or bernoulli_, and return the tensor.
 
     Raises:
-        RuntimeError: for a negative standard deviation or an empty range, as torch does.
+        UnsupportedOpError: for a generator, and for integers.
+        RuntimeError: torch's, for a negative ``std`` or an empty range.
     """
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]
     _check(func, tensor, named)
     check_written(func, named, tensor)
-    kind = name_of(func).rstrip("_")
-    if kind == "normal":
-        a, b = named.get("mean", 0.0), named.get("std", 1.0)  # torch's defaults
-        if b < 0:
-            # Like torch, with the same class and words.
-            raise RuntimeError(f"normal_ expects std >= 0.0, but found std {b}")
-    elif kind == "uniform":
-        a, b = named.get("from", 0.0), named.get("to", 1.0)
-        if a > b:
-            raise RuntimeError(f"uniform_ expects from <= to, but found {a} > {b}")
-    else:
-        a, b = named.get("p", 0.5), 0.0
-    piece_in(tensor).copy_(_draw(kind, tensor, a, b))
-    return tensor
+    return _draw(func, tensor, {k: v for k, v in named.items() if k not in ("self", "generator")})
 
 
 # Operators that fill their first argument, and do not read it.
@@ -228,11 +220,10 @@ def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     named = bind(func, args, kwargs)
     if named.get("generator") is not None:
         _check(func, like, named)
-    seed = Random("{} {}".format(*_streams.take(like.device_mesh))).getrandbits(63)
     device = piece_in(like).device
+    own = _generator(device, *_streams.take(like.device_mesh))
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
-        own = torch.Generator(device).manual_seed(seed)
         # Some operators take it by position.
         args = tuple(own if name == "generator" else arg for name, arg in zip(names, args, strict=False))
         if names.index("generator") >= len(args):
@@ -240,7 +231,7 @@ def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         return _drawn(func, args, kwargs, like)
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
-        torch.manual_seed(seed)
+        torch.manual_seed(own.initial_seed())
         return _drawn(func, args, kwargs, like)
 
 
@@ -266,179 +257,4 @@ def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         raise refuse(func, tensor, "the tensor has pending sums")
     empty = torch.empty_like(piece_in(tensor), dtype=named.get("dtype"), device=named.get("device"))
     like = wrap_result(func, empty, tensor)
-    kind = "normal" if "randn" in name_of(func) else "uniform"
-    piece_in(like).copy_(_draw(kind, like, 0.0, 1.0))
-    return like
-
-
-# -- Philox ---------------------------------------------------------------------------------------------
-
-_MASK = 0xFFFFFFFF  # the lowest 32 bits
-# The paper's constants for Philox-4x32-10.
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-# This limits the working memory to 2 MiB, since each counter gives four words of 8 bytes.
-_COUNTERS_AT_ONCE = 1 << 16
-
-
-def philox(counters: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Return four random 32-bit words per counter.
-
-    Args:
-        counters: four int64 tensors of one shape, each with values in [0, 2**32).
-        key: two ints in [0, 2**32).
-
-    Returns:
-        Four int64 tensors of that shape, with values in [0, 2**32).
-    """
-    c0, c1, c2, c3 = counters
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # int64 products may overflow, but the lowest 64 bits, which are all that is used, are correct.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
-
-
-def _words(counters: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
-    """Return the random words of some counters of a stream: int64 [len(counters), 4], values in [0, 2**32)."""
-    zero = torch.zeros_like(counters)
-    address = (counters & _MASK, counters >> 32, zero + (stream & _MASK), zero + (stream >> 32 & _MASK))
-    return torch.stack(philox(address, (seed & _MASK, seed >> 32 & _MASK)), dim=1)
-
-
-def _pick(
-    spans: Sequence[Range], per_counter: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches of (counters, indices), in the order of the spans.
-
-    Each counter produces ``per_counter`` values. The indices select the values at the positions in ``spans``.
-    """
-    group: list[Range] = []
-    room = _COUNTERS_AT_ONCE
-    for span in spans:
-        start = span.start
-        while start < span.stop:
-            stop = min(span.stop, (start // per_counter + room) * per_counter)
-            group.append(Range(start, stop))
-            room -= -(-stop // per_counter) - start // per_counter
-            start = stop
-            # The batch is full. <= 1, because a range that starts inside a counter's values may need one more counter.
-            if room <= 1:
-                yield _address(group, per_counter, device)
-                group, room = [], _COUNTERS_AT_ONCE
-    if group:
-        yield _address(group, per_counter, device)
-
-
-def _address(group: list[Range], per_counter: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the counters that produce the values of all spans, and the indices of these values."""
-    starts = torch.tensor([span.start for span in group], dtype=torch.int64, device=device)
-    stops = torch.tensor([span.stop for span in group], dtype=torch.int64, device=device)
-    first, last = starts // per_counter, (stops + per_counter - 1) // per_counter
-    counts, lengths = last - first, stops - starts
-    before = counts.cumsum(0) - counts  # number of counters of all earlier spans
-    counters = _ramp(first, counts)
-    return counters, _ramp(before * per_counter + starts - first * per_counter, lengths)
-
-
-def _ramp(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return concatenated ranges in one tensor: range i has ``lengths[i]`` numbers, from ``starts[i]`` up."""
-    # All ranges are computed together, because there may be many.
-    offsets = starts - (lengths.cumsum(0) - lengths)
-    spread = offsets.repeat_interleave(lengths)
-    return spread + torch.arange(spread.numel(), dtype=torch.int64, device=spread.device)
-
-
-def uniforms(spans: Sequence[Range], seed: int, stream: int, bits: int, device: torch.device) -> torch.Tensor:
-    """Return uniform random values on [0, 1), multiples of 2**-bits.
-
-    Args:
-        spans: positions of the values in the stream.
-        seed: 64-bit key.
-        stream: 64-bit number of the stream; streams are independent.
-        bits: up to 53; a value takes one word for up to 32 bits, and two words for more.
-        device: device of the result.
-
-    Returns:
-        1-D float64 with one value per position, in the order of the spans.
-    """
-    wide = bits > 32
-    parts = []
-    for counters, index in _pick(spans, 2 if wide else 4, device):
-        drawn = _words(counters, seed, stream)
-        if wide:
-            # 53 bits: all 32 of one word, and the upper 21 of the next.
-            drawn = (drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)
-        values = (drawn >> ((53 if wide else 32) - bits)).to(torch.float64) * 2.0**-bits
-        parts.append(values.reshape(-1)[index])
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
-
-
-def normals(spans: Sequence[Range], seed: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Return standard normal random values, by Box and Muller's method on pairs of words.
-
-    The smallest argument of the logarithm is 2**-33, so the largest magnitude is sqrt(66 ln 2) = 6.76. The arguments
-    are those of `uniforms`.
-
-    Returns:
-        1-D float64 with one value per position, in the order of the spans.
-    """
-    parts = []
-    for counters, index in _pick(spans, 4, device):
-        pairs = _words(counters, seed, stream).view(-1, 2)
-        # + 0.5, because zero has no logarithm.
-        radius = (-2.0 * _log((pairs[:, 0].to(torch.float64) + 0.5) * 2.0**-32)).sqrt()
-        sine, cosine = _sin_cos_turns(pairs[:, 1])
-        parts.append(torch.stack([radius * cosine, radius * sine], dim=1).view(-1)[index])
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=device)
-
-
-def _series(x: torch.Tensor, coefficients: list[float]) -> torch.Tensor:
-    """Return the value of a power series, by Horner's rule.
-
-    Multiplication and addition are separate kernels, so that no device fuses them into an FMA, which rounds once only.
-    """
-    total = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total = total * x + coefficient
-    return total
-
-
-def _log(x: torch.Tensor) -> torch.Tensor:
-    """Return the natural logarithm of positive normal float64 numbers, with an absolute error of about 1e-15.
-
-    x = m * 2**e with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh(s) with s = (m - 1) / (m + 1), |s| <= 0.1716. The
-    first omitted term of the series is s**23 / 23 < 1e-18.
-    """
-    mantissa, exponent = torch.frexp(x)  # exact; mantissa in [1/2, 1)
-    small = mantissa < math.sqrt(0.5)
-    mantissa = torch.where(small, mantissa * 2.0, mantissa)
-    power = exponent.to(torch.float64) - small.to(torch.float64)
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    return power * math.log(2.0) + 2.0 * s * _series(s * s, [1.0 / n for n in range(1, 23, 2)])
-
-
-def _sin_cos_turns(word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sine and the cosine of ``word / 2**32`` full turns.
-
-    The two top bits are the quadrant. The other bits are an angle t in [-pi/4, pi/4) from the quadrant's diagonal, for
-    which ten terms of the Taylor series have an error below 1e-20.
-    """
-    quadrant = word >> 30
-    t = ((word & ((1 << 30) - 1)).to(torch.float64) - 2.0**29) * (math.pi * 2.0**-31)
-    square = t * t
-    sine = t * _series(square, [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(10)])
-    cosine = _series(square, [(-1.0) ** k / math.factorial(2 * k) for k in range(10)])
-    # Rotate by 45 degrees, because t is relative to the diagonal, then by the quadrant.
-    s, c = (sine + cosine) * math.sqrt(0.5), (cosine - sine) * math.sqrt(0.5)
-    odd, negative_s, negative_c = quadrant % 2 == 1, quadrant >= 2, (quadrant == 1) | (quadrant == 2)
-    s, c = torch.where(odd, c, s), torch.where(odd, s, c)
-    return torch.where(negative_s, -s, s), torch.where(negative_c, -c, c)
+    return _draw(aten.normal_.default if "randn" in name_of(func) else aten.uniform_.default, like, {})
