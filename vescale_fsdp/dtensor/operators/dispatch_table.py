@@ -89,7 +89,7 @@ FAMILIES: dict[Rule, Family] = {
         "Over all dims; over dims that every piece contains whole (the result is ragged); over other dims by "
         "all-reduces of the result's size. Only reductions that return indices gather then.",
         # max and min have elementwise overloads, too, so `_BY_OVERLOAD` lists the overloads that reduce.
-        " ".join(reductions.TOTALS.keys() - {"max", "min"}),
+        " ".join(sorted(reductions.NAMES - {"max", "min"})),
     ),
     reductions.foreach_norm: Family(
         "norms of lists", "One replicated DTensor per tensor, all by one collective.", "_foreach_norm"

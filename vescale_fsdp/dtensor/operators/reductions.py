@@ -89,15 +89,13 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         raise refuse(func, call.tensor, "the tensor has no elements")
     over_all = len(call.dims) == call.tensor.ndim
     combines = not _needs_whole_tensor(call, name)
-    if over_all and combines and name in TOTALS:
-        result = TOTALS[name](call)
-        if not call.keepdim:
-            return result
-        kept = (1,) * call.tensor.ndim  # keepdim: the total has one element in each dim
-        return type(result)(r.view(kept) for r in result) if isinstance(result, tuple) else result.view(kept)
+    if over_all and combines and name in _TOTALS:
+        total = _TOTALS[name](call)
+        # keepdim: the total has one element in each dim
+        return total.view((1,) * call.tensor.ndim) if call.keepdim else total
     if not over_all and _are_whole_from(call.tensor, call.dims[0]):
         return _on_rows(call)
-    if not over_all and combines and name in _OVER_CUT:
+    if combines and name in (_OVER_ALL if over_all else _OVER_CUT):
         return _over_cut_dims(call)
     return whole_tensors.gathered(func, args, kwargs)
 
@@ -111,8 +109,9 @@ def _needs_whole_tensor(call: _Call, name: str) -> bool:
         order = _order(call.options)
         # `_over_cut_dims` sums powers, which orders 0 and infinity do not allow, and starts from 0.
         return len(call.dims) < call.tensor.ndim and not 0 < order < math.inf
-    # `_spread` and `_cut_spread` compute in float64, which would drop imaginary parts. Complex numbers have no largest.
-    return name.startswith(("std", "var", "logsumexp")) and call.tensor.is_complex()
+    # `_cut_spread` computes in float64, which would drop imaginary parts. Complex numbers have no largest, and no
+    # all-reduce multiplies them.
+    return name.startswith(("std", "var", "logsumexp", "prod")) and call.tensor.is_complex()
 
 
 # -- over whole dims ------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ def _from_rows(call: _Call, rows: torch.Tensor) -> RaggedDTensor:
 
 def _over_cut_dims(call: _Call) -> Any:
     """Run a reduction over some dims that pieces may cut; its results are replicated."""
-    result = _OVER_CUT[name_of(call.func)](call)
+    result = _OVER_ALL[name_of(call.func)](call)
 
     def as_asked(total: torch.Tensor) -> DTensor:
         return replicated(total if call.keepdim else total.squeeze(call.dims), call.tensor)
@@ -249,17 +248,14 @@ def _meeting(
 
 def _cut_sum(call: _Call) -> torch.Tensor:
     """Compute sum, nansum or mean."""
-    dims, dtype = call.dims, call.options.get("dtype")
-    add = torch.nansum if name_of(call.func) == "nansum" else torch.sum
-    # torch sums integers in a wider dtype. The sum of no elements has this dtype.
-    zeros = torch.zeros(
-        _kept_shape(call),
-        dtype=add(piece_in(call.tensor)[:0], dtype=dtype).dtype,
-        device=piece_in(call.tensor).device,
-    )
-    total = _merged(call, zeros, lambda values, _: add(values, dims, keepdim=True, dtype=dtype))
+    local, name = piece_in(call.tensor), name_of(call.func)
+    # torch sums integers in a wider dtype, and raises for their mean. The result for no elements has this dtype.
+    dtype = getattr(torch, name)(local[:0], dtype=call.options.get("dtype")).dtype
+    add = torch.nansum if name == "nansum" else torch.sum
+    zeros = torch.zeros(_kept_shape(call), dtype=dtype, device=local.device)
+    total = _merged(call, zeros, lambda values, _: add(values, call.dims, keepdim=True, dtype=dtype))
     total = _all_reduced(call, total, dist.ReduceOp.SUM)
-    return total / _count(call) if name_of(call.func) == "mean" else total
+    return total / _count(call) if name == "mean" else total
 
 
 def _count(call: _Call) -> int:
@@ -315,10 +311,17 @@ def _cut_truth(call: _Call, *, every: bool) -> torch.Tensor:
 
 
 def _cut_prod(call: _Call) -> torch.Tensor:
-    """Compute prod, over one dim."""
-    (dim,), dtype, local = call.dims, call.options.get("dtype"), piece_in(call.tensor)
-    ones = torch.ones(_kept_shape(call), dtype=torch.prod(local[:0], dtype=dtype).dtype, device=local.device)
-    total = _merged(call, ones, lambda values, _: values.prod(dim, keepdim=True, dtype=dtype), torch.mul)
+    """Compute prod, over one dim or over all."""
+    local = piece_in(call.tensor)
+    dtype = torch.prod(local[:0], dtype=call.options.get("dtype")).dtype
+    ones = torch.ones(_kept_shape(call), dtype=dtype, device=local.device)
+
+    def product(values: torch.Tensor, _: tuple[slice, ...]) -> torch.Tensor:
+        for dim in call.dims:
+            values = values.prod(dim, keepdim=True, dtype=dtype)
+        return values
+
+    total = _merged(call, ones, product, torch.mul)
     return _all_reduced(call, total, dist.ReduceOp.PRODUCT)
 
 
@@ -378,11 +381,11 @@ _OVER_CUT: dict[str, Callable[[_Call], Any]] = {
     "var": _cut_spread,
     "var_mean": partial(_cut_spread, with_mean=True),
 }
+# Along a dim, max and min also return indices.
+_OVER_ALL = {**_OVER_CUT, "max": _OVER_CUT["amax"], "min": _OVER_CUT["amin"]}
 
 
 # -- over all dims ------------------------------------------------------------------------------------
-
-_Total = Callable[[_Call], Any]
 
 
 def _gather_answers(
@@ -401,34 +404,6 @@ def _gather_answers(
     return answers
 
 
-def _sum(call: _Call) -> DTensor:
-    """Run sum or nansum over all dims."""
-    total = torch.nansum if name_of(call.func) == "nansum" else torch.sum
-    local = total(piece_in(call.tensor), dtype=call.options.get("dtype"))
-    answers = _gather_answers(local, call.tensor, call.func)
-    # dtype, because the user may have chosen a narrow integer dtype, which torch would widen.
-    return replicated(answers.sum(0, dtype=local.dtype), call.tensor)
-
-
-def _mean(call: _Call) -> DTensor:
-    """Run mean over all dims."""
-    local = torch.sum(piece_in(call.tensor), dtype=call.options.get("dtype"))
-    if not (local.is_floating_point() or local.is_complex()):
-        call.func(piece_in(call.tensor))  # raises torch's own error for integers
-    total = _gather_answers(local, call.tensor, call.func).sum(0)
-    return replicated(total / call.tensor.numel(), call.tensor)
-
-
-def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tensor]) -> _Total:
-    """Return a reduction that applies ``part`` to each piece and ``whole`` to the gathered results."""
-
-    def total(call: _Call) -> DTensor:
-        answer = part(piece_in(call.tensor).reshape(-1), **call.options)
-        return replicated(whole(_gather_answers(answer, call.tensor, call.func)), call.tensor)
-
-    return total
-
-
 def _identity(dtype: torch.dtype, largest: bool) -> Any:
     """Return the value that does not change a maximum (``largest``) or a minimum."""
     if dtype == torch.bool:
@@ -436,21 +411,6 @@ def _identity(dtype: torch.dtype, largest: bool) -> Any:
     if dtype.is_floating_point:
         return -math.inf if largest else math.inf
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
-
-
-def _extreme(call: _Call, *, largest: bool) -> DTensor:
-    """Run max or min over all dims."""
-    local = piece_in(call.tensor)
-    if local.numel():
-        answer = local.max() if largest else local.min()
-    else:  # torch raises for an empty tensor
-        answer = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
-    answers = _gather_answers(answer, call.tensor, call.func)
-    return replicated(answers.max() if largest else answers.min(), call.tensor)
-
-
-_log_sum_exp = partial(torch.logsumexp, dim=0)
-_max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
 def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
@@ -467,27 +427,6 @@ def _arg_extreme(call: _Call, *, largest: bool) -> DTensor:
     hits = (values == best) | (values.isnan() & best.isnan())
     # The neutral value of an empty piece may equal the best value, but an empty piece has no index.
     return replicated(indices[hits & (indices != no_index)].min(), tensor)
-
-
-def _spread(call: _Call, *, root: bool = False, with_mean: bool = False) -> Any:
-    """Run var or std (``root``) over all dims, from each rank's count, mean and sum of squared distances."""
-    local = piece_in(call.tensor)
-    wide = local.to(torch.float64)  # so that combining the ranks' sums loses no bits of the result
-    count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
-    mean = wide.mean() if local.numel() else count  # 0: the mean of an empty piece would be NaN
-    answers = _gather_answers(
-        torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor, call.func
-    )
-    counts, means, squares = answers.unbind(-1)
-    total = counts.sum()
-    grand_mean = (counts * means).sum() / total
-    distances = squares.sum() + (counts * (means - grand_mean).square()).sum()
-    correction = call.options.get("correction", call.options.get("unbiased", 1))
-    # The divisor is at least 0, as in torch: a correction above the count gives inf or NaN, not a negative variance.
-    variance = distances / (total - (1.0 if correction is None else float(correction))).clamp_min(0.0)
-    moments = (variance.sqrt() if root else variance, grand_mean)
-    results = tuple(replicated(moment.to(call.tensor.dtype), call.tensor) for moment in moments)
-    return results if with_mean else results[0]
 
 
 # -- norms --------------------------------------------------------------------------------------------
@@ -586,29 +525,13 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     return norms
 
 
-TOTALS: dict[str, _Total] = {
-    "all": _of_parts(torch.all, torch.all),
-    "amax": _max,
-    "amin": _min,
-    "aminmax": lambda call: (_min(call), _max(call)),
-    "any": _of_parts(torch.any, torch.any),
+_TOTALS: dict[str, Callable[[_Call], DTensor]] = {
     "argmax": partial(_arg_extreme, largest=True),
     "argmin": partial(_arg_extreme, largest=False),
-    "count_nonzero": _of_parts(torch.count_nonzero, torch.sum),
     "linalg_vector_norm": _norm,
-    "logsumexp": _of_parts(_log_sum_exp, _log_sum_exp),
-    "max": _max,
-    "mean": _mean,
-    "min": _min,
-    "nansum": _sum,
     "norm": _norm,
-    "prod": _of_parts(torch.prod, torch.prod),
-    "std": partial(_spread, root=True),
-    "std_mean": partial(_spread, root=True, with_mean=True),
-    "sum": _sum,
-    "var": _spread,
-    "var_mean": partial(_spread, with_mean=True),
 }
+NAMES = _TOTALS.keys() | _OVER_ALL.keys()
 # Reductions that have no result for a tensor without elements; torch raises, too.
 _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
 
