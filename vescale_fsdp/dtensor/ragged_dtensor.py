@@ -70,15 +70,18 @@ from vescale_fsdp.torch_private import (
     taken_by_ddp,
 )
 
-Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+Op = torch._ops.OpOverload
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = Callable[[Op, Args, Kwargs], Any]
 
 # Rules create tensors of this class, so the modules of rules import this module, and this module cannot import them.
 # Instead, `dispatch_table` registers the rules with `set_rules`. The package's ``__init__`` imports that module, so the
 # rules are set whenever a module of `vescale_fsdp.dtensor` is imported.
-_rule_of: Callable[[torch._ops.OpOverload], Rule]
+_rule_of: Callable[[Op], Rule]
 
 
-def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
+def set_rules(rule_of: Callable[[Op], Rule]) -> None:
     """Set the function that returns the rule of an operator on ragged tensors."""
     global _rule_of
     _rule_of = rule_of
@@ -477,11 +480,7 @@ class RaggedDTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Op, types: tuple[type, ...], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = _rule_of(func)(func, args, kwargs)
@@ -515,7 +514,7 @@ def _share_count(source: Any, views: Any) -> None:
                 view.writes = source.writes
 
 
-def _count_write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _count_write(func: Op, args: Args, kwargs: Kwargs) -> None:
     """Count a write by an operator."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

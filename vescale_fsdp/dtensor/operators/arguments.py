@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import boxes_of, spec_with
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import OWNER_OPTIMIZER
@@ -41,7 +41,7 @@ SAME_SHAPE = "an out= tensor of the result's shape"
 
 
 def refuse(
-    func: torch._ops.OpOverload,
+    func: Op,
     tensor: DTensor | None,
     why: str,
     todo: str | None = None,
@@ -65,24 +65,24 @@ def refuse(
     )
 
 
-def name_of(func: torch._ops.OpOverload) -> str:
+def name_of(func: Op) -> str:
     """Return an operator's name without namespace and overload, such as ``add_``."""
     return func._schema.name.partition("::")[2]
 
 
-def bind(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(func: Op, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return the passed arguments by their names in the operator's schema."""
     # strict=False, because callers may leave out trailing arguments.
     return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
 
 
 @cache  # `bind` calls this for every call of an operator
-def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+def _argument_names(func: Op) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
 @cache
-def written_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+def written_names(func: Op) -> tuple[str, ...]:
     """Return the names of the arguments that an operator writes to."""
     arguments = func._schema.arguments
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -116,7 +116,7 @@ def summed(value: Any) -> Any:
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
-def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
+def check_written(func: Op, named: dict[str, Any], like: RaggedDTensor) -> None:
     """Check that an operator writes only to ragged tensors without pending sums.
 
     Raises:
@@ -140,7 +140,7 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                 raise refuse(func, written, f"it writes to {name!r}, which has pending sums")
 
 
-def refuse_written(func: torch._ops.OpOverload, like: RaggedDTensor | None, name: str) -> UnsupportedOpError:
+def refuse_written(func: Op, like: RaggedDTensor | None, name: str) -> UnsupportedOpError:
     """Return the error for an operator that writes a ragged value to another tensor. The caller raises it."""
     return refuse(
         func,
@@ -153,12 +153,12 @@ def refuse_written(func: torch._ops.OpOverload, like: RaggedDTensor | None, name
 
 
 @cache
-def has_out(func: torch._ops.OpOverload) -> bool:
+def has_out(func: Op) -> bool:
     """Return whether an operator is an ``out=`` form."""
     return any(argument.is_out for argument in func._schema.arguments)
 
 
-def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
+def check_not_resized(func: Op, named: dict[str, Any], like: RaggedDTensor) -> None:
     """Check that the result of an ``out=`` form has the shape of the ragged tensor that it is written to.
 
     Raises:
@@ -181,9 +181,7 @@ class Unlike(Exception):
     """Arguments have other placements or shapes than the tensor that they are combined with (see `combining`)."""
 
 
-def refuse_resize(
-    func: torch._ops.OpOverload, like: RaggedDTensor, shape: Sequence[int]
-) -> UnsupportedOpError:
+def refuse_resize(func: Op, like: RaggedDTensor, shape: Sequence[int]) -> UnsupportedOpError:
     """Return the error for an ``out=`` tensor of another shape than the result. The caller raises it."""
     return refuse(
         func,
@@ -194,7 +192,7 @@ def refuse_resize(
     )
 
 
-def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
+def localize(func: Op, value: Any, like: RaggedDTensor) -> Any:
     """Return an argument as this rank's piece, to be combined with the piece of ``like``. No communication.
 
     Raises:
@@ -225,9 +223,7 @@ def localize(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
     return value
 
 
-def refuse_plain(
-    func: torch._ops.OpOverload, value: torch.Tensor, like: RaggedDTensor | None
-) -> UnsupportedOpError:
+def refuse_plain(func: Op, value: torch.Tensor, like: RaggedDTensor | None) -> UnsupportedOpError:
     """Return the error for a plain tensor next to a ragged one. The caller raises it."""
     return refuse(
         func,
@@ -238,7 +234,7 @@ def refuse_plain(
     )
 
 
-def cut_like(func: torch._ops.OpOverload, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
+def cut_like(func: Op, full: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
     """Return this rank's piece of a replicated tensor, after it is broadcast to the shape of ``like``.
 
     Raises:
@@ -277,7 +273,7 @@ def _placed_as(spec: DTensorSpec, grad: torch.Tensor) -> torch.Tensor:
     return redistribute(grad, wanted)
 
 
-def wrap_result(func: torch._ops.OpOverload, result: Any, like: RaggedDTensor) -> Any:
+def wrap_result(func: Op, result: Any, like: RaggedDTensor) -> Any:
     """Return the result of an operator on pieces as ragged tensors with the placements of ``like``.
 
     Raises:

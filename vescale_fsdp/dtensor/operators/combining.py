@@ -39,7 +39,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     summed,
 )
 from vescale_fsdp.dtensor.operators.replicated_results import replicated
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor
 from vescale_fsdp.dtensor.redistribute import (
     groups_of_move,
     move_text,
@@ -72,7 +72,7 @@ class Sending(NamedTuple):
     finish: Callable[[torch.Tensor], torch.Tensor] = lambda local: local
 
 
-def carry_out(func: torch._ops.OpOverload, moves: Sequence[Sending]) -> list[torch.Tensor]:
+def carry_out(func: Op, moves: Sequence[Sending]) -> list[torch.Tensor]:
     """Send tensors to their placements, after the ranks have met once; return what `Sending.finish` makes of them."""
     if not moves:
         return []
@@ -99,7 +99,7 @@ def carry_out(func: torch._ops.OpOverload, moves: Sequence[Sending]) -> list[tor
 _logged: set[tuple[tuple[Placement, ...], tuple[Placement, ...]]] = set()
 
 
-def _described(func: torch._ops.OpOverload, source: DTensorSpec, target: DTensorSpec) -> str:
+def _described(func: Op, source: DTensorSpec, target: DTensorSpec) -> str:
     """Return a message of an operator as text, and log it if no other had these placements."""
     meta = source.tensor_meta
     assert meta is not None
@@ -118,7 +118,7 @@ def _described(func: torch._ops.OpOverload, source: DTensorSpec, target: DTensor
 # -- operands -------------------------------------------------------------------------------------------
 
 
-def brought(func: torch._ops.OpOverload, pairs: Sequence[tuple[Any, RaggedDTensor | None]]) -> list[Any]:
+def brought(func: Op, pairs: Sequence[tuple[Any, RaggedDTensor | None]]) -> list[Any]:
     """Return arguments as pieces, to be combined with the pieces of other tensors.
 
     Args:
@@ -144,9 +144,7 @@ def brought(func: torch._ops.OpOverload, pairs: Sequence[tuple[Any, RaggedDTenso
     return results
 
 
-def _as_piece(
-    func: torch._ops.OpOverload, value: torch.Tensor, like: RaggedDTensor
-) -> torch.Tensor | Sending:
+def _as_piece(func: Op, value: torch.Tensor, like: RaggedDTensor) -> torch.Tensor | Sending:
     """Return an operand as a piece, or what has to be sent for it."""
     if not isinstance(value, DTensor):
         if value.numel() != 1 or value.ndim > like.ndim:
@@ -176,7 +174,7 @@ def _everywhere(tensor: DTensor) -> list[Placement]:
     return [Replicate()] * tensor.device_mesh.ndim
 
 
-def _check_broadcasts(func: torch._ops.OpOverload, shape: Sequence[int], like: RaggedDTensor) -> None:
+def _check_broadcasts(func: Op, shape: Sequence[int], like: RaggedDTensor) -> None:
     """Raise if a shape does not broadcast to the shape of ``like``."""
     pairs = zip(
         reversed(shape), reversed(like.shape), strict=False
@@ -185,9 +183,7 @@ def _check_broadcasts(func: torch._ops.OpOverload, shape: Sequence[int], like: R
         raise refuse(func, like, f"shape {tuple(shape)} does not broadcast to it")
 
 
-def _of_other_mesh(
-    func: torch._ops.OpOverload, value: DTensor, like: RaggedDTensor
-) -> torch.Tensor | Sending:
+def _of_other_mesh(func: Op, value: DTensor, like: RaggedDTensor) -> torch.Tensor | Sending:
     """Return an operand from another mesh of the same ranks, such as one with replicas: gathered there, then cut."""
     ours, theirs = (set(_numbers(ranks_in(tensor.device_mesh))) for tensor in (like, value))
     if ours != theirs:
@@ -260,9 +256,7 @@ def home_of(tensors: Sequence[torch.Tensor]) -> RaggedDTensor | None:
     return next((t for t in tensors if isinstance(t, RaggedDTensor) and t.shape == shape), None)
 
 
-def on_home(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], home: RaggedDTensor
-) -> Any:
+def on_home(func: Op, args: Args, kwargs: Kwargs, home: RaggedDTensor) -> Any:
     """Run an elementwise operator on the pieces of ``home``, and return its plain result."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     pieces = brought(func, [(leaf, home) for leaf in leaves])
@@ -271,9 +265,9 @@ def on_home(
 
 
 def on_replicas(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Op,
+    args: Args,
+    kwargs: Kwargs,
     written: DTensor | None = None,
 ) -> Any:
     """Run an elementwise operator by torch's own DTensor rules, with every ragged argument brought to them.
@@ -289,7 +283,7 @@ def on_replicas(
     return func(*args, **kwargs)
 
 
-def as_stock(func: torch._ops.OpOverload, pairs: Sequence[tuple[Any, DTensor | None]]) -> list[Any]:
+def as_stock(func: Op, pairs: Sequence[tuple[Any, DTensor | None]]) -> list[Any]:
     """Return arguments with ragged tensors replaced by stock DTensors.
 
     Args:
@@ -321,6 +315,6 @@ def _as_stock(move: Sending, local: torch.Tensor) -> DTensor:
     return DTensor(local, spec_with(move.tensor._spec, placements=move.placements), requires_grad=False)  # type: ignore[call-arg]
 
 
-def without_sums(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_sums(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return arguments with the pending sums of ragged tensors reduced."""
     return tuple(map(summed, args)), {name: summed(value) for name, value in kwargs.items()}

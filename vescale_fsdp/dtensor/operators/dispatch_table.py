@@ -15,22 +15,22 @@ import torch
 from vescale_fsdp.dtensor.operators import elementwise, reductions, whole_tensors
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, has_out, refuse
-from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, Rule, set_rules
 from vescale_fsdp.torch_private import piece_in
 
 aten = torch.ops.aten
 
 
-def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unsupported(func: Op, args: Args, kwargs: Kwargs) -> Any:
     raise refuse(func, first_ragged((*args, *kwargs.values())), "it has no rule")
 
 
-def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _decomposed(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run a composite operator as other operators. torch does so before dispatch, except in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
-def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_local(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run a query about storage on this rank's piece, which has the storage."""
     return func(piece_in(args[0]), *args[1:], **kwargs)
 
@@ -143,7 +143,7 @@ FAMILIES: dict[Rule, Family] = {
 _BY_NAME = {name: rule for rule, family in FAMILIES.items() for name in family.names.split()}
 # Overloads whose rule differs from other overloads of the name: max and min are elementwise with two tensors, and
 # reductions with one; eye has a rule only for `out=`.
-_BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
+_BY_OVERLOAD: dict[Op, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
 # This overload has one probability per element, but `random_fill` takes a single one.
@@ -166,7 +166,7 @@ WITHOUT_LIST = (  # rules of too many operators for a list in OPERATORS.md
 _FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")  # products and sums need whole tensors
 
 
-def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
+def _is_pointwise(func: Op, name: str) -> bool:
     """Return whether torch tags an operator as pointwise, or the functional form of an in-place operator."""
     if torch.Tag.pointwise in func.tags:
         return True
@@ -178,7 +178,7 @@ def _is_pointwise(func: torch._ops.OpOverload, name: str) -> bool:
 
 
 @cache
-def rule_of(func: torch._ops.OpOverload) -> Rule:
+def rule_of(func: Op) -> Rule:
     """Return the function that runs an operator on ragged tensors; if no rule applies, a function that raises."""
     namespace, _, name = func._schema.name.partition("::")
     # An operator of another library raises, because its meaning is unknown.
@@ -224,7 +224,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
 set_rules(rule_of)
 
 
-def is_supported(func: torch._ops.OpOverload) -> bool:
+def is_supported(func: Op) -> bool:
     """Return whether an operator, such as ``torch.ops.aten.add.Tensor``, has a rule for ragged tensors.
 
     A rule may still raise for some arguments.

@@ -50,7 +50,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     written_names,
 )
 from vescale_fsdp.dtensor.operators.replicated_results import STOCK, replicated
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
@@ -60,7 +60,7 @@ from vescale_fsdp.torch_private import local_of, piece_in
 aten = torch.ops.aten
 
 
-def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an elementwise operator on the pieces. The result has the placements of the first ragged argument."""
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None  # torch calls a rule only if an argument is ragged
@@ -89,9 +89,7 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         return wrap_result(func, combining.on_home(func, args, kwargs, home), home)
 
 
-def _on_pieces(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like: RaggedDTensor
-) -> Any:
+def _on_pieces(func: Op, args: Args, kwargs: Kwargs, like: RaggedDTensor) -> Any:
     """Run an operator with each tensor replaced by this rank's piece, and return its plain result."""
     return func(
         *(localize(func, arg, like) for arg in args),
@@ -99,9 +97,7 @@ def _on_pieces(
     )
 
 
-def _write_combined(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Any]
-) -> None:
+def _write_combined(func: Op, args: Args, kwargs: Kwargs, written: Sequence[Any]) -> None:
     """Run an operator that writes, after its other arguments were brought to what it writes to."""
     home = written[0]
     same = all(
@@ -115,7 +111,7 @@ def _write_combined(
         combining.on_replicas(func, args, kwargs, home)
 
 
-def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def like_factory(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run copies and the family of zeros_like. The result is cut like the input, and its piece is contiguous."""
     tensor: RaggedDTensor = args[0]
     # A format such as channels_last needs 4 dims, and a piece has one.
@@ -123,7 +119,7 @@ def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     return wrap_result(func, func(piece_in(tensor), *args[1:], **kwargs), tensor)
 
 
-def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def new_factory(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run new_zeros and its family. The result is ragged if it has the tensor's shape, else replicated."""
     tensor: RaggedDTensor = args[0]
     shape, local = torch.Size(args[1]), piece_in(tensor)
@@ -136,7 +132,7 @@ def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     return replicated(func(local, list(shape), *args[2:], **kwargs), tensor)
 
 
-def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def masked_put(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run ``x[mask] = value`` with a single value, and a mask of the shape and placements of x."""
     named = bind(func, args, kwargs)
     tensor, indices, value = named["self"], named["indices"], named["values"]
@@ -147,7 +143,7 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return elementwise(aten.masked_fill_.Tensor, (tensor, mask, value), {})
 
 
-def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def flat_view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Return a view, or several views for operators such as ``split``.
 
     Views that are each one run of the flattened tensor are ragged. All others are views of a gathered copy.
@@ -170,7 +166,7 @@ def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     return gathered_views.view_of_copy(func, args, kwargs)
 
 
-def _view_of(func: torch._ops.OpOverload, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None:
+def _view_of(func: Op, tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None:
     """Return a ragged view of ``tensor``; None if the view is not one run of the tensor's elements.
 
     Args:
@@ -278,7 +274,7 @@ _spec, _placements, _is_partial = (
 )
 
 
-def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def foreach(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run a foreach or fused optimizer operator on lists of pieces. Lists may contain ragged and other tensors."""
     named = bind(func, args, kwargs)
     lists = [
@@ -346,7 +342,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ]
 
 
-def _home(func: torch._ops.OpOverload, values: list[Any]) -> RaggedDTensor:
+def _home(func: Op, values: list[Any]) -> RaggedDTensor:
     """Return the ragged tensor at one index of the lists that has the shape of the result."""
     home = combining.home_of([value for value in values if isinstance(value, torch.Tensor)])
     if home is None:
@@ -359,9 +355,7 @@ def _home(func: torch._ops.OpOverload, values: list[Any]) -> RaggedDTensor:
     return home
 
 
-def _write_stock(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
-) -> Any:
+def _write_stock(func: Op, args: Args, kwargs: Kwargs, length: int) -> Any:
     """Run a call that writes ragged tensors to stock DTensors of the first list."""
     homes = {index: home for index, home in enumerate(args[0]) if type(home) in STOCK}
     if not homes:  # it writes to stock DTensors of another list
@@ -383,9 +377,7 @@ def _write_stock(
     return func(*map(brought, args), **{name: brought(value) for name, value in kwargs.items()})
 
 
-def _separate_calls(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], stock: set[int], length: int
-) -> Any:
+def _separate_calls(func: Op, args: Args, kwargs: Kwargs, stock: set[int], length: int) -> Any:
     """Run a call whose lists contain stock DTensors as two calls: torch runs the stock DTensors, then the rest runs.
 
     Args:
@@ -409,7 +401,7 @@ def _separate_calls(
     return [by_index[index] for index in range(length)]
 
 
-def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTensor | None]) -> list[Any]:
+def _local_list(func: Op, values: Any, likes: list[RaggedDTensor | None]) -> list[Any]:
     """Return a list's tensors as pieces, each to be combined with the piece of the ragged tensor in ``likes``."""
     if values and not isinstance(values[0], torch.Tensor):  # one scalar per tensor
         return values  # type: ignore[no-any-return]
@@ -423,9 +415,7 @@ def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTen
     ]
 
 
-def _check_lists_written(
-    func: torch._ops.OpOverload, named: dict[str, Any], likes: list[RaggedDTensor | None]
-) -> None:
+def _check_lists_written(func: Op, named: dict[str, Any], likes: list[RaggedDTensor | None]) -> None:
     """Raise for pending sums, and for lists in which a ragged value would be written to a tensor that is not ragged."""
     ragged = [like for like in likes if like is not None]
     if any(map(_is_partial, chain.from_iterable(map(_placements, ragged)))):
@@ -443,7 +433,7 @@ def _check_lists_written(
                 check_written(func, {name: item}, like)
 
 
-def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def non_finite_check(func: Op, args: Args, kwargs: Kwargs) -> None:
     """Run GradScaler's check: unscale the pieces, and set ``found_inf`` on all ranks if any piece has inf or nan."""
     tensors, found_inf, inverse_scale = args
     func([local_of(t) for t in tensors], found_inf, inverse_scale)

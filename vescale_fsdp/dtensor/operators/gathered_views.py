@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp.dtensor.operators import combining
 from vescale_fsdp.dtensor.operators.arguments import IN_OPTIMIZER, OUTSIDE_FORWARD, refuse, written_names
 from vescale_fsdp.dtensor.operators.replicated_results import ReplicatedTensor, as_result
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor
 from vescale_fsdp.errors import GatherWarning, UnsupportedOpError, callers_level, explain, format_bytes
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, dispatch_to_subclass, local_of, pytree
 
 _is_allowed = True
-_warned: set[torch._ops.OpOverload] = set()
+_warned: set[Op] = set()
 
 
 @set_module("vescale_fsdp.dtensor")
@@ -51,9 +51,7 @@ def set_implicit_gathers(allowed: bool) -> bool:
     return earlier
 
 
-def gather_all(
-    func: torch._ops.OpOverload, tensors: Sequence[DTensor], like: RaggedDTensor
-) -> list[torch.Tensor]:
+def gather_all(func: Op, tensors: Sequence[DTensor], like: RaggedDTensor) -> list[torch.Tensor]:
     """Return DTensors as whole plain tensors, which are the same on all ranks. A collective, unless all are replicated.
 
     Raises:
@@ -69,7 +67,7 @@ def gather_all(
     return [next(arrived) if id(tensor) in parted_ids else local_of(tensor) for tensor in tensors]
 
 
-def _announce(func: torch._ops.OpOverload, tensors: Sequence[DTensor], like: RaggedDTensor) -> None:
+def _announce(func: Op, tensors: Sequence[DTensor], like: RaggedDTensor) -> None:
     """Warn about the first gather of an operator, or refuse it."""
     if not _is_allowed:
         raise refuse(
@@ -115,11 +113,7 @@ class GatheredView(ReplicatedTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Op, types: tuple[type, ...], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         views = [leaf for leaf in leaves if isinstance(leaf, GatheredView)]
@@ -152,7 +146,7 @@ def _stock(view: GatheredView) -> DTensor:
     return as_result(local_of(view), view._spec)
 
 
-def _check_not_written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_not_written(func: Op, args: Args, kwargs: Kwargs) -> None:
     """Raise if an operator writes to a `GatheredView`, alone or in a list."""
     if not func._schema.is_mutable:
         return
@@ -169,7 +163,7 @@ def _check_not_written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwarg
                 )
 
 
-def _refuse(func: torch._ops.OpOverload, view: GatheredView, why: str, todo: str) -> NoReturn:
+def _refuse(func: Op, view: GatheredView, why: str, todo: str) -> NoReturn:
     raise UnsupportedOpError(
         f"{func} cannot be computed on a view of a sharded tensor: {why}.",
         expected=READING,
@@ -179,7 +173,7 @@ def _refuse(func: torch._ops.OpOverload, view: GatheredView, why: str, todo: str
     )
 
 
-def view_of_copy(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def view_of_copy(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Gather a ragged tensor, and return views of the copy."""
     tensor: RaggedDTensor = args[0]
     (full,) = gather_all(func, [tensor], tensor)

@@ -40,7 +40,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     wrap_result,
 )
 from vescale_fsdp.dtensor.operators.whole_tensors import gathered, written_back
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
 from vescale_fsdp.layout.geometry import Box, Range, run_start
 from vescale_fsdp.torch_private import piece_in
@@ -151,7 +151,7 @@ def _generator(device: torch.device, *numbers: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def _draw(func: torch._ops.OpOverload, tensor: RaggedDTensor, options: dict[str, Any]) -> RaggedDTensor:
+def _draw(func: Op, tensor: RaggedDTensor, options: dict[str, Any]) -> RaggedDTensor:
     """Fill this rank's piece of a tensor with random values of the next stream, and return the tensor.
 
     Args:
@@ -177,7 +177,7 @@ def _draw(func: torch._ops.OpOverload, tensor: RaggedDTensor, options: dict[str,
     return tensor
 
 
-def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, Any]) -> None:
+def _check(func: Op, tensor: RaggedDTensor, named: dict[str, Any]) -> None:
     """Raise for a generator or a dtype that is not supported."""
     if named.get("generator") is not None:
         raise refuse(
@@ -191,7 +191,7 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
         raise refuse(func, tensor, f"random values of {dtype} are not supported")
 
 
-def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
+def random_fill(func: Op, args: Args, kwargs: Kwargs) -> RaggedDTensor:
     """Run normal_, uniform_ or bernoulli_, and return the tensor.
 
     Raises:
@@ -209,7 +209,7 @@ def random_fill(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 _FILLS = ("cauchy_", "exponential_", "geometric_", "log_normal_", "random_")
 
 
-def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def drawn_whole(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run any other random operator, such as dropout or exponential_, on whole tensors.
 
     Every rank draws all values with torch's generator, from one seed, and keeps its piece: so they are the same for any
@@ -235,9 +235,7 @@ def drawn_whole(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         return _drawn(func, args, kwargs, like)
 
 
-def _drawn(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like: RaggedDTensor
-) -> Any:
+def _drawn(func: Op, args: Args, kwargs: Kwargs, like: RaggedDTensor) -> Any:
     """Run a random operator on whole tensors; ``like`` is its first ragged argument."""
     if name_of(func) not in _FILLS or has_out(func):
         return (written_back if func._schema.is_mutable else gathered)(func, args, kwargs)
@@ -248,7 +246,7 @@ def _drawn(
     return like
 
 
-def random_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def random_like(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run rand_like or randn_like: return random values with the shape and placements of the input."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named["self"]

@@ -38,7 +38,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     summed,
 )
 from vescale_fsdp.dtensor.operators.replicated_results import replicated, with_spec
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis, replaced
 from vescale_fsdp.layout.geometry import RunLengths, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
@@ -49,14 +49,14 @@ from vescale_fsdp.torch_private import NormPartial, foreach_norm_of, piece_in
 class _Call(NamedTuple):
     """The arguments of an operator along dims."""
 
-    func: torch._ops.OpOverload
+    func: Op
     tensor: RaggedDTensor  # without pending sums
     dims: tuple[int, ...]  # non-negative and sorted; all dims if the caller passed none
     keepdim: bool
     options: dict[str, Any]  # all other arguments by name
 
 
-def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _call_of(func: Op, args: Args, kwargs: Kwargs) -> _Call:
     """Return a call's arguments, with dims checked and pending sums reduced."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named.pop("self")
@@ -74,7 +74,7 @@ def _call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
 
-def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def along_dims(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator along one dim, such as softmax, a cumulative sum or a sort."""
     call = _call_of(func, args, kwargs)
     if call.tensor.numel() == 0 or not _are_whole_from(call.tensor, call.dims[0]):
@@ -82,7 +82,7 @@ def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return _on_rows(call)
 
 
-def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reduction(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run a reduction over any dims."""
     call, name = _call_of(func, args, kwargs), name_of(func)
     if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
@@ -236,7 +236,7 @@ def _groups_of(tensor: RaggedDTensor) -> list[dist.ProcessGroup]:
 
 def _meeting(
     groups: Sequence[dist.ProcessGroup],
-    func: torch._ops.OpOverload,
+    func: Op,
     answer: torch.Tensor,
     meets: Meets = Meets.FIRST,
 ) -> AbstractContextManager[None]:
@@ -389,7 +389,7 @@ _OVER_ALL = {**_OVER_CUT, "max": _OVER_CUT["amax"], "min": _OVER_CUT["amin"]}
 
 
 def _gather_answers(
-    answer: torch.Tensor, tensor: RaggedDTensor, func: torch._ops.OpOverload, meets: Meets = Meets.FIRST
+    answer: torch.Tensor, tensor: RaggedDTensor, func: Op, meets: Meets = Meets.FIRST
 ) -> torch.Tensor:
     """Gather ``answer`` from all ranks that own different parts of the tensor: [num_ranks, *answer.shape].
 
@@ -491,7 +491,7 @@ def _norm(call: _Call) -> DTensor:
     return replicated(_norm_of_norms(_gather_answers(local, tensor, call.func), order), tensor)
 
 
-def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def foreach_norm(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     """Return the norms of a list of tensors.
 
     If all tensors are cut over the same mesh axes, the norms are Partial, and the next operator runs the collective.
@@ -539,13 +539,13 @@ _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
 # -- comparisons of whole tensors -----------------------------------------------------------------------
 
 
-def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def equal(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Run torch.equal: return True only if the pieces of all ranks are equal. A collective."""
     # The shapes are compared here, because `all_close` calls ``func`` on pieces, which are flat.
     return args[0].shape == args[1].shape and all_close(func, args, kwargs)
 
 
-def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def all_close(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Run ``func``, allclose or equal, on the pieces, and return whether it is True on all ranks. A collective."""
     left, right, *rest = args
     like = left if isinstance(left, RaggedDTensor) else right

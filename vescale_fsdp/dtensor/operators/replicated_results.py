@@ -33,7 +33,7 @@ from vescale_fsdp.collectives.operations import all_reduce_in_place
 from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.dtensor.meeting import Meets, reducing
 from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, bind, is_partial, refuse, written_names
-from vescale_fsdp.dtensor.ragged_dtensor import set_as_whole
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, set_as_whole
 from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_modes import NULL_CONTEXT, is_traced
 from vescale_fsdp.torch_private import (
@@ -104,11 +104,7 @@ class ReplicatedResult(ReplicatedTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Op, types: tuple[type, ...], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         named = bind(func, args, kwargs or {})
         leaves = _leaves(named.values())
@@ -210,7 +206,7 @@ def _with_value(local: torch.Tensor, mesh: Any) -> ReplicatedResult:
     return with_spec(local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
 
 
-def _check_plain(func: torch._ops.OpOverload, leaves: Sequence[Any], like: DTensor) -> None:
+def _check_plain(func: Op, leaves: Sequence[Any], like: DTensor) -> None:
     """Raise if a plain tensor of several elements is among the arguments, since it may differ between ranks."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
@@ -258,7 +254,7 @@ def _on_mesh(leaf: Any, mesh: DeviceMesh, kept: Sequence[int]) -> Any:
     return _with_value(local_of(leaf), mesh)
 
 
-def _by_torch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _by_torch(func: Op, args: Args, kwargs: Kwargs | None) -> Any:
     """Run an operator by torch's rules for DTensors."""
     originals: dict[int, Any] = {}
 

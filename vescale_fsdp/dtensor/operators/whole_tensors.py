@@ -34,14 +34,14 @@ from vescale_fsdp.dtensor.operators.arguments import (
 )
 from vescale_fsdp.dtensor.operators.gathered_views import gather_all
 from vescale_fsdp.dtensor.operators.replicated_results import replicated
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, RaggedDTensor
 from vescale_fsdp.torch_private import local_of, piece_in, pytree
 
 # Arguments that batch norms write to, although some of their schemas do not declare it.
 STATISTICS = ("running_mean", "running_var")
 
 
-def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gathered(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator on the gathered tensors, and return its results as replicated DTensors."""
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None  # torch calls a rule only if an argument is ragged
@@ -50,7 +50,7 @@ def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return pytree.tree_map_only(torch.Tensor, lambda full: replicated(full, like), result)
 
 
-def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def written_back(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator that writes to some arguments on the gathered tensors; each rank keeps its pieces of them."""
     named = bind(func, args, kwargs)
     declared = [name for name in written_names(func) if name in named]
@@ -87,7 +87,7 @@ def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     return written[0] if len(written) == 1 else tuple(written)
 
 
-def _whole(func: torch._ops.OpOverload, values: Any, like: RaggedDTensor) -> Any:
+def _whole(func: Op, values: Any, like: RaggedDTensor) -> Any:
     """Return arguments, nested or not, with each tensor replaced by a plain tensor that is the same on all ranks.
 
     Raises:
@@ -114,7 +114,7 @@ def _whole(func: torch._ops.OpOverload, values: Any, like: RaggedDTensor) -> Any
     )
 
 
-def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def eye(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run ``torch.eye(n, m, out=tensor)``, which ``torch.nn.init.eye_`` calls, and return the tensor."""
     named = bind(func, args, kwargs)
     out: RaggedDTensor = named["out"]
@@ -125,7 +125,7 @@ def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     return out.copy_(replicated(full, out))
 
 
-def rewritten(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rewritten(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator by its equivalent in `REWRITTEN`, and return the result."""
     return REWRITTEN[name_of(func)](*args, **kwargs)
 
