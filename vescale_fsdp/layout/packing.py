@@ -27,12 +27,12 @@ tensors. Pieces are whole blocks, so the tensor has holes and must be copied out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from vescale_fsdp.layout.geometry import Range, round_up
+from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 # The longest list of sizes whose repetitions are found; an expert has up to three matrices and three biases.
@@ -82,16 +82,19 @@ def fold_repeats(sizes: Sequence[TensorSize], align_numel: int) -> list[Repeated
     index = 0
     while index < len(sizes):
         best = RepeatedSizes((sizes[index],), 1)
-        for period in range(1, MAX_PERIOD + 1):
-            part = tuple(sizes[index : index + period])
+        # A list that occurs twice ends at most in the middle of the remaining sizes.
+        for period in range(1, min(MAX_PERIOD, (len(sizes) - index) // 2) + 1):
+            stop = index + period
             # Folded sizes are placed without gaps, which an unaligned size would need before the next tensor.
-            if any(numel % align_numel for numel, _ in part):
+            if sizes[stop - 1].numel % align_numel:
                 break
-            repeats = 1
-            while tuple(sizes[index + repeats * period : index + (repeats + 1) * period]) == part:
+            if sizes[stop] != sizes[index]:  # a shortcut
+                continue
+            part, repeats = sizes[index:stop], 1
+            while sizes[index + repeats * period : stop + repeats * period] == part:
                 repeats += 1
             if repeats > 1 and repeats * period > best.repeats * len(best.sizes):
-                best = RepeatedSizes(part, repeats)
+                best = RepeatedSizes(tuple(part), repeats)
         repeated.append(best)
         index += best.repeats * len(best.sizes)
     return repeated
@@ -186,22 +189,18 @@ def _legal_start(start: int, numel: int, block: int, shard_numel: int, align_num
 
 
 def free_gaps(
-    used: Iterable[Range], num_shards: int, shard_numel: int, align_numel: int, least_numel: int
+    placed: PlacedSizes, num_shards: int, shard_numel: int, align_numel: int, least_numel: int
 ) -> list[PieceRun]:
-    """Return the gaps between used ranges of the buffer. A gap has at least ``least_numel`` elements on each rank.
-
-    The used ranges are disjoint.
-    """
+    """Return the gaps between placed tensors. A gap has at least ``least_numel`` elements on each of its ranks."""
     gaps: list[PieceRun] = []
-    cursor, end_of_buffer = 0, num_shards * shard_numel
-    # An empty range at the end of the buffer closes the last gap.
-    for start, stop in (*sorted(used), Range(end_of_buffer, end_of_buffer)):
+    cursor = 0
+    # An empty list at the end of the buffer closes the last gap.
+    for start, repeated in (*placed.items(), (num_shards * shard_numel, RepeatedSizes((), 0))):
         cursor = round_up(cursor, align_numel)
         if start - cursor >= least_numel:
-            gaps += [
-                run for run in runs_between(cursor, start, shard_numel) if run.piece_numel >= least_numel
-            ]
-        cursor = max(cursor, stop)
+            runs = runs_between(cursor, start, shard_numel)
+            gaps += [run for run in runs if run.piece_numel >= least_numel]
+        cursor = max(cursor, start + repeated.numel)
     return gaps
 
 
@@ -464,10 +463,9 @@ def _place_mixed(
         return None
     gaps: list[PieceRun] = []
     if scattered:
-        used = [Range(start, start + repeated.numel) for start, repeated in placed.items()]
         # Gaps below the smallest block are useless.
         least_numel = min(sizes[index].block_numel for index in scattered)
-        gaps = free_gaps(used, num_shards, shard_numel, align_numel, least_numel)
+        gaps = free_gaps(placed, num_shards, shard_numel, align_numel, least_numel)
     positions: dict[int, Position] = {}
     for index in sorted(scattered, key=lambda index: (-sizes[index][1], index)):
         pieces_and_gaps = place_scattered(*sizes[index], gaps, align_numel)
