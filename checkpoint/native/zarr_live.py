@@ -224,11 +224,8 @@ class ArrayWriter:
     def _pack_elements(self, turn: Turn[Chunk], data: memoryview) -> None:
         """Copy this rank's elements of a chunk into ``data``; nothing for the owner, which sends no elements."""
         if len(data):
-            chunk = turn.job
-            region, packed = (
-                self._regions[chunk][turn.sender],
-                torch.frombuffer(data, dtype=self._dtype(chunk)),
-            )
+            chunk, region = turn.job, self._regions[turn.job][turn.sender]
+            packed = torch.frombuffer(data, dtype=self._dtype(chunk))
             _pack(region, self._local(chunk.tensor_index), chunk.region, packed)
 
     def _with(self, turn: Turn[Chunk], data: memoryview) -> torch.Tensor:
@@ -280,9 +277,8 @@ class ZarrReads(Reads):
         super().__init__(storage)
         self._manifest = tables.manifest
         self._reader = ChunkReader(tables, max(1, storage.read_threads))
-        self._copies: dict[
-            Chunk, list[FileCopy]
-        ] = {}  # from the elements of each chunk that are inside the tensor
+        # From each chunk, as if a file had only the chunk's elements that are inside the tensor.
+        self._copies: dict[Chunk, list[FileCopy]] = {}
 
     def ask(self, index: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target, manifest = LoadTarget(tensor), self._manifest
