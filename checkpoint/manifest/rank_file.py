@@ -69,9 +69,10 @@ class RankFile:
         pieces: dict[int, Region] = {}
         # In the zarr form, tensors are stored in zarr arrays instead.
         for index in range(0 if manifest.is_zarr else len(manifest.entries)):
-            held, position = self.held(index), self._position(index)
-            if held is not None and position is not None:
-                region = manifest.split(index, held, *position[1:])
+            position = self._position(index)
+            if position is not None:  # else this rank is outside of the tensor's mesh
+                coordinates, replica, replicas = position
+                region = manifest.split(index, self._region(index, coordinates), replica, replicas)
                 if region.numel:
                     pieces[index] = region
         return pieces
@@ -89,16 +90,18 @@ class RankFile:
         The rank's piece is a part of this region: replicas have the same region, and may divide it among their files.
         """
         position = self._position(index)
-        if position is None:
-            return None
+        return None if position is None else self._region(index, position[0])
+
+    def _region(self, index: int, coordinates: tuple[int, ...]) -> Region:
+        """Return the region of a tensor that ranks at these coordinates have."""
         entry = self.manifest.entries[index]
-        cut = (entry.shape, entry.axes, entry.cuts, position[0])
-        held = self._regions.get(cut)
-        if held is None:
+        cut = (entry.shape, entry.axes, entry.cuts, coordinates)
+        region = self._regions.get(cut)
+        if region is None:
             layouts = self.manifest.structure.layouts
-            held = self.manifest.distributions[index].region(entry.shape, position[0], layouts)
-            self._regions[cut] = held
-        return held
+            region = self.manifest.distributions[index].region(entry.shape, coordinates, layouts)
+            self._regions[cut] = region
+        return region
 
     def local_start(self, index: int) -> int:
         """Return the index of a piece's first element in the rank's local tensor, which has the region `held`."""
