@@ -35,7 +35,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 _UNSAID = object()  # default of a missing part; not None, which may be the value that was expected or got
@@ -64,6 +64,9 @@ class VescaleError(Exception):
         (3, 4, None, 'mend it')
     """
 
+    #: What to do, unless the error says something else.
+    usual_todo: ClassVar[str | None] = None
+
     def __init__(
         self,
         problem: str,
@@ -73,10 +76,10 @@ class VescaleError(Exception):
         where: object = None,
         todo: str | None = None,
     ) -> None:
-        super().__init__(explain(problem, expected=expected, got=got, where=where, todo=todo))
+        self.todo = todo if todo is not None else self.usual_todo
+        super().__init__(explain(problem, expected=expected, got=got, where=where, todo=self.todo))
         self.problem = problem
         self.expected, self.got, self.where = _plain(expected), _plain(got), _plain(where)
-        self.todo = todo
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError.__str__ would return the repr of the message
@@ -132,6 +135,9 @@ class CorruptCheckpointError(CheckpointError):
         others: the errors of further files, if several files are damaged or missing; see `DamagedFiles`.
     """
 
+    usual_todo: ClassVar[str | None] = (
+        "copy or download the checkpoint again from where it was made, or use an older one"
+    )
     others: tuple[CorruptCheckpointError, ...] = ()
 
     def __str__(self) -> str:
@@ -200,6 +206,8 @@ class PartialLoadError(CheckpointError):
 
 class DamagedLoadError(PartialLoadError, CorruptCheckpointError):
     """A load that failed because of damage, after it had begun to overwrite tensors."""
+
+    usual_todo = None  # its text ends with that of the damage
 
 
 class TransferError(CheckpointError):

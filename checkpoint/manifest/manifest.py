@@ -337,7 +337,6 @@ def _corrupt(where: str, got: str) -> CorruptCheckpointError:
         expected=f"a {FORMAT_NAME} manifest of version {FORMAT_VERSION}",
         got=got,
         where=where,
-        todo="restore an older step",
     )
 
 

@@ -275,7 +275,6 @@ class CopyFinder:
                     expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
                     got=f"{numel}",
                     where=entry.label,
-                    todo="restore an older step",
                 )
         return [
             (file := self.file(rank), copy.shift(file.starts[index] // entry.itemsize))

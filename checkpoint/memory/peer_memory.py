@@ -159,7 +159,6 @@ class PeerMemory:
                 expected=f"one good {MANIFEST_NAME} in some node's memory",
                 got="damaged manifests",
                 where=self._storage.where,
-                todo="restore an older step",
             )
         by_rank = [{MANIFEST_NAME} if part.world_size else set() for part in self._held]
         self._move([{MANIFEST_NAME} for _ in self._held], by_rank)

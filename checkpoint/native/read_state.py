@@ -354,7 +354,6 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                     expected="a tree as described in FORMAT.md",
                     got=f"{type(error).__name__}: {error}",
                     where=f"{name} in {where}",
-                    todo="restore an older step",
                 ) from error
         return values
 

@@ -184,5 +184,4 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
             expected="a length, a JSON header and the tensors that it lists",
             got=str(error),
             where=where,
-            todo="restore an older step",
         ) from error

@@ -96,7 +96,6 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # 4 MiB: bounds the memory of `read_pieces`
 ALL_PROBLEMS = "; verify(path) lists all problems"  # end of the advice in errors of loads; `verify` omits it
-_COPY_AGAIN = "copy the file again from where it was saved, or use an older checkpoint"
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a uint8 array."""
@@ -419,7 +418,6 @@ class Storage(ABC):
                 expected=f"{nbytes} bytes",
                 got=f"{size} bytes",
                 where=f"{self.where}/{name}",
-                todo=_COPY_AGAIN,
             )
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -438,7 +436,6 @@ class Storage(ABC):
                 expected=f"{len(buffer)} bytes at offset {offset}",
                 got=error,
                 where=f"{self.where}/{name}",
-                todo=_COPY_AGAIN,
             ) from error
 
     def _reader(self, name: str) -> FileReader:
@@ -452,7 +449,6 @@ class Storage(ABC):
             expected=f"a file {name}",
             got="no such file",
             where=self.where,
-            todo="copy the checkpoint again, with all its files",
         )
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:

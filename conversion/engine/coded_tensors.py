@@ -256,7 +256,6 @@ class IndexedView(_ComputedView):
                 expected=f"numbers from 0 to {count - 1}",
                 got=f"{low} to {high}",
                 where=f"tensor {self.index.info.name}",
-                todo="copy the checkpoint again from where it was made",
             )
         inner = box.with_range(self.dim, low, high + 1 - low)
         out[...] = np.take(self.values.read(inner), index - low, axis=self.dim)

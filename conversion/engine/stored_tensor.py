@@ -51,7 +51,6 @@ class TensorInfo:
                 expected=f"at most {MAX_DIMS} whole numbers, and fewer than 2**63 bytes",
                 got=f"{self.shape!r:.80}",
                 where=f"tensor {self.name}",
-                todo="copy the checkpoint again from its original location",
             ) from error
 
 

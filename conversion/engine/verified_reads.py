@@ -268,6 +268,5 @@ class VerifiedReads:
                 expected=f"bytes with the checksum {saved:08x}",
                 got=f"{crc:08x}",
                 where=f"{checked.where}, bytes {checked.start} to {checked.stop}",
-                todo="copy the file again from its original location, or use an older checkpoint",
             )
         self._seen[checked.file, checked.start] = None

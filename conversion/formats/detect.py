@@ -307,7 +307,6 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
             expected="files with content",
             got=some(empty),
             where=store.where,
-            todo="copy or download it again, or take an older checkpoint",
         )
         if isinstance(error, CorruptCheckpointError):
             said = {f"{store.where}/{file}" for file in empty}

@@ -136,7 +136,6 @@ def open_gguf(store: Storage, file: str) -> Source:
                 expected=f"GGUF of version {' or '.join(map(str, _VERSIONS))}, little-endian",
                 got=f"{type(error).__name__}: {error}",
                 where=f"{store.where}/{each}",
-                todo="copy or download the file again",
             ) from error
 
     damaged.read(read, files)

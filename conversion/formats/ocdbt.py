@@ -180,5 +180,4 @@ def _damaged(where: str, error: Exception) -> CorruptCheckpointError:
         expected="a tree of zarr arrays whose chunks tensorstore decodes",
         got=f"{type(error).__name__}: {error}",
         where=where,
-        todo="copy the checkpoint again from where it was made",
     )

@@ -74,7 +74,6 @@ def four_bits(model: QuantizedModel, name: str) -> Floats | None:
             expected="JSON with its shape, block size and type",
             got=f"{type(error).__name__}: {error}",
             where=f"tensor {name}.{states[0]}",
-            todo="copy the checkpoint again from where it was made",
         ) from error
     # As bytes: FSDP-QLoRA stores the codes with a float dtype.
     flat = RawBytesView(reshaped(view, (view.info.numel,)))

@@ -136,7 +136,6 @@ def _shape(codes: TensorView, stored: TensorView | None) -> tuple[int, ...]:
         expected=f"a tensor with the shape of {codes.info.shape[0]} rows",
         got=problem,
         where=f"tensor {codes.info.name}",
-        todo="copy the checkpoint again from where it was made",
     )
 
 

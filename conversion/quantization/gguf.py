@@ -45,7 +45,6 @@ def rows(model: QuantizedModel, name: str) -> Floats | None:
             expected=f"uint8, with rows of a multiple of {block_bytes} bytes",
             got=f"{codes.info.dtype.name} of shape {codes.info.shape}",
             where=f"tensor {name}",
-            todo="copy the checkpoint again from where it was made",
         )
     _require_decoder(type_name, block_bytes, f"tensor {name}")
     decode = partial(_decoded, type_name)

@@ -522,7 +522,7 @@ def test_no_layout_to_draw(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_text().startswith("<svg")
 
 
-@runs("conversion/formats/detect.py::refuse_incomplete[1]")
+@runs("conversion/formats/detect.py::refuse_incomplete")
 def test_a_source_that_a_conversion_did_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command with the option of the remedy completes it."""
     source, out = torch_file(tmp_path / "a.pt", MODEL), tmp_path / "out"

@@ -95,5 +95,4 @@ def _corrupt(expected: str, got: str, where: object) -> CorruptCheckpointError:
         expected=expected,
         got=got,
         where=where,
-        todo="copy the file again from its source",
     )

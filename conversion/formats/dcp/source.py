@@ -104,7 +104,6 @@ def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: 
             expected="the records torch.distributed.checkpoint writes",
             got=f"{type(error).__name__}: {error}",
             where=where,
-            todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
     # getattr: older versions of torch record no version.
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
@@ -222,7 +221,6 @@ class _MetadataReader:
                     expected=f"at least {info.offset + info.length} bytes (for {name})",
                     got=f"{self.sizes[file]} bytes",
                     where=f"{self._store.where}/{file}",
-                    todo="copy the file again from where it was saved, or use an older checkpoint",
                 )
             self.sizes[file] = sys.maxsize  # one error per file
         return Extent(file, info.offset, info.length)

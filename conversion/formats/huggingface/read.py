@@ -322,7 +322,6 @@ def weight_map(store: Storage, index_file: str) -> dict[str, str]:
             expected="JSON with a weight_map",
             got=f"{type(error).__name__}: {error}",
             where=f"{store.where}/{index_file}",
-            todo="copy the file again from where it was made",
         ) from error
     for name, file in mapped.items():
         # An index may come from anyone and must not name files elsewhere. A colon marks a drive letter or a URL.

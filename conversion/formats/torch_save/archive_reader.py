@@ -279,7 +279,6 @@ class TorchArchive:
             expected=expected,
             got=got,
             where=self._where,
-            todo="copy the file again from where it was saved, or use an older checkpoint",
         )
 
 

@@ -627,7 +627,6 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
             expected="a complete pickle",
             got=f"{type(error).__name__}: {error}",
             where=where,
-            todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
 
 

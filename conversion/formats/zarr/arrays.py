@@ -75,7 +75,6 @@ def damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointErr
         expected="zarr metadata of regular arrays, and chunks that their codecs decode",
         got=f"{type(error).__name__}: {error}",
         where=f"{store.where}/{file}",
-        todo="copy the hierarchy again from where it was made",
     )
 
 
@@ -317,7 +316,6 @@ class _Array2(_Array):
                 expected=f"{self._chunk_bytes} bytes encoded by {', '.join(str(c['id']) for c in self._codecs)}",
                 got=f"{type(error).__name__}: {error}",
                 where=f"tensor {self.info.name} in {self.store.where}/{file}",
-                todo="copy the hierarchy again from where it was made",
             ) from error
         return values.byteswap() if self._is_swapped else values
 
