@@ -31,12 +31,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.ranks.background import (
-    EXIT_TIMEOUT_S,
-    BackgroundThread,
-    Job,
-    check_exit_timeout,
-)
+from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, BackgroundThread, Job, check_exit_timeout
 from vescale_fsdp.checkpoint.ranks.coordinator import (
     Coordinator,
     SoloCoordinator,
@@ -47,11 +42,7 @@ from vescale_fsdp.checkpoint.ranks.first_error import adding_note, noting
 from vescale_fsdp.checkpoint.ranks.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.save import Format, Saver, plain_json
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
-from vescale_fsdp.checkpoint.state.host_copies import (
-    DeferredCopy,
-    Stager,
-    memory_of,
-)
+from vescale_fsdp.checkpoint.state.host_copies import DeferredCopy, Stager, memory_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for

@@ -13,10 +13,4 @@ from vescale_fsdp.checkpoint.dcp_storage import (
 )
 from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
 
-__all__ = [
-    "RaggedLoadPlanner",
-    "RaggedReader",
-    "RaggedSavePlanner",
-    "RaggedWriter",
-    "check_storage_writer",
-]
+__all__ = ["RaggedLoadPlanner", "RaggedReader", "RaggedSavePlanner", "RaggedWriter", "check_storage_writer"]

@@ -331,10 +331,7 @@ class GroupCoordinator(Coordinator):
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank_of: dict[int, int] | None,
-        roll_call: RollCall | None = None,
+        self, group: dist.ProcessGroup, rank_of: dict[int, int] | None, roll_call: RollCall | None = None
     ) -> None:
         self.group, self._roll_call = group, roll_call
         timeout = timeout_of(group)

@@ -201,7 +201,5 @@ def _busy(path: Path) -> BlockingIOError:
     except FileNotFoundError:
         owner = "a process that has ended since"
     return BlockingIOError(
-        errno.EWOULDBLOCK,
-        f"locked by {owner}; the lock ends {_LEASE_S:g} s after that process",
-        str(path),
+        errno.EWOULDBLOCK, f"locked by {owner}; the lock ends {_LEASE_S:g} s after that process", str(path)
     )

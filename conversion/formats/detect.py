@@ -24,10 +24,7 @@ from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import checked_path, how_to_download, open_parent, open_store
 from vescale_fsdp.conversion.engine.source import Source
-from vescale_fsdp.conversion.formats.huggingface.repository import (
-    is_weight_file,
-    refuse_pointers,
-)
+from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, refuse_pointers
 from vescale_fsdp.conversion.formats.table import DCP_INSIDE, FORMATS, all_formats
 from vescale_fsdp.errors import (
     ConversionError,

@@ -29,10 +29,7 @@ from vescale_fsdp.conversion.engine.carried_state import find_model
 from vescale_fsdp.conversion.engine.casting import CastRules
 from vescale_fsdp.conversion.engine.plan import OutputPlan
 from vescale_fsdp.conversion.formats.huggingface.class_check import check_planned
-from vescale_fsdp.conversion.formats.huggingface.repository import (
-    CONFIG_FILE,
-    Assets,
-)
+from vescale_fsdp.conversion.formats.huggingface.repository import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import Compare
 from vescale_fsdp.conversion.formats.huggingface.write_from_ranks import (
     MIN_BUDGET_BYTES,

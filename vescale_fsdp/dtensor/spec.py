@@ -107,10 +107,7 @@ def make_spec(
 
 
 def spec_with(
-    spec: DTensorSpec,
-    *,
-    placements: Sequence[Placement] | None = None,
-    dtype: torch.dtype | None = None,
+    spec: DTensorSpec, *, placements: Sequence[Placement] | None = None, dtype: torch.dtype | None = None
 ) -> DTensorSpec:
     """Return the spec with other placements or another dtype, or ``spec`` itself if nothing changes."""
     meta = spec.tensor_meta

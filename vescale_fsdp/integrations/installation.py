@@ -116,9 +116,7 @@ _ACCELERATOR_MODULE = "accelerate.accelerator"
 
 
 def install(
-    *,
-    granularity: GranularityRule = None,
-    padding_policy: PaddingPolicy | None = None,
+    *, granularity: GranularityRule = None, padding_policy: PaddingPolicy | None = None
 ) -> Installation:
     """Replace torch's FSDP2 functions in the whole process, until the installation ends.
 

@@ -396,10 +396,7 @@ class Pending(NamedTuple):
 
 
 def start_exchange(
-    parts: Sequence[torch.Tensor],
-    numels: tuple[list[int], list[int]],
-    ranks: Ranks,
-    device: torch.device,
+    parts: Sequence[torch.Tensor], numels: tuple[list[int], list[int]], ranks: Ranks, device: torch.device
 ) -> Pending:
     """Copy 1-D parts into one bf16 buffer, and start to send each part to its rank: an all-to-all.
 

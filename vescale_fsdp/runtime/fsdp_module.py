@@ -13,19 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp.dtensor.meeting import meet, one_meeting
-from vescale_fsdp.errors import (
-    ArgumentError,
-    LifecycleError,
-    MisuseError,
-    UnsupportedOpError,
-    callers_level,
-)
+from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError, UnsupportedOpError, callers_level
 from vescale_fsdp.layout.group_layout import ModelLayout
-from vescale_fsdp.runtime.comm.group_comm import (
-    AllGather,
-    ReduceScatter,
-    separate_reductions,
-)
+from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter, separate_reductions
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import reach_consensus, require_uncompared

@@ -44,12 +44,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
 from vescale_fsdp.runtime.takeover import is_own_state, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import eager, in_functorch, profiled
-from vescale_fsdp.torch_private import (
-    STATES_HAVE_ONE_GROUP,
-    node_behind,
-    note_sharded,
-    sequence_number_of,
-)
+from vescale_fsdp.torch_private import STATES_HAVE_ONE_GROUP, node_behind, note_sharded, sequence_number_of
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

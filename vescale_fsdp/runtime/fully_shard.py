@@ -133,12 +133,7 @@ def fully_shard(
     _check_unmixed(modules)
     managed = _managed_modules(modules)
     rules = PlanRules(
-        ignored,
-        reshard_after_forward,
-        shard_placement_fn,
-        granularity,
-        padding_policy,
-        mp_policy,
+        ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy, mp_policy
     )
     with outside_modes():  # shards made in inference mode could not be trained
         plans = plan_groups(managed, data, rules)

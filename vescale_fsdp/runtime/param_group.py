@@ -248,10 +248,7 @@ class ManagedParam:
             module._parameters[name] = parameter
 
 
-_SHARE_ATTRIBUTES: tuple[type, ...] = (
-    nn.Parameter,
-    GatheredDTensor,
-)
+_SHARE_ATTRIBUTES: tuple[type, ...] = (nn.Parameter, GatheredDTensor)
 # The key is the id of the sharded Parameter, so that this dictionary keeps no Parameter alive.
 _by_sharded: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 

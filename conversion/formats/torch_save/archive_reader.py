@@ -275,10 +275,7 @@ class TorchArchive:
 
     def _damaged(self, expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            "A torch.save archive cannot be read.",
-            expected=expected,
-            got=got,
-            where=self._where,
+            "A torch.save archive cannot be read.", expected=expected, got=got, where=self._where
         )
 
 

@@ -264,12 +264,7 @@ def on_home(func: Op, args: Args, kwargs: Kwargs, home: RaggedDTensor) -> Any:
     return func(*args, **kwargs)
 
 
-def on_replicas(
-    func: Op,
-    args: Args,
-    kwargs: Kwargs,
-    written: DTensor | None = None,
-) -> Any:
+def on_replicas(func: Op, args: Args, kwargs: Kwargs, written: DTensor | None = None) -> Any:
     """Run an elementwise operator by torch's own DTensor rules, with every ragged argument brought to them.
 
     Args:

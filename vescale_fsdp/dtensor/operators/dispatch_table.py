@@ -123,9 +123,7 @@ FAMILIES: dict[Rule, Family] = {
         "identity matrix", "`torch.eye(out=tensor)`, for a tensor of the matrix's shape."
     ),
     whole_tensors.rewritten: Family(
-        "rewritten",
-        "Computed by other operators; nothing is gathered.",
-        " ".join(whole_tensors.REWRITTEN),
+        "rewritten", "Computed by other operators; nothing is gathered.", " ".join(whole_tensors.REWRITTEN)
     ),
     random.random_fill: Family(
         "random values in place",

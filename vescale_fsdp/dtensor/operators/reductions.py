@@ -235,10 +235,7 @@ def _groups_of(tensor: RaggedDTensor) -> list[dist.ProcessGroup]:
 
 
 def _meeting(
-    groups: Sequence[dist.ProcessGroup],
-    func: Op,
-    answer: torch.Tensor,
-    meets: Meets = Meets.FIRST,
+    groups: Sequence[dist.ProcessGroup], func: Op, answer: torch.Tensor, meets: Meets = Meets.FIRST
 ) -> AbstractContextManager[None]:
     """Return the context in which an operator reduces ``answer``, which has the same shape on all ranks."""
     if is_traced(answer):

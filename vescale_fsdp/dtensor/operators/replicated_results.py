@@ -36,13 +36,7 @@ from vescale_fsdp.dtensor.operators.arguments import OUTSIDE_FORWARD, bind, is_p
 from vescale_fsdp.dtensor.ragged_dtensor import Args, Kwargs, Op, set_as_whole
 from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_modes import NULL_CONTEXT, is_traced
-from vescale_fsdp.torch_private import (
-    DTensorSpec,
-    TensorMeta,
-    dispatch_to_subclass,
-    local_of,
-    local_slot,
-)
+from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, dispatch_to_subclass, local_of, local_slot
 
 # The operator of gradient clipping that keeps norms pending, so that the norms of all tensors cost one collective.
 _KEEPS_PENDING = torch.ops.aten.stack.default
