@@ -105,22 +105,23 @@ _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 # DTensor's own slot of the local tensor; RaggedDTensor hides it by a slower property of the same name.
 local_slot: Any = vars(DTensor)["_local_tensor"]
 piece_in = local_slot.__get__  # called as piece_in(dtensor), returns the local tensor
-# Optimizers whose first step creates their state, in a method of its own.
-_LAZY_OPTIMIZERS = (
+# Optimizers whose step of a parameter depends only on that parameter's gradient and state. The state has the shape of
+# the parameter, or is a single number.
+ELEMENTWISE_OPTIMIZERS = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
-    torch.optim.Adafactor,
     torch.optim.Adagrad,
     torch.optim.Adam,
     torch.optim.AdamW,
     torch.optim.Adamax,
-    torch.optim.Muon,
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+# Optimizers whose first step creates their state, in a method of its own.
+_LAZY_OPTIMIZERS = (*ELEMENTWISE_OPTIMIZERS, torch.optim.Adafactor, torch.optim.Muon)
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 

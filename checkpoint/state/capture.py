@@ -94,7 +94,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
     if isinstance(value, torch.Tensor):
         return sink.tensor(name, value)
     if depth > MAX_DEPTH:  # a load recurses deeper per level, and could not read what this walk can write
-        raise _too_deep(name)
+        raise _too_deep(f"{dotted_name(name)[:60]} ..")  # the start is enough to find the value
     if isinstance(value, Mapping):
         nodes = [(key, encode(item, join_name(name, key), sink, depth + 1)) for key, item in value.items()]
         # A "$" key marks nodes of other kinds, so dicts with such keys are stored as pairs, like those with other keys.
@@ -127,12 +127,12 @@ def _encode_int(value: int, name: str) -> int:
     )
 
 
-def _too_deep(name: str) -> CheckpointError:
+def _too_deep(where: str, got: str = "more") -> CheckpointError:
     return CheckpointError(
         "The state is nested too deeply.",
         expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
-        got="more",
-        where=f"{dotted_name(name)[:60]} ..",  # the start is enough to find the value
+        got=got,
+        where=where,
         todo="flatten the state, or remove a container's reference to itself",
     )
 
@@ -245,13 +245,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
             )
     except RecursionError as error:
         # MAX_DEPTH limits neither the caller's stack nor the stack of a state_dict().
-        raise CheckpointError(
-            "The state is nested too deeply.",
-            expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
-            got=str(error),
-            where="the state itself",
-            todo="flatten the state, or remove a container's reference to itself",
-        ) from error
+        raise _too_deep("the state itself", str(error)) from error
     locals_by_name = {entry.name: local for entry, local in taker.tensors}
     return TakenState(structure, locals_by_name, taker.per_rank_values, taker.resharded)
 

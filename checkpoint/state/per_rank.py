@@ -117,14 +117,8 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
         trees[name] = {"first": len(tensors), "tree": tree}
         for tensor in leaves:
             data = bytes_of(dense(tensor)).numpy().tobytes()
-            tensors.append(
-                {
-                    "dtype": dtype_name(tensor.dtype),
-                    "shape": list(tensor.shape),
-                    "start": start,
-                    "nbytes": len(data),
-                }
-            )
+            described = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            tensors.append({**described, "start": start, "nbytes": len(data)})
             parts.append(data)
             start += len(data)
     head = json.dumps({"values": trees, "tensors": tensors}).encode()

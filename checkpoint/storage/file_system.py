@@ -26,13 +26,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS
+from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS, NO_RENAMES
 
 # Error codes of file systems for calls that they do not support.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
-_NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # gcsfuse reports EMFILE where a folder has more files than a limit, which is 0 by default.
-_NO_FOLDER_RENAMES = (*_NO_RENAMES, errno.EMFILE, errno.EXDEV)
+_NO_FOLDER_RENAMES = (*NO_RENAMES, errno.EMFILE, errno.EXDEV)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or a used-up quota
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # values in Linux's headers
 _PROBE_PREFIX = ".probe-"
@@ -112,7 +111,7 @@ def _probed(folder: Path, durable: bool, flock: bool) -> FileSystem:
     try:
         os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         links = _works(lambda: os.link(name, linked), NO_LINKS)
-        renames = _works(lambda: os.replace(name, renamed), _NO_RENAMES)
+        renames = _works(lambda: os.replace(name, renamed), NO_RENAMES)
     finally:
         for file in (name, linked, renamed):
             file.unlink(missing_ok=True)
@@ -158,7 +157,7 @@ def _renamed(one: Path, other: Path, flags: int) -> bool:
     if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flags) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _NO_RENAMES:
+    if code in NO_RENAMES:
         return False
     raise OSError(code, os.strerror(code), os.fspath(other))
 

@@ -21,16 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_FILE_NAME = ".lock-owner"
-# Errors of file systems that do not support hard links.
-NO_LINKS = (
-    errno.EPERM,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EXDEV,
-    errno.EMLINK,
-    errno.EINVAL,
-)
+# Errors of file systems that do not support renames, and hard links.
+NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_LINKS = (*NO_RENAMES, errno.EXDEV, errno.EMLINK)
 _LEASE_S = 120.0  # seconds for which an owner that died on another host blocks other jobs
 _RENEWALS = 8  # per lease, since some renewals may fail
 _LIMIT_BYTES = 1 << 12  # 4 KiB, more than any lock file has: the limit for reads

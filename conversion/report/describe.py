@@ -86,17 +86,11 @@ def draw(source: Source, number: int | None = None) -> str:
 def format_description(description: dict[str, Any]) -> str:
     """Format the result of `describe` as a table."""
     rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
-    rows += [
-        (
-            t["name"],
-            t["dtype"],
-            "x".join(map(str, t["shape"])) or "scalar",
-            format_bytes(t["bytes"]),
-            str(t["chunks"]),
-            str(t["files"]),
+    for t in description["tensors"]:
+        shape = "x".join(map(str, t["shape"])) or "scalar"
+        rows.append(
+            (t["name"], t["dtype"], shape, format_bytes(t["bytes"]), str(t["chunks"]), str(t["files"]))
         )
-        for t in description["tensors"]
-    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

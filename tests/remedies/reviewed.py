@@ -73,7 +73,6 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/ranks/background.py": "Job.disown",
         "checkpoint/ranks/coordinator.py": "GroupCoordinator._meet coordinator_for",
         "checkpoint/save.py": "check_mergeable",
-        "checkpoint/state/capture.py": "take_state",
         "checkpoint/state/matching/new_tensor.py": "NewTensor.make NewTensor.make[1] NewTensor.make[2]",
         "checkpoint/state/reshardable_data.py": "ReshardableSampler.merge",
         "checkpoint/state/tensor_description.py": "Describer._check_order _no_order",

@@ -413,14 +413,8 @@ class RaggedDTensor(DTensor):
         local = piece_in(self).detach()  # without the attribute `_AS_GIVEN`
         if _pieces_in_torch_save:
             boxes = tuple((box.offsets, box.sizes) for box in self.boxes)
-            return _rebuild_piece, (
-                local,
-                tuple(self.shape),
-                boxes,
-                self._spec,
-                self.requires_grad,
-                is_parameter,
-            )
+            given = (local, tuple(self.shape), boxes, self._spec, self.requires_grad, is_parameter)
+            return _rebuild_piece, given
         # pickle, multiprocessing and DCP's process writer store the piece; torch.save raises, whatever its protocol.
         guard = NotForTorchSave(self._torch_save_refusal)
         return _rebuild, (local, self._spec, self.layout_ref, self.requires_grad, is_parameter, guard)

@@ -202,23 +202,15 @@ class StoreMembership:
         # At least until its keep-alives tell that the first process is stopped: its port accepts connections then too.
         patience_s = max(self._timeout_s, self._backend.silence_s + self._backend.keep_alive_s)
         deadline_s, attempt_s = time.monotonic() + patience_s, 1.0
+        what = f"{first}, the store of the first process of epoch {epoch}"
+        connect = partial(dist.TCPStore, host, port, is_master=False, wait_for_workers=False)
         while not _refuses(first) and not self._backend.has_lost():
             # torch retries a refused connection for the whole time-out: a process that ends during an attempt is
             # found before the next, and a store with thousands of clients gets longer attempts.
             attempt_s = min(attempt_s, max(deadline_s - time.monotonic(), _POLL_S))
             try:
-                store = within(
-                    attempt_s + 1,
-                    partial(
-                        dist.TCPStore,
-                        host,
-                        port,
-                        is_master=False,
-                        wait_for_workers=False,
-                        timeout=timedelta(seconds=attempt_s),
-                    ),
-                    f"{first}, the store of the first process of epoch {epoch}",
-                )
+                attempt = partial(connect, timeout=timedelta(seconds=attempt_s))
+                store = within(attempt_s + 1, attempt, what)
             except RuntimeError:  # torch's errors of a store, and LifecycleError
                 if time.monotonic() > deadline_s and not self._backend.has_lost():
                     raise

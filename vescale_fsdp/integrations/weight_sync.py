@@ -119,13 +119,8 @@ class TensorBucket(NamedTuple):
     def metadata(self) -> list[dict[str, Any]]:
         """Return name, shape, dtype and first byte of each tensor, as checkpoint-engine's workers read them."""
         return [
-            {
-                "name": tensor.name,
-                "shape": torch.Size(tensor.local_shape),
-                "dtype": tensor.dtype,
-                "offset": offset,
-            }
-            for tensor, offset in self.offsets.items()
+            {"name": each.name, "shape": torch.Size(each.local_shape), "dtype": each.dtype, "offset": offset}
+            for each, offset in self.offsets.items()
         ]
 
 

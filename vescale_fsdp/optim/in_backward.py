@@ -26,22 +26,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, some
 from vescale_fsdp.runtime.fsdp_state import FSDPState, states_of
 from vescale_fsdp.runtime.nested_tensors import tensors_of
-from vescale_fsdp.torch_private import wrapper_like
-
-ELEMENT_WISE = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""torch's optimizers whose step of a parameter depends only on that parameter's gradient and state."""
+from vescale_fsdp.torch_private import ELEMENTWISE_OPTIMIZERS, wrapper_like
 
 
 def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -69,10 +54,11 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         >>> optimizer.step()
     """
     kind = type(optimizer)
-    if kind not in ELEMENT_WISE:  # not issubclass: a subclass may use the gradients of several parameters
+    # Not issubclass: a subclass may use the gradients of several parameters.
+    if kind not in ELEMENTWISE_OPTIMIZERS:
         raise UnsupportedOpError(
             "step_in_backward supports torch's element-wise optimizers.",
-            expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
+            expected=", ".join(each.__name__ for each in ELEMENTWISE_OPTIMIZERS) + " of torch.optim",
             got=f"{kind.__module__}.{kind.__name__}",
             where="step_in_backward(model, optimizer)",
             todo="step this optimizer after the backward",

@@ -91,18 +91,11 @@ def groups_of(kind: Kind, groups: Sequence[dict[str, Any]]) -> tuple[dict[str, A
 
     Errors of the constructor pass, such as those of a class that takes a model or an optimizer.
     """
-    trial = kind(
-        [
-            {
-                **group,
-                "params": [
-                    nn.Parameter(torch.ones((2,) * p.ndim, dtype=torch.float32, device="cpu"))
-                    for p in group["params"]
-                ],
-            }
-            for group in groups
-        ]
-    )
+
+    def small(param: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.ones((2,) * param.ndim, dtype=torch.float32, device="cpu"))
+
+    trial = kind([{**group, "params": [*map(small, group["params"])]} for group in groups])
     if len(trial.param_groups) != len(groups):  # it makes groups of its own
         return dict(trial.defaults), list(groups)
     return dict(trial.defaults), [

@@ -10,24 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.torch_private import ELEMENTWISE_OPTIMIZERS
 
 # Kinds of state that are single numbers, even where the parameter is 0-d and its other state has the same shape.
 _PER_PARAMETER = ("step", "eta", "mu", "mu_product")
-
-# torch optimizers whose state has the parameter's shape or is a single number: other shapes are an error.
-_SHAPED_AS_PARAMETERS = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
 
 
 @dataclass(eq=False)
@@ -80,7 +66,7 @@ class NewTensor:
         # Single numbers, such as step counts, are on the CPU as in torch. Those of LBFGS are created below.
         elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):
             self.value = torch.empty((), dtype=dtype, device="cpu")
-        elif isinstance(self.optimizer, _SHAPED_AS_PARAMETERS):
+        elif isinstance(self.optimizer, ELEMENTWISE_OPTIMIZERS):
             raise CheckpointError(
                 "Optimizer state in the checkpoint has another shape than its parameter.",
                 expected=f"{list(param.shape)}, the parameter's",

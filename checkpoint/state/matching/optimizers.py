@@ -252,20 +252,11 @@ class _MatchedOptimizer(NamedTuple):
     def state_dict(self, named: NamedOptimizer) -> dict[str, Any]:
         """Return the whole state dict to load. Tensors that have not been allocated yet are None."""
         groups = zip(named.raw["param_groups"], self.options, strict=True)
-        return {
-            **named.raw,
-            **_finished(self.more),
-            "state": {
-                **named.other_state,
-                **_finished(self.other_state),
-                **{
-                    named.numbers[fqn]: _finished(each.kinds)
-                    for fqn, each in self.state.items()
-                    if each.kinds
-                },
-            },
-            "param_groups": [{**own, **_finished(loaded)} for own, loaded in groups],
-        }
+        loaded = ((named.numbers[fqn], each.kinds) for fqn, each in self.state.items() if each.kinds)
+        state = {number: _finished(kinds) for number, kinds in loaded}
+        state = {**named.other_state, **_finished(self.other_state), **state}
+        param_groups = [{**own, **_finished(options)} for own, options in groups]
+        return {**named.raw, **_finished(self.more), "state": state, "param_groups": param_groups}
 
 
 def _finished(finishers: Mapping[Any, Finish]) -> dict[Any, Any]:

@@ -171,7 +171,6 @@ _DAMAGE = (
     OverflowError,
     RecursionError,
     TypeError,
-    UnicodeDecodeError,
     ValueError,
 )
 

@@ -237,30 +237,19 @@ def _expanded(tensor: RaggedDTensor, view: torch.Tensor) -> RaggedDTensor | None
         return None
     axis, placement = ragged_axis(spec.placements)
     lengths = placement.piece_lengths(tensor.shape)
-    kept = next(
-        (
-            d
-            for d, (n, m) in enumerate(zip(view.shape, _padded(tensor.shape, view.ndim), strict=True))
-            if n != m
-        ),
-        0,
-    )
-    rows, out_rows = numel_of(_padded(tensor.shape, view.ndim)[kept:]), numel_of(view.shape[kept:])
+    shape = (1,) * (view.ndim - tensor.ndim) + tuple(tensor.shape)
+    kept = next((d for d, (n, m) in enumerate(zip(view.shape, shape, strict=True)) if n != m), 0)
+    rows, out_rows = numel_of(shape[kept:]), numel_of(view.shape[kept:])
     if any(numel % rows for numel in lengths.distinct):
         return None
     cut = RaggedShard.from_piece_numels(view.shape, lengths.map(lambda numel: numel // rows * out_rows))
-    own = piece_in(tensor).reshape(-1, *_padded(tensor.shape, view.ndim)[kept:])
+    own = piece_in(tensor).reshape(-1, *shape[kept:])
     local = own.expand(own.shape[0], *view.shape[kept:]).reshape(-1)
     found = RaggedDTensor.wrap(
         local, make_spec(spec.mesh, replaced(tensor.placements, axis, cut), view.shape, tensor.dtype)
     )
     found.is_expanded = True
     return found
-
-
-def _padded(shape: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return a shape with ones in front."""
-    return (1,) * (ndim - len(shape)) + tuple(shape)
 
 
 # -- lists ----------------------------------------------------------------------------------------------
