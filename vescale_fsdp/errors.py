@@ -33,7 +33,7 @@ from __future__ import annotations
 import glob
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -403,6 +403,20 @@ def some(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(listed[:most]) or "none") + (
         f" and {len(listed) - most} more" if len(listed) > most else ""
     )
+
+
+def sides_of(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Return each different text with the ranks that have it; the text of the lowest rank is the first.
+
+    At most 5 texts are returned, each with at most 16 ranks: a job may have thousands of ranks.
+
+    >>> sides_of({0: "a", 1: "b", 2: "a"})
+    [('a', [0, 2]), ('b', [1])]
+    """
+    sides: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        sides.setdefault(texts[rank], []).append(rank)
+    return [(text, ranks[:16]) for text, ranks in sides.items()][:5]
 
 
 def as_pattern(name: str) -> str:

@@ -42,6 +42,7 @@ from vescale_fsdp.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
     VescaleError,
+    sides_of,
 )
 from vescale_fsdp.layout.distribution import RankSet
 from vescale_fsdp.layout.foreign_json import parse_json
@@ -741,15 +742,11 @@ def is_same(largest: Sequence[int]) -> bool:
 def unlike(everyone: Sequence[Json]) -> CheckpointError:
     """Return the error for arguments that differ between ranks; ``everyone`` has the arguments of each rank."""
     name, values = _first_difference(everyone, "")
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_by_text.setdefault(repr(value), []).append(rank)
-    # Limits for thousands of ranks and large values: the message must stay readable.
-    shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
+    sides = sides_of(dict(enumerate(map(repr, values))))
     return CheckpointError(
         "Ranks disagree about an argument.",
         expected="the same arguments on all ranks",
-        got="; ".join(shown[:4]),
+        got="; ".join(f"{text[:200]} on ranks {ranks}" for text, ranks in sides),
         where=f"the argument `{name}`",
         todo="pass the same value on every rank; nothing was written or overwritten. Put values that differ by "
         "rank into the state, as PerRank(value)",

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from vescale_fsdp.collectives.process_groups import digest_of_ranks
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, sides_of
 from vescale_fsdp.torch_private import default_store
 
 _KEPT = 64  # number of entries that a log keeps: ranks that wait are at most a few entries apart
@@ -222,15 +222,13 @@ def first_difference(logs: Mapping[int, list[str]], ranks: Iterable[int], where:
     """
     columns = list(zip_longest(*logs.values(), fillvalue=_NOTHING))
     index = next((index for index, column in enumerate(columns) if len(set(column)) > 1), None)
-    sides: dict[str, list[int]] = {}
     if index is not None:
-        for rank, entry in zip(logs, columns[index], strict=True):
-            sides.setdefault(entry, []).append(rank)
+        entries = dict(zip(logs, columns[index], strict=True))
     else:  # the logs at hand do not differ
-        sides["another order on some of these ranks, which have not published their logs"] = list(ranks)
-    # At most 5 variants are kept, each with at most 16 ranks: a mesh may have thousands of ranks.
-    kept = [(entry, sorted(side)[:16]) for entry, side in sides.items()]
-    return LogDifference(where.format(index), sorted(kept, key=lambda side: min(side[1]))[:5])
+        entries = dict.fromkeys(
+            ranks, "another order on some of these ranks, which have not published their logs"
+        )
+    return LogDifference(where.format(index), sides_of(entries))
 
 
 # Backends that imitate ranks which do not exist.

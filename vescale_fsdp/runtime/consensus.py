@@ -20,7 +20,7 @@ import hashlib
 import socket
 import warnings
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.collectives.process_groups import ranks_per_node
 from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import ranks_in
-from vescale_fsdp.errors import LifecycleError, callers_level
+from vescale_fsdp.errors import LifecycleError, callers_level, sides_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import adopt_replaced_params
 from vescale_fsdp.torch_modes import is_fake, outside_modes
@@ -192,18 +192,14 @@ def _hash(text: str) -> int:
 def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None:
     """Find the first line in which ranks differ, and raise an error with this line on all ranks."""
     hashes = _collect([_hash(line) for line in lines], groups)
-    first = hashes[min(hashes)]  # the lowest rank is the reference
-    index = min(_first_difference(first, other) for other in hashes.values())
+    columns = enumerate(zip_longest(*hashes.values()))  # one rank's model may have fewer lines
+    index = next((index for index, column in columns if len(set(column)) > 1), len(lines))
     texts = _collect(lines[index] if index < len(lines) else _NOTHING, groups)
-    sides: dict[str, list[int]] = {}
-    for rank in sorted(texts):  # the lowest rank first: its line is shown as expected
-        sides.setdefault(texts[rank], []).append(rank)
-    (expected, here), *others = sides.items()
-    # At most 5 variants of the line are shown, each with at most 16 ranks: a mesh may have thousands of ranks.
+    (expected, here), *others = sides_of(texts)
     raise LifecycleError(
         "The ranks have sharded different models, or have sharded one model differently.",
-        expected=f"the same on all ranks; ranks {here[:16]} have: {expected}",
-        got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
+        expected=f"the same on all ranks; ranks {here} have: {expected}",
+        got="; ".join(f"ranks {ranks} have: {text}" for text, ranks in others),
         todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
         "on all of them",
     )
@@ -218,13 +214,3 @@ def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
         dist.all_gather_object(everyone, values, group=group)
         values = {rank: value for each in everyone for rank, value in each.items()}
     return values
-
-
-def _first_difference(one: list[int], other: list[int]) -> int:
-    """Return the first index at which two lists differ; for equal lists, an index past their end."""
-    # The ranks' models may differ, so the lengths may differ.
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    # For equal lists, the index past the end is above every real difference, so the caller's `min` ignores it.
-    return min(len(one), len(other)) if len(one) != len(other) else max(len(one), len(other))
