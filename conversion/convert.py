@@ -7,7 +7,7 @@ them takes longer than a small conversion.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,9 @@ _ORDER_LOST = (
     "pieces between them, which only costs time"
 )
 
+Join = Callable[[Sequence[tuple[Source, CarriedState]]], tuple[CarriedState, Sequence[str]]]
+"""Returns one state for several sources and their states; and names outside it that include and exclude may match."""
+
 # Kinds of sources whose folders may contain config.json and tokenizer files.
 _WITH_SETTINGS = ("hf", "bin", "shards", "deepspeed", "ranks")
 
@@ -81,6 +84,9 @@ class ConvertReport:
     dry_run: bool
     part: tuple[int, int]  # index of this process's share of the files, and how many shares there are
     check: ClassCheck | None = None  # None without a model class, or if another part publishes the result
+    others: tuple[
+        Source, ...
+    ] = ()  # the inputs of an average or a combination after the first, which is `source`
 
     @property
     def dropped_optimizer(self) -> int:
@@ -101,6 +107,7 @@ class ConvertReport:
                 "url": self.source.url,
                 "model_prefix": self.state.model.prefix,
             },
+            "other_sources": [{"kind": source.kind, "url": source.url} for source in self.others],
             "target": {"kind": self.plan.kind, "url": self.target},
             "written": not self.dry_run,
             "published": self.outcome.published,
@@ -152,10 +159,33 @@ def convert(
         (1, 'dcp')
     """
     check_source(source, "convert(open_source(path), target, kind)")
+    return convert_joined([source], None, target, kind, options, progress=progress, announce=announce)
+
+
+def convert_joined(
+    sources: Sequence[Source],
+    join: Join | None,
+    target: str | os.PathLike[str],
+    kind: str,
+    options: ConvertOptions | None,
+    *,
+    requested: Mapping[str, object] | None = None,
+    progress: Progress,
+    announce: Progress,
+) -> ConvertReport:
+    """Write one source, or what ``join`` makes of several sources, to ``target``. Arguments and errors: see `convert`.
+
+    Args:
+        sources: the first one determines the settings files and the structure of the result.
+        join: None for one source.
+        requested: as in `run_plan`, in addition to the options.
+    """
     options, target = options or ConvertOptions(), os.fspath(target)
+    source, *others = sources
     with gc_paused():  # scanning the objects of a large plan takes seconds
-        _check_is_whole(source, kind, options)
-        report = plan_conversion(source, target, kind, options)
+        for each in sources:
+            _check_is_whole(each, kind, options)
+        report = plan_conversion(source, target, kind, options, others=others, join=join)
         checks: list[ClassCheck] = []  # only the latest check; a list, so that `require` can replace it
 
         def require(check: ClassCheck | None) -> None:
@@ -174,14 +204,14 @@ def convert(
         require(check_planned(report.plan, find_quantized, asks="always" if options.dry_run else "doubt"))
         outcome = run_plan(
             replace(report.plan, when_written=check_files),
-            source,
+            sources,
             target,
-            limits=_limits_of(options, source, report.state),
+            limits=_limits_of(options, report.state),
             overwrite=options.overwrite,
             resume=options.resume,
             dry_run=options.dry_run,
             part=options.part,
-            requested=options.asked(),
+            requested={**options.asked(), **(requested or {})},
             progress=progress,
             announce=announce,
         )
@@ -193,14 +223,18 @@ def convert(
     return replace(report, outcome=outcome, check=checks[0] if checks else None, warnings=warnings)
 
 
-def _limits_of(options: ConvertOptions, source: Source, state: CarriedState) -> CopyLimits:
+def _limits_of(options: ConvertOptions, state: CarriedState) -> CopyLimits:
     """Return the limits for memory and threads; memory for decoded chunks and for encoded blocks is in the budget."""
     limits = options.limits
+    scratch_buffers = max((view.scratch_buffers for view in state.views.values()), default=0)
+    if scratch_buffers > limits.scratch_buffers:
+        limits = replace(limits, scratch_buffers=scratch_buffers)
     if options.merge is not None:
         limits = replace(limits, threads=1)  # each thread of a merge would hold a whole matrix
-    if source.decoded:  # each thread needs memory for the largest chunk of any tensor that the plan reads
-        names = (name for view in state.views.values() for _, name in view.sources())
-        nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
+    # Each thread needs memory for the largest chunk of any tensor that the plan reads.
+    stored = (each for view in state.views.values() for each in view.sources())
+    nbytes, name = max(((source.decoded.get(name, 0), name) for source, name in stored), default=(0, ""))
+    if nbytes:
         limits = limits.decoding(name, nbytes)
     return limits.caching() if options.quantize else limits
 
@@ -225,13 +259,22 @@ def _ignored(checks: Iterable[ClassCheck]) -> list[str]:
 
 
 def plan_conversion(
-    source: Source, target: str, kind: str, options: ConvertOptions, is_equal: Compare | None = None
+    source: Source,
+    target: str,
+    kind: str,
+    options: ConvertOptions,
+    is_equal: Compare | None = None,
+    *,
+    others: Sequence[Source] = (),
+    join: Join | None = None,
 ) -> ConvertReport:
     """Plan what `convert` writes. Reads metadata and small tensors, and compares tensors that config.json ties.
 
     Args:
         source, target, kind, options: as for `convert`.
         is_equal: compares two tied tensors; by default their bytes are read and compared.
+        others: further sources.
+        join: makes one state of those of all sources; None for one source.
 
     Returns:
         A report without an outcome and without a check.
@@ -245,13 +288,11 @@ def plan_conversion(
             "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
         )
     assets = _assets_for(source, kind, options)
-    state = _state_for(kind, source, options)
-    state = _dequantized(state, options, assets, source)
-    state = _merged(state, kind, options, assets, source)
-    state = _with_rules(state, kind, options, assets, source)
-    warnings = [*source.warnings, *state.warnings]
+    states = _states_after_rules((source, *others), kind, options, assets)
+    state, unmatched = join(states) if join is not None else (states[0][1], ())
+    warnings = [*dict.fromkeys(each for one in (source, *others) for each in one.warnings), *state.warnings]
     described = sorted(source.file_metadata.keys() - {"format"})  # the writer adds "format" itself
-    changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge))
+    changes_tensors = any((options.dequantize, options.quantize, options.rules, options.merge, join))
     # Other formats have no __metadata__, and it may describe tensors that this conversion changes.
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
@@ -262,7 +303,7 @@ def plan_conversion(
     state = _newly_quantized(state, options, assets, source)
     quantized = _quantized_names(state, options, kind, assets, source)
     # Only now, because ties and scales can only be found among all names.
-    state = state.filtered(options.include, options.exclude)
+    state = state.filtered(options.include, options.exclude, unmatched)
     _check_names([*state.views, *state.values])
     _check_growth(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
     state, casts = _with_casts(state, kind, options, assets, quantized)
@@ -291,7 +332,33 @@ def plan_conversion(
         warnings=tuple(warnings),
         dry_run=options.dry_run,
         part=options.part,
+        others=tuple(others),
     )
+
+
+def _states_after_rules(
+    sources: Sequence[Source], kind: str, options: ConvertOptions, assets: Assets
+) -> list[tuple[Source, CarriedState]]:
+    """Return each source with its state after dequantization, a merge, and key rules or the names of its class."""
+    states = [(source, _state_for(kind, source, options)) for source in sources]
+    # The settings files are those of the first source. Others have quantization settings and sizes of their own.
+    own = [assets, *(Assets(None) if own_config(source.store) else assets for source in sources[1:])]
+    is_quantized = [True] * len(states)
+    if len(states) > 1 and options.dequantize is not None:
+        found = [
+            bool(
+                find_quantized([state.views[name].info for name in state.is_model], _config(settings, source))
+            )
+            for (source, state), settings in zip(states, own, strict=True)
+        ]
+        is_quantized = found if any(found) else is_quantized  # `_dequantized` refuses to do nothing
+    changed = []
+    for (source, state), settings, dequantizes in zip(states, own, is_quantized, strict=True):
+        chosen = options if dequantizes else replace(options, dequantize=None)
+        state = _dequantized(state, chosen, settings, source)
+        state = _merged(state, kind, chosen, settings, source)
+        changed.append((source, _with_rules(state, kind, chosen, settings, source)))
+    return changed
 
 
 def _assets_for(source: Source, kind: str, options: ConvertOptions) -> Assets:
@@ -454,7 +521,7 @@ def _newly_quantized(
         return state
     from vescale_fsdp.conversion.quantization.quantize import newly_quantized
 
-    config, limits = assets.settings or _config(assets, source), _limits_of(options, source, state)
+    config, limits = assets.settings or _config(assets, source), _limits_of(options, state)
     state, settings = newly_quantized(state, options.quantize, config, limits.cached_bytes)
     assets.set_quantization(settings)
     return state

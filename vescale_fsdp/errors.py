@@ -313,10 +313,19 @@ _FLAGS = {
     "max_shard_bytes": "max-shard-size",
     "memory_budget_bytes": "memory-budget",
 }
-_LISTS = ("dtype", "exclude", "include", "include_asset", "quantize")  # arguments that are lists in Python
+_LISTS = (
+    "copy",
+    "dtype",
+    "exclude",
+    "include",
+    "include_asset",
+    "quantize",
+)  # arguments that are lists in Python
 # Python's calls with an argument that no other call has. Other arguments, such as ``dtype``, belong to several calls.
-_OPEN, _CONVERT = "open_source(.., {})", "ConvertOptions({})"
+_OPEN, _CONVERT, _COMBINE = "open_source(.., {})", "ConvertOptions({})", "combine(.., {})"
 _CALLS = {
+    "compute_dtype": _COMBINE,
+    "copy": _COMBINE,
     "exclude": _CONVERT,
     "include": _CONVERT,
     "include_asset": _CONVERT,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +18,7 @@ import click
 from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.cli.options import (
+    COMBINE_OPTIONS,
     CONVERT_OPTIONS,
     GRANULARITY,
     JSON,
@@ -36,6 +39,7 @@ from vescale_fsdp.errors import CorruptCheckpointError, flags_in_messages, forma
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint import VerifyReport
     from vescale_fsdp.conversion.convert import ConvertReport
+    from vescale_fsdp.conversion.convert_options import ConvertOptions
     from vescale_fsdp.conversion.engine.source import Source
     from vescale_fsdp.layout.planner import Scatter
 
@@ -351,24 +355,32 @@ def _convert(
         target_kind: the format to write.
         fields: fields of `ConvertOptions`, and ``adapter`` (write only the adapter).
     """
-    if fields["rules_to"] is not None and fields["rules"] is None:
-        raise click.UsageError("--rules-to needs --rules")
     if fields.pop("adapter", False):
         target_kind = "adapter"
     elif fields.get("adapter_name") is not None:
         raise click.UsageError("--adapter-name needs --adapter")
+    options = _options(part, fields)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
+    _write(partial(conversion.convert, source, out, target_kind, options), [source], as_json, quiet)
+
+
+def _options(part: str | None, fields: dict[str, Any]) -> ConvertOptions:
+    """Return the options of a command line; ``fields`` are those of `ConvertOptions`."""
+    if fields["rules_to"] is not None and fields["rules"] is None:
+        raise click.UsageError("--rules-to needs --rules")
     if fields.get("no_assets") and fields["assets"] is not None:
         raise click.UsageError("--no-assets and --assets exclude each other")
-    options = conversion.ConvertOptions(part=(0, 1) if part is None else part_of(part), **fields)
     if part is None and "RANK" in os.environ:
         # RANK alone does not select a part: a training script may run this command on rank 0 only.
         click.echo("RANK is set and --part is not: this process writes all files", err=True)
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
+    return conversion.ConvertOptions(part=(0, 1) if part is None else part_of(part), **fields)
+
+
+def _write(run: Callable[..., ConvertReport], sources: Sequence[Source], as_json: bool, quiet: bool) -> None:
+    """Run a conversion of these sources with a progress bar, and print a summary."""
     try:
-        with ProgressBar(source.nbytes, quiet=quiet) as progress:
-            report = conversion.convert(
-                source, out, target_kind, options, progress=progress.advance, announce=progress.announce
-            )
+        with ProgressBar(sum(source.nbytes for source in sources), quiet=quiet) as progress:
+            report = run(progress=progress.advance, announce=progress.announce)
     except KeyboardInterrupt as error:  # only a conversion can be resumed; other commands write no journal
         raise Stopped from error
     for warning in report.warnings:
@@ -407,6 +419,108 @@ def merge_command(**arguments: Any) -> None:
     tie is removed, so that the merged model computes the same as base and adapter. Memory holds one matrix at a time.
     """
     _convert("hf", **arguments)
+
+
+# Options of targets that an average or a combination, which has no optimizer, may have.
+_COMBINE_TARGET_OPTIONS = ("prefix", "ranks", "granularity", "include_asset", "no_assets", "require_check")
+
+
+def _combine(
+    call: Callable[..., Callable[..., ConvertReport]],
+    sources: Sequence[Source],
+    *,
+    out: str,
+    to: str | None,
+    compute_dtype: str | None,
+    copy: tuple[str, ...],
+    part: str | None,
+    as_json: bool,
+    quiet: bool,
+    **fields: Any,
+) -> None:
+    """Run an average or a combination.
+
+    Args:
+        call: takes the arguments after the sources; returns the conversion without its progress.
+        fields: fields of `ConvertOptions`.
+    """
+    by_command = {
+        target.command.removeprefix("to-"): kind for kind, target in TARGETS.items() if target.command
+    }
+    kind = sources[0].kind if to is None else by_command[to]
+    if kind not in by_command.values():
+        raise click.UsageError(f"--to is needed: {sources[0].url} is of kind {kind}, which is only read")
+    given = click.get_current_context().get_parameter_source
+    for name in _COMBINE_TARGET_OPTIONS:
+        if name not in TARGETS[kind].options and given(name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name.replace('_', '-')} is not for {TARGETS[kind].command}")
+    options = _options(part, fields)
+    _write(call(out, kind, options, compute_dtype=compute_dtype, copy=copy), sources, as_json, quiet)
+
+
+@cli.command("average")
+@click.argument("paths", nargs=-1, metavar="CHECKPOINT...", type=Location(), required=True)
+@click.argument("out", type=Location())
+@click.option("--last", type=click.IntRange(2), help="Use the newest steps of a run, the newest first.")
+@COMBINE_OPTIONS
+@with_options(*(TARGET_OPTIONS[name] for name in _COMBINE_TARGET_OPTIONS))
+def average_command(
+    paths: tuple[str, ...],
+    last: int | None,
+    kind: str | None,
+    trust_pickle: bool,
+    step: int | None,
+    **rest: Any,
+) -> None:
+    """Write the mean of the models in several CHECKPOINTs to OUT.
+
+    Sums are computed in float32, in the given order, and rounded once. Names, types and settings files are those of the
+    first CHECKPOINT. Only the model is written.
+    """
+    from vescale_fsdp.conversion.formats.detect import last_steps  # not for --help
+
+    if last is not None and (len(paths) > 1 or step is not None):
+        raise click.UsageError("--last needs one folder of a run, and no --step")
+    steps = [step] * len(paths) if last is None else last_steps(paths[0], last)
+    urls = paths if last is None else paths * last
+    sources = [
+        conversion.open_source(url, kind=kind, trust_pickle=trust_pickle, step=number)
+        for url, number in zip(urls, steps, strict=True)
+    ]
+    _combine(partial(partial, conversion.average, sources), sources, **rest)
+
+
+@cli.command("combine")
+@click.argument("out", type=Location())
+@click.argument("expression")
+@click.argument("inputs", nargs=-1, metavar="NAME=CHECKPOINT...", required=True)
+@COMBINE_OPTIONS
+@with_options(*(TARGET_OPTIONS[name] for name in _COMBINE_TARGET_OPTIONS))
+def combine_command(
+    expression: str,
+    inputs: tuple[str, ...],
+    kind: str | None,
+    trust_pickle: bool,
+    step: int | None,
+    **rest: Any,
+) -> None:
+    """Write EXPRESSION, such as 'base + 0.7 * (tuned - base)', of the models in several checkpoints to OUT.
+
+    EXPRESSION has names, numbers, + - * / and parentheses, and is computed in float32 as Python computes it, with one
+    rounding at the end. Order, types and settings files are those of the first checkpoint. Only the model is written.
+    """
+    pairs = [text.partition("=") for text in inputs]
+    if odd := [text for text, (name, _, path) in zip(inputs, pairs, strict=True) if not name or not path]:
+        raise click.UsageError(f"{odd[0]!r} is not NAME=CHECKPOINT.")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise click.UsageError("Two checkpoints have the same name.")
+    sources = {
+        name: conversion.open_source(
+            os.path.expanduser(path), kind=kind, trust_pickle=trust_pickle, step=step
+        )
+        for name, _, path in pairs
+    }
+    _combine(partial(partial, conversion.combine, sources, expression), [*sources.values()], **rest)
 
 
 # By command: its line in the list of all commands, which click cuts at 80 columns, and examples.
@@ -453,6 +567,16 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Merge a peft adapter into its base model.",
         ("merge-adapter original_repository adapter_folder merged",),
     ),
+    "average": (
+        "Write the mean of several checkpoints.",
+        ("average run averaged --last 5", "average one two three averaged --to hf --dtype bf16"),
+    ),
+    "combine": (
+        "Write an expression of several checkpoints.",
+        (
+            "combine merged 'base + 0.7 * (tuned - base)' base=original_repository tuned=run/step-00000020 --to hf",
+        ),
+    ),
 }
 EXIT_CODES = "Exit codes: 0 done, 1 refused, failed or different, 2 wrong usage, 130 stopped by Ctrl-C."
 
@@ -474,6 +598,7 @@ def summary(report: ConvertReport) -> str:
     prefixes = ", ".join(f"{prefix}." for prefix in model.candidates) or model.prefix or "(root)"
     lines = [
         f"source: {report.source.kind} at {report.source.url}, model prefix {prefixes}",
+        *(f"source: {source.kind} at {source.url}" for source in report.others),
         f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
         f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
     ]

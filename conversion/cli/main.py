@@ -25,7 +25,7 @@ from vescale_fsdp.conversion.cli.commands import Stopped, cli
 from vescale_fsdp.errors import VescaleError
 
 _RESUME = "if files were finished, continue with --resume"
-_RESUMABLE = ("to-", "merge-")  # prefixes of the commands that have --resume
+_RESUMABLE = ("to-", "merge-", "average", "combine")  # prefixes of the commands that have --resume
 # errno -> advice for the user, in an error's "what to do" line.
 _TODO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),

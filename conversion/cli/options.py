@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from vescale_fsdp.conversion.formats.table import FORMATS, OPTIMIZER_FORMS
+from vescale_fsdp.conversion.formats.table import FORMATS, OPTIMIZER_FORMS, TARGETS
 from vescale_fsdp.errors import ConversionError
 
 _MAX_RANK_DIGITS = 7  # planning time grows with the number of digits, which would otherwise be unlimited
@@ -241,6 +241,28 @@ MERGE_OPTIONS = with_options(
     click.argument("src", metavar="BASE", type=Location()),
     click.argument("merge", metavar="ADAPTER", type=Location()),
     click.argument("out", type=Location()),
+    WRITING_OPTIONS,
+)
+# Options of `average` and `combine`.
+COMBINE_OPTIONS = with_options(
+    click.option(
+        "--to",
+        type=click.Choice(
+            [target.command.removeprefix("to-") for target in TARGETS.values() if target.command]
+        ),
+        help="Format of OUT; by default that of the first input.",
+    ),
+    click.option(
+        "--compute-dtype",
+        type=click.Choice(["float32", "float64"]),
+        help="Type of all operations; by default float32, and float64 where an input is float64.",
+    ),
+    click.option(
+        "--copy",
+        multiple=True,
+        metavar="PATTERN",
+        help="Copy matching tensors from the first input (repeatable).",
+    ),
     WRITING_OPTIONS,
 )
 # Options of some targets only. The keys are the names that `Target.options` lists in the table of formats.

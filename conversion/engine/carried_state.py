@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -86,8 +86,13 @@ class CarriedState:
         name, fqn = next(iter(self.model.names.items()))
         return container_of(name.removesuffix(fqn), map(self.path, self.model.names))
 
-    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
+    def filtered(
+        self, include: Sequence[str], exclude: Sequence[str], others: Collection[str] = ()
+    ) -> CarriedState:
         """Return the state with only the entries that match an ``include`` pattern, if any, and no ``exclude`` pattern.
+
+        Args:
+            others: names that this state lacks, and that patterns may match.
 
         Raises:
             ConversionError: if a pattern matches no name, or no tensor is left.
@@ -96,7 +101,7 @@ class CarriedState:
             return self
         names = [*self.views, *self.values]
         for pattern in (*include, *exclude):
-            if not any(fnmatchcase(name, pattern) for name in names):  # probably misspelled
+            if not any(fnmatchcase(name, pattern) for name in (*names, *others)):  # probably misspelled
                 raise _no_match(pattern, names)
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):

@@ -83,7 +83,7 @@ class CastRules:
                 continue
             if info.dtype.kind != "float":
                 raise _bad(f"a float tensor for {pattern}", f"{info.name} of {info.dtype.name}")
-            cast_views.append(CastView(view, dtype))
+            cast_views.append(view.as_dtype(dtype) or CastView(view, dtype))
         if unused:
             raise _bad("patterns that match a tensor", ", ".join(sorted(unused)))
         return cast_views

@@ -55,8 +55,6 @@ _MAX_THREADS = 1024  # more threads would only wait for each other
 _MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: reads with larger buffers are not faster
 _MIN_BUFFER_BYTES = 2**20  # 1 MiB
 _MAX_CACHED_BYTES = 64 * 2**20  # 64 MiB: blocks of 4,096 matrices of 128 x 128
-# The buffer, and up to three scratch buffers of its size for a view that computes items (read, work, result).
-_BUFFERS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class CopyLimits:
         threads: number of threads that read and write at the same time.
         decoded_bytes: additional memory per thread, for sources whose chunks must be decoded as a whole.
         cached_bytes: additional memory that all threads share, for encoded blocks.
+        scratch_buffers: memory per thread besides its buffer, for views that compute items, in multiples of the buffer.
 
     Examples:
         >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
@@ -78,27 +77,32 @@ class CopyLimits:
     threads: int = 4
     decoded_bytes: int = 0
     cached_bytes: int = 0
+    scratch_buffers: int = 3  # for a cast of items that are read into other positions
 
     def __post_init__(self) -> None:
-        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
+        least = self._least_bytes
         if self.memory_budget_bytes - self.cached_bytes < least or self.threads < 1:
             raise ConversionError(
                 "The memory budget is too small.",
                 expected=f"at least {least} bytes and one thread",
                 got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
-                todo=f"pass {option('memory_budget_bytes', 64 * 2**20)} or more",
+                todo=f"pass {option('memory_budget_bytes', max(64, -(-least // 2**20)) * 2**20)} or more",
             )
+
+    @property
+    def _least_bytes(self) -> int:
+        """Memory that one thread needs with the smallest buffer."""
+        return _MIN_BUFFER_BYTES * (1 + self.scratch_buffers) + self.decoded_bytes
 
     @property
     def usable_threads(self) -> int:
         """Number of threads: as requested, or fewer if the budget is too small for their buffers."""
-        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
-        return min(self.threads, _MAX_THREADS, (self.memory_budget_bytes - self.cached_bytes) // least)
+        room = self.memory_budget_bytes - self.cached_bytes
+        return min(self.threads, _MAX_THREADS, room // self._least_bytes)
 
     def caching(self) -> CopyLimits:
         """Return limits with memory for encoded blocks; none if the threads need the whole budget."""
-        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
-        left = self.memory_budget_bytes - least * self.usable_threads
+        left = self.memory_budget_bytes - self._least_bytes * self.usable_threads
         return replace(self, cached_bytes=min(_MAX_CACHED_BYTES, self.memory_budget_bytes // 8, left))
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
@@ -111,7 +115,7 @@ class CopyLimits:
         Raises:
             ConversionError: if the budget is too small for this chunk.
         """
-        needed = nbytes + _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
+        needed = nbytes + replace(self, decoded_bytes=0)._least_bytes
         if needed > self.memory_budget_bytes:
             raise ConversionError(
                 "The memory budget is too small to decode a compressed chunk.",
@@ -126,7 +130,7 @@ class CopyLimits:
     def buffer_bytes(self) -> int:
         """Size of one thread's buffer, a multiple of every dtype's item size."""
         share = (self.memory_budget_bytes - self.cached_bytes) // self.usable_threads - self.decoded_bytes
-        return min(_MAX_BUFFER_BYTES, share // _BUFFERS_PER_THREAD) // 16 * 16
+        return min(_MAX_BUFFER_BYTES, share // (1 + self.scratch_buffers)) // 16 * 16
 
 
 class _WorkingFile:

@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ConversionError, option
 
 # Keys of ``requested`` that are no options.
-SOURCE, SOURCE_FILES = "source", "files of the source"
+SOURCE, SOURCE_FILES, EXPRESSION = "source", "files of the source", "expression"
 _VERSION = 1  # of the journal's format; a journal of another version is not resumed
 # Errors of file systems that do not support flock.
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
@@ -210,7 +210,7 @@ class Journal:
 
 def _said(name: str, value: object) -> str:
     """Return an entry of ``requested`` for a message: an option as the user writes it, or a property of the source."""
-    return f"{name} {value!r}" if name in (SOURCE, SOURCE_FILES) else option(name, value)
+    return f"{name} {value!r}" if name in (SOURCE, SOURCE_FILES, EXPRESSION) else option(name, value)
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, StagedFile, Storage
@@ -34,7 +34,7 @@ class Output:
     Args:
         url: path or URL of the target.
         plan: the plan of the result. Processes take its data files in turn, in this order (see ``part``).
-        source_url: path or URL of the source, which must not be written to.
+        source_urls: paths or URLs of the sources, which must not be written to.
         overwrite: replace existing files in the target.
         resume: continue an interrupted run of the same conversion, or start a new run if there was none.
         part: (index, count): this process writes every ``count``-th data file, from number ``index`` on.
@@ -53,7 +53,7 @@ class Output:
         url: str,
         plan: OutputPlan,
         *,
-        source_url: str,
+        source_urls: Iterable[str],
         overwrite: bool,
         resume: bool,
         part: tuple[int, int],
@@ -62,7 +62,7 @@ class Output:
         index, count = part
         self._url, self._plan, self._part, self._overwrite = url, plan, part, overwrite
         self._sizes = {file.name: file.nbytes for file in plan.files}
-        self.store, name = _open_target(url, source_url, single_file=plan.single_file)
+        self.store, name = _open_target(url, source_urls, single_file=plan.single_file)
         fingerprint = plan.fingerprint()  # computed once: it takes time
         stems = [name] if count == 1 else [f"{name}part-{each}-of-{count}" for each in range(count)]
         self._journals = [Journal(self.store, stem, fingerprint, requested) for stem in stems]
@@ -373,19 +373,21 @@ class ComparedFile(FileWriter):
         """Do nothing: no file was written."""
 
 
-def _open_target(url: str, source_url: str, *, single_file: bool) -> tuple[Storage, str]:
+def _open_target(url: str, source_urls: Iterable[str], *, single_file: bool) -> tuple[Storage, str]:
     """Open the storage of a target; returns it with the file's name if the target is a single file, else with "".
 
     Raises:
-        ConversionError: if writing could destroy data: the target is the source, is inside it, contains it, or is a
+        ConversionError: if writing could destroy data: the target is a source, is inside it, contains it, or is a
             folder where a file is expected (or the reverse).
     """
-    target, source = open_store(url).location, open_store(source_url).location
-    shared = min(len(target), len(source))
-    # A single file contains nothing, so a source with a longer path cannot be inside it.
-    if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
-        expected = "a target that is neither inside nor around the source"
-        raise _refusal(url, expected, f"the source is {source_url}", "choose another target")
+    target = open_store(url).location
+    for source_url in source_urls:
+        source = open_store(source_url).location
+        shared = min(len(target), len(source))
+        # A single file contains nothing, so a source with a longer path cannot be inside it.
+        if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
+            expected = "a target that is neither inside nor around the source"
+            raise _refusal(url, expected, f"the source is {source_url}", "choose another target")
     store, name = open_parent(url) if single_file else (open_store(url), "")
     if single_file and not name:
         raise _refusal(url, "a file", "a folder", "add a file name to the target")

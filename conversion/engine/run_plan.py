@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ class Outcome:
 
 def run_plan(
     plan: OutputPlan,
-    source: Source,
+    sources: Sequence[Source],
     url: str,
     *,
     limits: CopyLimits,
@@ -63,7 +63,7 @@ def run_plan(
 
     Args:
         plan: the output plan.
-        source: the source. Neither may it contain the target, nor may the target contain it.
+        sources: the sources. None of them may contain the target, and the target may contain none of them.
         url: path or URL of the target.
         limits: limits for memory and threads.
         overwrite: replace an existing target.
@@ -81,12 +81,16 @@ def run_plan(
     output = Output(
         url,
         plan,
-        source_url=source.url,
+        source_urls=[source.url for source in sources],
         overwrite=overwrite,
         resume=resume,
         part=part,
-        # The source's files too, so that the error of a resumed run says that they have changed.
-        requested={SOURCE: source.url, SOURCE_FILES: source.fingerprint, **requested},
+        # The sources' files too, so that the error of a resumed run says that they have changed.
+        requested={
+            SOURCE: ", ".join(source.url for source in sources),
+            SOURCE_FILES: ", ".join(source.fingerprint for source in sources),
+            **requested,
+        },
     )
     announce(plan.tensor_nbytes)
     if dry_run:  # only now, because `Output` has checked the target

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides
 from vescale_fsdp.layout.index_maps import IndexMap, Reshape, Slice
@@ -83,6 +84,19 @@ class TensorView(ABC):
     def overflows(self) -> int:
         """Number of finite values, among those read so far, that a cast has turned into infinities."""
         return sum(view.overflows for view in self.operands)
+
+    @property
+    def scratch_buffers(self) -> int:
+        """Memory that a read takes besides its result, in multiples of the result's bytes."""
+        # What is read from an operand, and what that takes. Without operands: scratch of strided reads.
+        return 1 + max((view.scratch_buffers for view in self.operands), default=0)
+
+    def as_dtype(self, dtype: DType) -> TensorView | None:
+        """Return this view with values that are rounded to ``dtype`` where they are computed; None if it cannot.
+
+        A cast of the view's own values would round them twice.
+        """
+        return None
 
     @abstractmethod
     def identity(self) -> str:
@@ -259,6 +273,10 @@ class RenamedView(WrapperView):
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.inner.read_into(box, out)
+
+    def as_dtype(self, dtype: DType) -> TensorView | None:
+        made = self.inner.as_dtype(dtype)
+        return None if made is None else RenamedView(made, self.name)
 
     @property
     def sameness(self) -> Hashable:

@@ -354,6 +354,28 @@ def steps_in(files: Collection[str]) -> dict[int, str]:
     return dict(sorted(steps.items()))
 
 
+def last_steps(url: str, count: int) -> list[int]:
+    """Return the newest steps of the run folder ``url`` that no rollback has abandoned, the newest first.
+
+    Raises:
+        ConversionError: if there are fewer than ``count`` steps.
+    """
+    folder = open_store(url)
+    steps = steps_in(folder.list_files())
+    own = [number for number, name in steps.items() if name == step_name(number)]
+    abandoned = abandoned_steps(folder, own)
+    good = [number for number in sorted(steps, reverse=True) if number not in abandoned]
+    if len(good) < count:
+        raise ConversionError(
+            "This folder has too few steps.",
+            expected=f"a folder around at least {count} finished steps of a run",
+            got=f"steps {some(map(str, good), _LISTED_STEPS)}",
+            where=url,
+            todo="ask for fewer steps, or pass the folders of the checkpoints",
+        )
+    return good[:count]
+
+
 def step_url(
     url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
 ) -> str:

@@ -68,6 +68,16 @@ def test_one_tensor_larger_than_the_budget(
     assert size > TENSOR_BYTES / (4 if "--quantize" in options else 2 if options else 1)
 
 
+@pytest.mark.part("formats")
+def test_an_average_of_tensors_larger_than_the_budget(sources: Path, tmp_path: Path) -> None:
+    """Six inputs at the same time, in the memory of one."""
+    inputs = [str(sources / kind) for kind in ("dcp", "native") * 3]
+    command = ["-m", "vescale_fsdp.conversion", "average", "-q", "--memory-budget", f"{BUDGET_MIB}MiB"]
+    peak = peak_mib(*command, *inputs, str(tmp_path / "out"), "--to", "hf")
+    assert peak < BUDGET_MIB + INTERPRETER_MIB
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > TENSOR_BYTES
+
+
 LARGE_TRANSFORMERS = """
 held = bytearray(512 << 20)
 held[::4096] = bytes(len(held) // 4096)  # touched, so that it counts

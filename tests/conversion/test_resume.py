@@ -24,7 +24,7 @@ from tools.torchrun_job import Job
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion import diff, open_source
+from vescale_fsdp.conversion import average, diff, open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.engine.journal import Journal
 from vescale_fsdp.conversion.engine.output import Output
@@ -33,26 +33,34 @@ from vescale_fsdp.errors import ConversionError, option
 LIMITS = {"memory_budget_bytes": 8 * 2**20, "threads": 2}  # buffers of 1 MiB
 SHARD_BYTES = 3_000_000
 
-# Converts one part, and kills itself when so many pieces of work are done. Imports no torch: ten start quickly.
+# Converts one part, or averages, and kills itself when so many pieces of work are done. Imports no torch: ten start
+# quickly.
 KILLED = f"""
 import itertools, os, signal, sys
-from vescale_fsdp.conversion import ConvertOptions, convert, open_source
-source, out, moment, index, parts = sys.argv[1:]
+from vescale_fsdp.conversion import ConvertOptions, average, convert, open_source
+sources, out, moment, index, parts = sys.argv[1:]
 count = itertools.count(1)
 def progress(nbytes):
     if next(count) == int(moment):
         os.kill(os.getpid(), signal.SIGKILL)
 part = (int(index), int(parts))
 options = ConvertOptions(max_shard_bytes={SHARD_BYTES}, resume=True, part=part, **{LIMITS})
-convert(open_source(source), out, "hf", options, progress=progress)
+inputs = [open_source(source) for source in sources.split(",")]
+if len(inputs) > 1:
+    average(inputs, out, "hf", options, progress=progress)
+else:
+    convert(inputs[0], out, "hf", options, progress=progress)
 """
 
 
 def run(source: str, target: str, *, progress: object = None, **options: object) -> ConvertReport:
-    """Convert with small buffers and files."""
+    """Convert with small buffers and files; average several sources, which are joined by commas."""
     chosen = ConvertOptions(max_shard_bytes=SHARD_BYTES, **options, **LIMITS)  # type: ignore[arg-type]
     callback = progress or (lambda _: None)
-    return convert(open_source(source), target, "hf", chosen, progress=callback)  # type: ignore[arg-type]
+    first, *others = [open_source(each) for each in source.split(",")]
+    if others:
+        return average([first, *others], target, "hf", chosen, progress=callback)  # type: ignore[arg-type]
+    return convert(first, target, "hf", chosen, progress=callback)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +98,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("kind", "parts"),
-    [("native", 1), ("dcp", 1), ("dcp", 3)],
+    # The average of two checkpoints with the same values has their bytes.
+    [("native", 1), ("dcp", 1), ("dcp", 3), ("native,dcp", 1), ("dcp,native", 2)],
 )
 @pytest.mark.part("formats")
 def test_killed_at_ten_moments(
@@ -100,7 +109,7 @@ def test_killed_at_ten_moments(
 
     With parts, the last one to run is the one killed: nothing has a final name while it is not resumed.
     """
-    source, kept, chance = str(sources / kind), 0, random.Random(1)
+    source, kept, chance = ",".join(str(sources / each) for each in kind.split(",")), 0, random.Random(1)
     works = []  # how many pieces of work each part is
     for index in range(parts):
         done: list[int] = []

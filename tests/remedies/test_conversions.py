@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.remedies.applied import argument, command, commands, flag, refused, runs, text_in
 from tests.remedies.made import MODEL, hf_folder, native_tensors, same, torch_file, written
 from vescale_fsdp.checkpoint import CheckpointManager
-from vescale_fsdp.conversion import ConvertOptions, convert, open_source
+from vescale_fsdp.conversion import ConvertOptions, combine, convert, open_source
 from vescale_fsdp.errors import ConversionError
 
 # Sources
@@ -615,3 +615,66 @@ def test_files_of_ranks_that_differ(tmp_path: Path) -> None:
     remedy = refused(command, "to-hf", tmp_path / "ranks", tmp_path / "out")
     command("to-hf", tmp_path / "ranks" / text_in(remedy, r"\S+_rank_0\.pt"), tmp_path / "out")
     assert same(written(tmp_path / "out"), MODEL)
+
+
+# Averages and expressions
+
+
+@runs(
+    "conversion/combine.py::average",
+    "conversion/combine.py::Combination.__post_init__",
+    "conversion/expressions.py::_invalid",
+    "conversion/formats/detect.py::last_steps",
+)
+def test_too_few_inputs_and_expressions(tmp_path: Path) -> None:
+    """The command lines that the remedies write."""
+    with CheckpointManager(tmp_path / "run", retention=9) as manager:
+        for step in range(5):
+            manager.save(step, {"model": MODEL})
+    remedy = refused(command, "average", tmp_path / "run" / "step-00000000", tmp_path / "out")
+    command(*commands(remedy, RUN=tmp_path / "run", OUT=tmp_path / "out"))
+    source = open_source(tmp_path / "out")
+    remedy = refused(command, "combine", tmp_path / "out2", "base * tuned", f"base={source.url}")
+    words = commands(remedy, OUT=tmp_path / "out2")
+    command(*(word.replace("PATH", source.url) for word in words), "--to", "hf")
+    assert same(written(tmp_path / "out2"), MODEL)
+    inputs = {"a": source, "b": source}
+    remedy = refused(combine, inputs, "a - b", tmp_path / "out3", "hf", compute_dtype="bfloat16")
+    assert "compute_dtype" in remedy
+    combine(inputs, "a - b", tmp_path / "out3", "hf")
+    remedy = refused(command, "average", tmp_path / "run", tmp_path / "out4", "--last", 6)
+    assert "fewer steps" in remedy
+    command("average", tmp_path / "run", tmp_path / "out4", "--last", 5)
+
+
+@runs(
+    "conversion/combine.py::Combination.join",
+    "conversion/combine.py::Combination._check_floats",
+    "conversion/combine.py::Combination._problem",
+    "conversion/combine.py::Combination._problem[1]",
+    "conversion/combine.py::Combination._problem[2]",
+)
+def test_inputs_of_different_models(tmp_path: Path) -> None:
+    """Tensors that are copied or left out, the other order, and quantized weights."""
+    weight = torch.ones(128, 256)
+    base = hf_folder(tmp_path / "base", {"up.weight": weight, "n[0]": torch.ones(2)})
+    for name, more in {
+        "less": {},
+        "long": {"n[0]": torch.ones(3)},
+        "whole": {"n[0]": torch.ones(2, dtype=torch.int64)},
+    }.items():
+        other = hf_folder(tmp_path / name, {"up.weight": weight, **more})
+        remedy = refused(command, "average", base, other, tmp_path / "out")
+        command("average", base, other, tmp_path / f"{name}-copy", *flag(remedy, "--copy"))
+        assert same(written(tmp_path / f"{name}-copy"), {"up.weight": weight, "n[0]": torch.ones(2)})
+        if "--exclude" in remedy:
+            command("average", base, other, tmp_path / f"{name}-not", *flag(remedy, "--exclude"))
+            assert same(written(tmp_path / f"{name}-not"), {"up.weight": weight})
+    less = tmp_path / "less"
+    remedy = refused(command, "average", less, base, tmp_path / "out")
+    command("average", less, base, tmp_path / "out", *flag(remedy, "--exclude"))
+    assert same(written(tmp_path / "out"), {"up.weight": weight})
+    command("to-hf", less, tmp_path / "q", "--quantize", "fp8-128x128")
+    remedy = refused(command, "average", less, tmp_path / "q", tmp_path / "floats")
+    command("average", less, tmp_path / "q", tmp_path / "floats", *flag(remedy, "--dequantize"))
+    assert same(written(tmp_path / "floats"), {"up.weight": weight})

@@ -160,6 +160,9 @@ CONVERT = (
     "--threads --trust-pickle"
 )
 STATE = "--optimizer --prefix"
+COMBINE = (
+    "--compute-dtype --copy --granularity --include-asset --no-assets --prefix --ranks --require-check --to"
+)
 
 
 def test_flags_are_these() -> None:
@@ -168,6 +171,8 @@ def test_flags_are_these() -> None:
     for name, more in {
         "to-hf": "--adapter --adapter-name --include-asset --no-assets --require-check",
         "merge-adapter": "--include-asset --no-assets --require-check",
+        "average": f"{COMBINE} --last",
+        "combine": COMBINE,
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.command import COMMANDS, vescale_convert
 from vescale_fsdp.checkpoint import load
-from vescale_fsdp.conversion import ConvertOptions, convert, open_source
+from vescale_fsdp.conversion import ConvertOptions, combine, convert, open_source
 from vescale_fsdp.errors import ConversionError, flags_in_messages, option
 
 ROOT = Path(__file__).parents[3]
@@ -91,9 +91,8 @@ def _named() -> set[str]:
 
 def test_every_option_that_is_named_exists() -> None:
     """In Python, and in the command; "adapter" and "config" stand for several arguments, see `option`."""
-    arguments = {each.name for each in fields(ConvertOptions)} | set(
-        inspect.signature(open_source).parameters
-    )
+    arguments = {each.name for each in fields(ConvertOptions)}
+    arguments |= {name for call in (open_source, combine) for name in inspect.signature(call).parameters}
     flags = {flag for command in COMMANDS.values() for param in command.params for flag in param.opts}
     assert _named()
     for name in _named() - {"adapter", "config"}:
