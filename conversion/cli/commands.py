@@ -449,11 +449,15 @@ def _combine(
     }
     kind = sources[0].kind if to is None else by_command[to]
     if kind not in by_command.values():
-        raise click.UsageError(f"--to is needed: {sources[0].url} is of kind {kind}, which is only read")
+        raise click.UsageError(
+            f"The format of the first checkpoint, {kind}, is only read: pass --to, such as --to hf."
+        )
     given = click.get_current_context().get_parameter_source
     for name in _COMBINE_TARGET_OPTIONS:
         if name not in TARGETS[kind].options and given(name) is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"--{name.replace('_', '-')} is not for {TARGETS[kind].command}")
+            raise click.UsageError(
+                f"Option --{name.replace('_', '-')} is not an option of {TARGETS[kind].command}."
+            )
     options = _options(part, fields)
     _write(call(out, kind, options, compute_dtype=compute_dtype, copy=copy), sources, as_json, quiet)
 
@@ -480,7 +484,7 @@ def average_command(
     from vescale_fsdp.conversion.formats.detect import last_steps  # not for --help
 
     if last is not None and (len(paths) > 1 or step is not None):
-        raise click.UsageError("--last needs one folder of a run, and no --step")
+        raise click.UsageError("Option --last needs one folder of a run, and no --step.")
     steps = [step] * len(paths) if last is None else last_steps(paths[0], last)
     urls = paths if last is None else paths * last
     sources = [
@@ -511,7 +515,7 @@ def combine_command(
     """
     pairs = [text.partition("=") for text in inputs]
     if odd := [text for text, (name, _, path) in zip(inputs, pairs, strict=True) if not name or not path]:
-        raise click.UsageError(f"{odd[0]!r} is not NAME=CHECKPOINT.")
+        raise click.UsageError(f"This is not NAME=CHECKPOINT: {odd[0]!r}.")
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise click.UsageError("Two checkpoints have the same name.")
     sources = {

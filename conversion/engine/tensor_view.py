@@ -24,6 +24,8 @@ from vescale_fsdp.layout.index_maps import IndexMap, Reshape, Slice
 if TYPE_CHECKING:
     import numpy as np
 
+_SCRATCH_BUFFERS = 3  # for items that are computed: what is read, intermediate values, and the values of the result
+
 
 class TensorView(ABC):
     """A tensor that can be read box by box."""
@@ -87,9 +89,8 @@ class TensorView(ABC):
 
     @property
     def scratch_buffers(self) -> int:
-        """Memory that a read takes besides its result, in multiples of the result's bytes."""
-        # What is read from an operand, and what that takes. Without operands: scratch of strided reads.
-        return 1 + max((view.scratch_buffers for view in self.operands), default=0)
+        """Upper limit for the memory that a read takes besides its result, in multiples of the result's bytes."""
+        return max([_SCRATCH_BUFFERS, *(view.scratch_buffers for view in self.operands)])
 
     def as_dtype(self, dtype: DType) -> TensorView | None:
         """Return this view with values that are rounded to ``dtype`` where they are computed; None if it cannot.
@@ -133,6 +134,10 @@ class SourceView(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         yield self.source, self.source_name
+
+    @property
+    def scratch_buffers(self) -> int:
+        return 1  # if the items are not contiguous in the file
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         yield self, box

@@ -642,8 +642,7 @@ def test_too_few_inputs_and_expressions(tmp_path: Path) -> None:
     remedy = refused(combine, inputs, "a - b", tmp_path / "out3", "hf", compute_dtype="bfloat16")
     assert "compute_dtype" in remedy
     combine(inputs, "a - b", tmp_path / "out3", "hf")
-    remedy = refused(command, "average", tmp_path / "run", tmp_path / "out4", "--last", 6)
-    assert "fewer steps" in remedy
+    assert "steps" in refused(command, "average", tmp_path / "run", tmp_path / "out4", "--last", 6)
     command("average", tmp_path / "run", tmp_path / "out4", "--last", 5)
 
 

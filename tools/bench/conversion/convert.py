@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -85,13 +86,14 @@ class Contender:
     command: list[str]
     nbytes: int  # size of its source
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
 
     def run(self, target: Path) -> None:
         """One run to a new target, after the disk has finished writing."""
         remove(target)
         os.sync()
-        start = time.monotonic()
+        start, used = time.monotonic(), _cpu_of_children()
         process = subprocess.Popen(
             [*self.command, str(target)], env=AS_INSTALLED, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -100,11 +102,18 @@ class Contender:
             peak = max(peak, peak_kib(process.pid))
             time.sleep(0.005)
         self.seconds.append(time.monotonic() - start)
+        self.cpu_seconds.append(_cpu_of_children() - used)
         self.peak_mib.append(peak / 1024)
         if process.returncode:
             assert process.stderr is not None
             raise SystemExit(f"{self.name} failed:\n{process.stderr.read().decode()}")
         remove(target)
+
+
+def _cpu_of_children() -> float:
+    """CPU seconds of all child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def peak_kib(pid: int) -> int:
