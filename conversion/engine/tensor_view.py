@@ -24,7 +24,9 @@ from vescale_fsdp.layout.index_maps import IndexMap, Reshape, Slice
 if TYPE_CHECKING:
     import numpy as np
 
-_SCRATCH_BUFFERS = 3  # for items that are computed: what is read, intermediate values, and the values of the result
+_SCRATCH_BUFFERS = (
+    3  # for items that are computed: what is read, intermediate values, and the values of the result
+)
 
 
 class TensorView(ABC):

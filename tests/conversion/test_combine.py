@@ -70,7 +70,15 @@ def _equal(found: Tensors, expected: Tensors) -> bool:
     return found.keys() == expected.keys() and all(same_bytes(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.part("formats")),
+        torch.float32,
+        pytest.param(torch.float64, marks=pytest.mark.part("formats")),
+    ],
+)
 @pytest.mark.parametrize("target", ["native", "dcp", "zarr", "hf", "torch"])
 def test_an_average_is_that_of_torch(tmp_path: Path, target: str, dtype: torch.dtype) -> None:
     """Inputs of five formats, sums in the given order, one rounding; small buffers, which cut tensors."""
