@@ -591,6 +591,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and tensor of each buffer that ``state_dict`` includes (torch 2.11-2.15)."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the version counters of thousands of tensors (torch 2.11-2.13), at the cost of one call."""
     return [tensor._version for tensor in tensors]

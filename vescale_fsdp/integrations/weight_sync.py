@@ -3,7 +3,7 @@
 `Transfer` sends shards directly to the shards of an engine, without whole tensors. `WholeTensors` gathers whole
 tensors, in buckets, for engines that accept nothing else (``load_weights`` of most engines, checkpoint-engine)::
 
-    tensors = WholeTensors(dict(model.named_parameters()), receivers=(0,))
+    tensors = WholeTensors(model, receivers=(0,))
     for step in range(steps):
         ...
         for name, tensor in tensors:        on all ranks of the trainer
@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_name
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.distribution import Axis, Distribution, RankSet, ShardCut
-from vescale_fsdp.layout.geometry import numel_of, round_up
+from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.torch_private import local_of, versions_of
 from vescale_fsdp.transfer.description import (
     DescribedTensor,
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightSource
 
 BUCKET_BYTES = 256 << 20  # 256 MiB: default size of a bucket
-_ALIGN_BYTES = 256  # tensors in a bucket start at multiples of this size: enough for any kernel of an engine
 _WHOLE = Distribution((), ())  # no axis cuts the tensor
 
 
@@ -137,8 +136,9 @@ class WholeTensors:
     """An iterable of the whole tensors of a sharded state. The constructor and each iteration are collectives.
 
     Args:
-        state: nested dicts and lists of live tensors, which each iteration reads again; None on ranks that store
-            nothing of the state.
+        state: a module, or nested dicts and lists of live tensors, which each iteration reads again; None on ranks
+            that store nothing of the state. The tensors of a module are its parameters, shared ones once, and its
+            persistent buffers.
         links: for the name of each whole tensor, the link that makes it from tensors of the state (see
             `vescale_fsdp.transfer`). Default: every tensor of the state.
         dtype: dtype of floating-point results other than codes and scales. Default: the dtype of the source.
@@ -150,7 +150,8 @@ class WholeTensors:
         ranks, group, verify: as for `Transfer`.
 
     Attributes:
-        tensors: name, dtype and shape of the whole tensors, in the order of iteration.
+        tensors: name, dtype and shape of the whole tensors, in the order of iteration: that of ``links``, else of the
+            state.
 
     Raises:
         PlacementError: on all ranks; lists every tensor that cannot be made, or the receivers that are not valid.
@@ -158,7 +159,7 @@ class WholeTensors:
     Examples:
         >>> whole = WholeTensors({"w": torch.ones(4), "b": torch.zeros(2)})
         >>> {name: tensor.sum().item() for bucket in whole.buckets() for name, tensor in bucket.tensors()}
-        {'b': 0.0, 'w': 4.0}
+        {'w': 4.0, 'b': 0.0}
     """
 
     def __init__(
@@ -194,19 +195,17 @@ class WholeTensors:
                     expected=f"some of the {own.world_size} ranks, each once",
                     got=list(self._receivers),
                 )
-            tensors = tuple(self._described(source, name, dtype) for name in self._links)
+            reads: dict[str, list[str]] = {name: [] for name in self._links}  # whole tensor -> source tensors
+            tensors = tuple(self._described(source, name, dtype, reads[name]) for name in self._links)
             self.tensors = (
                 tuple(each.sharded(len(self._receivers)) for each in tensors) if sharded else tensors
             )
             # A plan of all tensors, so that an error lists every problem. Each bucket gets a plan of its own below.
-            plan = self._plan(source, self.tensors, budget_bytes)
-        reads: dict[str, list[str]] = {}  # whole tensor -> source tensors
-        for leaf in plan.leaves:
-            reads.setdefault(plan.target.entries[leaf.target].name, []).append(leaf.source.name)
+            self._plan(source, self.tensors, budget_bytes)
         pool = StagingPool()  # shared by all transfers, since buckets are filled one after another
         self._buckets = []
         for bucket in _buckets_of(self.tensors, bucket_bytes):
-            names = list(dict.fromkeys(name for tensor in bucket for name in reads.get(tensor.name, ())))
+            names = list(dict.fromkeys(name for tensor in bucket for name in reads[tensor.name]))
             transfer = Transfer(
                 self._plan(_only(source, set(names)), bucket, budget_bytes),
                 ranks=own,
@@ -214,18 +213,26 @@ class WholeTensors:
                 group=group,
                 pool=pool,
             )
-            offsets, nbytes = {}, 0
-            for tensor in bucket:
-                offsets[tensor] = nbytes
-                nbytes += round_up(tensor.nbytes, _ALIGN_BYTES)
+            # Without gaps, since SGLang's receiver computes offsets from sizes. Wide items first: each is aligned.
+            placed, nbytes = {}, 0
+            for tensor in sorted(bucket, key=lambda each: -each.dtype.itemsize):
+                placed[tensor] = nbytes
+                nbytes += tensor.nbytes
+            offsets = {tensor: placed[tensor] for tensor in bucket}
             self._buckets.append(_PlannedBucket(offsets, nbytes, names, transfer))
 
-    def _described(self, source: StateDescription, name: str, dtype: torch.dtype | None) -> WholeTensor:
-        """Return the dtype and shape of the whole tensor called ``name``; placeholders if its link is not valid."""
+    def _described(
+        self, source: StateDescription, name: str, dtype: torch.dtype | None, reads: list[str]
+    ) -> WholeTensor:
+        """Return the dtype and shape of the whole tensor called ``name``; placeholders if its link is not valid.
+
+        ``reads`` gets the names of the source tensors.
+        """
         leaves: list[SourceTensor] = []
 
         def shape_of(item: Any) -> tuple[int, ...]:
             leaves.append(SourceTensor(source, item))
+            reads.append(leaves[-1].name)
             return leaves[-1].shape
 
         try:
@@ -325,12 +332,11 @@ def _buckets_of(tensors: Sequence[WholeTensor], bucket_bytes: int) -> Iterator[l
     bucket: list[WholeTensor] = []
     room = bucket_bytes
     for tensor in tensors:
-        needed = round_up(tensor.nbytes, _ALIGN_BYTES)
-        if bucket and needed > room:
+        if bucket and tensor.nbytes > room:
             yield bucket
             bucket, room = [], bucket_bytes
         bucket.append(tensor)
-        room -= needed
+        room -= tensor.nbytes
     if bucket:
         yield bucket
 
@@ -339,7 +345,9 @@ def sglang_bucket(bucket: TensorBucket) -> FlattenedTensorBucket:
     """Return a bucket as SGLang's ``FlattenedTensorBucket``, without a copy.
 
     For ``update_weights_from_tensor(..., load_format="flattened_bucket")`` and ``update_weights_from_distributed`` with
-    the same ``load_format``: the fields of the result are what SGLang serializes and broadcasts.
+    the same ``load_format``: the fields of the result are what SGLang serializes and broadcasts. The latter gets names,
+    dtypes and shapes in the order of the metadata, and computes the offsets from them: tensors follow one another
+    without gaps.
 
     Args:
         bucket: a bucket of `WholeTensors.buckets`, on a receiver.
@@ -353,36 +361,50 @@ def sglang_bucket(bucket: TensorBucket) -> FlattenedTensorBucket:
 
     check_version("sglang")
     metadata = []
-    for tensor, start in bucket.offsets.items():
+    # An empty tensor starts where the next one does; it comes first, where its item size still divides the offset.
+    for tensor, start in sorted(bucket.offsets.items(), key=lambda item: (item[1], item[0].nbytes)):
         shape, stop = torch.Size(tensor.local_shape), start + tensor.nbytes
         metadata.append(FlattenedTensorMetadata(tensor.name, shape, tensor.dtype, start, stop, tensor.nbytes))
     return FlattenedTensorBucket(flattened_tensor=bucket.data, metadata=metadata)
 
 
-def vllm_source(state: Any, *, ranks: Ranks = None, **options: Any) -> WeightSource:
+def vllm_source(
+    state: Any, *, links: Mapping[str, Link] | None = None, ranks: Ranks = None, **options: Any
+) -> WeightSource:
     """Return vLLM's ``WeightSource`` of a sharded state, for the ``trainer_init`` of its trainer engines. A collective.
 
-    ``iter_full`` yields whole tensors on all ranks (engines that broadcast, IPC). ``iter_local`` yields each rank's
+    The order is vLLM's: layer by layer (its ``layerwise_groups``), which the sharded RDT engine requires. ``iter_full``
+    yields whole tensors on all ranks (engines that broadcast, IPC). ``iter_local`` yields each rank's
     chunk of the first dim that the number of ranks divides (the m2n engine); the metadata name that dim. Both fill one
     bucket after another, which is freed when the next one is filled.
 
     Args:
-        state: the state whose tensors are sent; the names are those that vLLM's ``load_weights`` expects, or ``links``
-            gives them.
+        state: the module or state whose tensors are sent; the names are those that vLLM's ``load_weights`` expects, or
+            ``links`` gives them.
+        links: as for `WholeTensors`.
         ranks: the trainer's ranks, numbered as vLLM's trainer ranks are.
-        options: ``links``, ``dtype``, ``bucket_bytes``, ``budget_bytes``, ``verify`` of `WholeTensors`.
+        options: ``dtype``, ``bucket_bytes``, ``budget_bytes``, ``verify`` of `WholeTensors`.
 
     Examples:
         >>> source = vllm_source({"w": torch.ones(4)})  # doctest: +SKIP
         >>> [(meta.name, meta.shape) for meta in source.metadata]  # doctest: +SKIP
         [('w', (4,))]
     """
-    from vllm.distributed.weight_transfer.base import ParamMeta, Replicate, Shard, WeightSource
+    from vllm.distributed.weight_transfer.base import (
+        ParamMeta,
+        Replicate,
+        Shard,
+        WeightSource,
+        layerwise_groups,
+    )
 
     check_version("vllm")
     own = transfer_ranks(ranks)
-    full = WholeTensors(state, ranks=own, **options)
-    local = WholeTensors(state, ranks=own, sharded=True, **options)
+    if links is None:  # a name alone is a link
+        links = {name: name for name in describe_states(state, None, ranks=own)[0].numbers_by_name}
+    in_order = {name: links[name] for group in layerwise_groups(list(links)) for name in group}
+    full = WholeTensors(state, links=in_order, ranks=own, **options)
+    local = WholeTensors(state, links=in_order, ranks=own, sharded=True, **options)
 
     class ShardedWeights(WeightSource):  # type: ignore[misc]  # vLLM is not installed where types are checked
         """The weights of a trainer, as whole tensors and as chunks."""

@@ -8,12 +8,14 @@ that transfers can be planned in advance or simulated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, check_complete, merge_structures
@@ -24,6 +26,7 @@ from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.distribution import Axes, Distribution, Holders, RankSet
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.region import Region
+from vescale_fsdp.torch_private import persistent_buffers
 
 Ranks = Coordinator | dist.ProcessGroup | None
 
@@ -86,8 +89,10 @@ class StateDescription:
     @cached_property
     def numbers_by_name(self) -> dict[str, int]:
         """The number of each tensor by its name: the first number, if ranks distribute the tensor in several ways."""
-        # Reversed: of several numbers for one name, the last that is set stays.
-        return {entry.name: number for number, entry in reversed(list(enumerate(self.entries)))}
+        numbers: dict[str, int] = {}
+        for number, entry in enumerate(self.entries):
+            numbers.setdefault(entry.name, number)
+        return numbers
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
@@ -145,6 +150,8 @@ def _structure(
 def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of nested mappings, lists and tuples, each with its name: its keys and indices, joined by dots.
 
+    The tensors of a module are its parameters, shared ones once, and its persistent buffers.
+
     Raises:
         CheckpointError: for a leaf that is not a tensor.
     """
@@ -156,10 +163,12 @@ def named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
         items = state.items()
     elif isinstance(state, (list, tuple)):
         items = enumerate(state)
+    elif isinstance(state, nn.Module):
+        items = chain(state.named_parameters(), persistent_buffers(state))
     else:
         raise CheckpointError(
             "A transfer moves tensors only.",
-            expected="nested dicts and lists of tensors",
+            expected="modules, and nested dicts and lists of tensors",
             got=type(state).__name__,
             where=name or "the state itself",
             todo="leave this value out of the state, and send it separately",
@@ -182,9 +191,9 @@ def describe_states(
     """Describe the state that a transfer reads and the state that it fills. A collective of all ranks of both states.
 
     Args:
-        source: nested dicts and lists of tensors and DTensors; None on ranks that store nothing of the source. A plain
-            tensor is assumed to have equal values on all ranks that store the tensor. Wrap plain shards with
-            ``DTensor.from_local``.
+        source: nested dicts and lists of tensors and DTensors, or a module; None on ranks that store nothing of the
+            source. A plain tensor is assumed to have equal values on all ranks that store the tensor. Wrap plain shards
+            with ``DTensor.from_local``.
         target: the state that is filled, in the form of ``source``.
         ranks: the ranks of both states: a process group (default: all ranks), or the result of `joint_ranks`. The
             descriptions use the rank numbers of this group.
@@ -229,7 +238,12 @@ def _describe(state: Any | None, coordinator: Coordinator) -> StateDescription:
                 where=entry.name,
                 todo="wrap shards that are plain tensors with DTensor.from_local",
             )
-    return StateDescription(joined, ranks)
+    # Engines read tensors in the order of the model, not in that of files.
+    names = (entry.name for _, structure in classes for entry in structure.entries)
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    order = sorted(range(len(ranks)), key=lambda number: places[joined.entries[number].name])
+    entries = tuple(joined.entries[number] for number in order)
+    return StateDescription(replace(joined, entries=entries), tuple(ranks[number] for number in order))
 
 
 def _local_structure(state: Any | None, rank_of: dict[int, int] | None) -> Structure:

@@ -119,16 +119,22 @@ def joint_ranks(
     check_exposure(address, known)
     deadline_s = time.monotonic() + timeout_s
     while True:
-        bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, deadline_s), timeout_s)
         try:
+            bounded = BoundedStore(_open_store(rendezvous, tcp, rank, num_ranks, deadline_s), timeout_s)
             # Through the store without signatures, since ranks with other secrets must be able to read a refusal.
             name = _Meeting(bounded, rank, num_ranks, timeout_s, known).meet(deadline_s)
             break
-        except LifecycleError:
+        except (LifecycleError, dist.DistError) as lost:
             # The store of rank 0 has ended: that of an earlier meeting, which this rank has found before rank 0 left
             # it, or rank 0 was restarted. Its next store has the same address.
             if tcp is None or rank == 0 or time.monotonic() > deadline_s:
-                raise
+                raise CheckpointError(
+                    "The store of the joint ranks does not answer.",
+                    expected=f"rank 0, which hosts it, within {timeout_s:g} s",
+                    got=f"no greeting of ranks [0]: {type(lost).__name__}: {lost}",
+                    where=f"rank {rank}, at {rendezvous}",
+                    todo="start the process of rank 0 again, and call joint_ranks again on all ranks",
+                ) from lost
             time.sleep(_POLL_S)
     store = bounded if known is None else SignedStore(bounded, known)
     # torch maps rank numbers in the default group to rank numbers in the new group. Ranks of other jobs are not in the

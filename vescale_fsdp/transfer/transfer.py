@@ -236,12 +236,19 @@ class Transfer:
             if self._worker is None:
                 # Created at first use: most callers never run in the background. `_busy` admits one run at a time.
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
-            future = self._worker.submit(self._beside(), read, into, version)
-        except BaseException:  # without a future, no callback releases the lock
+            run = self._beside()
+
+            def released() -> None:
+                # Not by a callback of the future, which may run after the handle's `wait` has returned.
+                try:
+                    run(read, into, version)
+                finally:
+                    self._busy.release()
+
+            return TransferHandle(self._worker.submit(released))
+        except BaseException:  # nothing was submitted
             self._busy.release()
             raise
-        future.add_done_callback(lambda _: self._busy.release())
-        return TransferHandle(future)
 
     def _beside(self) -> Callable[[_SourceRead, Any | None, int | None], None]:
         """Return `_run` for the worker's thread: on an accelerator, on a stream behind the caller's work so far.

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import RaggedShard, distribute_tensor
+from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.integrations.weight_sync import WholeTensors, sglang_bucket, vllm_source
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.torch_private import local_of
@@ -61,6 +62,10 @@ def modules_of(package: str) -> Iterator[None]:
             "vllm.config.weight_transfer": ("WeightTransferConfig", object),
             "vllm.logger": ("init_logger", logging.getLogger),
             "vllm.utils.nccl": ("unpinned_nccl_env", None),
+            "ray": (
+                "method",
+                lambda **options: lambda made: made,
+            ),  # what the sharded RDT engine is decorated with
         }.items():
             sys.modules[name] = ModuleType(name)
             setattr(sys.modules[name], *content)
@@ -70,7 +75,7 @@ def modules_of(package: str) -> Iterator[None]:
     finally:
         sys.path.remove(str(folder))
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] == package:
+            if name.partition(".")[0] in (package, "ray"):
                 del sys.modules[name]
 
 
@@ -159,6 +164,101 @@ def test_vllm_takes_a_weight_source() -> None:
     """Whole tensors, and chunks of the first dim that the ranks divide; a tensor without such a dim is whole."""
     wanted = {"layers.0.w": "dim 0", "layers.0.norm": "whole", "layers.0.odd": "dim 1"}
     assert run_ranks(2, sends_to_vllm) == [wanted] * 2
+
+
+class Layered(nn.Module):
+    """Twelve layers of two dtypes, a tied head, a buffer that is saved, and one that is not."""
+
+    bias: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16), nn.RMSNorm(8)) for _ in range(12)
+        )
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("bias", torch.randn(3))
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+
+
+def feeds_sharded_rdt() -> list[list[str]]:
+    """vLLM's sharded RDT trainer takes a sharded module, and reads its groups, whose names are returned."""
+    torch.manual_seed(0)
+    model = Layered()
+    wanted = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
+    fully_shard(model, mesh=cpu_mesh())
+    with modules_of("vllm"):
+        trainer = importlib.import_module("vllm.distributed.weight_transfer.sharded_rdt_trainer")
+
+        class Engine(trainer.ShardedRDTTrainerWeightTransferEngine):  # type: ignore[misc, name-defined]
+            """Without the server, which needs a GPU."""
+
+            def _spawn_server(self, served_names: list[str]) -> None:
+                assert set(served_names) == set(wanted)
+                self._server_name = f"server {self.rank}"
+
+            def _build_worker_init_info(self, server_names: list[str]) -> Any:
+                assert server_names == ["server 0", "server 1"]
+                return self._init_info
+
+        class Client:
+            """Hears of the engine's start."""
+
+            def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+                assert info["num_consumers"] == 1
+
+        engine = Engine.trainer_init(
+            trainer.ShardedRDTTrainerInitInfo(rank=dist.get_rank(), num_consumers=1),
+            client=Client(),
+            source=vllm_source(model, bucket_bytes=300),
+        )
+        groups = []
+        for names, tensors in engine._iter_owned_groups():
+            groups.append(names)
+            assert all(
+                torch.equal(tensor, wanted.pop(name)) for name, tensor in zip(names, tensors, strict=True)
+            )
+    assert not wanted
+    return groups
+
+
+@pytest.mark.skipif(folder_of("vllm") is None, reason="needs the files of vllm")
+def test_sharded_rdt_reads_layer_by_layer() -> None:
+    """Layer 10 comes after layer 9, not after layer 1, and a wide dtype does not come before the others."""
+    layers = [[f"layers.{i}.0.weight", f"layers.{i}.1.weight"] for i in range(12)]
+    assert run_ranks(2, feeds_sharded_rdt) == [[["embed.weight"], *layers, ["bias"]]] * 2
+
+
+def broadcasts_to_sglang() -> None:
+    """Rank 0 broadcasts buckets; rank 1 receives as `update_weights_from_distributed` does, by names and shapes."""
+    full, state = trained()
+    full["odd"] = torch.arange(5, dtype=torch.int8)
+    state["odd"], state["none"], full["none"] = full["odd"].clone(), torch.ones(0), torch.ones(0)
+    wanted = dict(full)
+    with modules_of("sglang"):
+        module = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+        for bucket in WholeTensors(state, receivers=(0,)).buckets():
+            headers: list[Any] = [None]
+            if dist.get_rank() == 0:
+                flattened = sglang_bucket(bucket)
+                headers = [
+                    [(each.name, str(each.dtype)[6:], each.shape) for each in flattened.get_metadata()]
+                ]
+            dist.broadcast_object_list(headers)
+            if dist.get_rank() == 1:
+                flattened = module.FlattenedTensorBucket.empty(*zip(*headers[0], strict=True), "cpu")
+            dist.broadcast(flattened.get_flattened_tensor(), 0)
+            for name, tensor in flattened.reconstruct_tensors():
+                assert torch.equal(tensor, wanted.pop(name)), name
+    assert not wanted
+
+
+@pytest.mark.skipif(folder_of("sglang") is None, reason="needs the files of sglang")
+def test_sglang_receives_by_names_dtypes_and_shapes() -> None:
+    """SGLang allocates what it receives itself: the bytes that are sent have its offsets."""
+    run_ranks(2, broadcasts_to_sglang)
 
 
 def sends_to_sglang() -> None:

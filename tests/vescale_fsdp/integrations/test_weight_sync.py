@@ -34,6 +34,7 @@ def trainer() -> tuple[Full, State]:
         "rows": torch.randn(5, 3),
         "steps": torch.arange(3),
         "large": torch.randn(64, 64),
+        "empty": torch.ones(0, 3),
     }
     state: State = {
         name: distribute_tensor(full[name].clone(), mesh, [RaggedShard((0,), (1, 2))]) for name in "qk"
@@ -42,6 +43,7 @@ def trainer() -> tuple[Full, State]:
     state["large"] = distribute_tensor(full["large"].clone(), mesh, [RaggedShard((0, 1), (1000, 3096))])
     state["rows"] = distribute_stock(full["rows"].clone(), mesh, [Shard(0)])
     state["steps"] = full["steps"].clone()
+    state["empty"] = full["empty"].clone()
     return full, state
 
 
@@ -77,7 +79,10 @@ def whole_tensors() -> list[int]:
         for name, tensor in got.items():
             assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
             assert tensor.is_meta if dist.get_rank() == 0 else same_bytes(tensor, wanted[name])
-        assert all(tensor.equal(now[name]) and tensor.any() for name, tensor in dict(every).items())
+        assert all(
+            tensor.equal(now[name]) and (tensor.any() or not tensor.numel())
+            for name, tensor in dict(every).items()
+        )
         sizes = [bucket.data.numel() for bucket in made.buckets()]
         rank_transfers.copies_between = None  # type: ignore[assignment]  # a second pass asks nothing of the plan
     rank_transfers.copies_between = real
@@ -140,15 +145,40 @@ def chunks() -> None:
     full, state = trainer()
     sharded = WholeTensors(state, sharded=True, bucket_bytes=256)
     dims = {tensor.name: tensor.shard_dim for tensor in sharded.tensors}
-    assert dims == {"q": 0, "k": 0, "norm": 0, "rows": None, "steps": None, "large": 0}
+    assert dims == {"q": 0, "k": 0, "norm": 0, "rows": None, "steps": None, "large": 0, "empty": None}
     for name, tensor in sharded:
         dim = dims[name]
         wanted = full[name] if dim is None else full[name].chunk(2, dim)[dist.get_rank()]
         assert tensor.shape == wanted.shape and tensor.equal(wanted), name
 
 
+def order_and_layout() -> None:
+    """Tensors come in the order of the module; in a bucket there are no gaps, and each tensor is aligned."""
+    model = torch.nn.Sequential()
+    for place in range(11):
+        model.add_module(
+            f"layer{place}", torch.nn.Linear(3, 3, dtype=(torch.bfloat16, torch.float32)[place % 2])
+        )
+    model.register_buffer("codes", torch.arange(3, dtype=torch.int8))
+    model.register_buffer("rates", torch.rand(5))
+    model.register_buffer("scratch", torch.rand(2), persistent=False)
+    model.add_module("tied", model[0])
+    names = [name for name in model.state_dict() if "tied" not in name]
+    parameters_first = [*dict(model.named_parameters()), "codes", "rates"]
+    assert sorted(names) == sorted(parameters_first)
+    (bucket,) = WholeTensors(model).buckets()
+    assert [name for name, _ in bucket.tensors()] == parameters_first
+    stop = 0
+    for tensor, start in sorted(bucket.offsets.items(), key=lambda item: item[1]):
+        assert start == stop and start % tensor.dtype.itemsize == 0
+        stop = start + tensor.nbytes
+    assert bucket.data.numel() == stop
+    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in bucket.tensors())
+
+
 def two_ranks() -> list[int]:
     """All that two ranks can show."""
+    order_and_layout()
     chunks()
     sizes = whole_tensors()
     wrong_calls()

@@ -6,7 +6,9 @@ import os
 import pickle
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
+from vescale_fsdp.checkpoint.ranks.stores import bound_store
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import store_of
 from vescale_fsdp.transfer.description import describe_states
@@ -227,6 +230,33 @@ def waits_for_one_that_does_not_come(folder: str) -> str:
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     """The error after the time-out lists them."""
     assert all("[2]" in got for got in run_ranks(2, waits_for_one_that_does_not_come, str(tmp_path)))
+
+
+def misses_the_first_rank(port: int) -> list[str]:
+    """Rank 1's errors where nobody hosts the store, and where its host dies while rank 1 waits for rank 2."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said = []
+    if rank == 0:
+        said.append(
+            met(lambda: joint_ranks(f"tcp://127.0.0.1:{port}", first_rank=1, num_ranks=3, timeout_s=1))
+        )
+        hosted = bound_store("127.0.0.1", port, timedelta(seconds=10))
+        threading.Timer(0.5, lambda: released.pop()).start()
+        released = [hosted]
+        del hosted
+        said.append(
+            met(lambda: joint_ranks(f"tcp://127.0.0.1:{port}", first_rank=1, num_ranks=3, timeout_s=2))
+        )
+        assert not released
+    return said
+
+
+def test_a_first_rank_that_is_late_or_dies() -> None:
+    """The documented error, which callers meet again after, not that of the store."""
+    assert run_ranks(2, misses_the_first_rank, free_port())[0] == ["CheckpointError"] * 2
 
 
 def meets_often(folder: str, port: int, count: int) -> list[tuple[int, int, int]]:
