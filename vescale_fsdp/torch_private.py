@@ -283,22 +283,6 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def groups_with_timeout_of(base: dist.ProcessGroup) -> Iterator[None]:
-    """Return a context in which new groups get the timeout of ``base``.
-
-    For new groups, torch ignores the timeout of `init_process_group` and uses the backend's default. Constructors of
-    meshes have no timeout argument (torch 2.11-2.13).
-    """
-    before = set(_world.pg_map)
-    yield
-    timeout = timeout_of(base)
-    for group in _world.pg_map:
-        # A group whose backend has no timeout (None) cannot be given one.
-        if timeout is not None and group not in before and timeout_of(group) is not None:
-            _set_pg_timeout(timeout, group)
-
-
 def inherit_timeout(group: dist.ProcessGroup) -> None:
     """Give a group that has torch's default timeout the timeout of `init_process_group`, if that was given.
 
@@ -413,16 +397,73 @@ def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate(list(slices))
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten all axes of a slice of a named mesh to a 1-D mesh (torch 2.11-2.13). A collective call."""
-    with groups_with_timeout_of(mesh.get_group(0)):
-        return mesh._flatten(name)
+def flatten_mesh(
+    mesh: DeviceMesh, name: str, make_group: Callable[[list[int]], dist.ProcessGroup]
+) -> DeviceMesh:
+    """Flatten all axes of a slice of a named mesh to a 1-D mesh (torch 2.11-2.15).
+
+    Args:
+        mesh: the slice.
+        name: name of the axis of the new mesh.
+        make_group: returns the process group of the given ranks; not called if the mesh was flattened before. torch
+            would name the group by the number of groups of this process, or split the default group.
+    """
+    layout: Any = mesh._layout
+    if "collapse" in vars(type(layout)):
+        flat = type(layout)([layout.collapse()])
+    else:  # torch 2.11 and 2.12
+        flat = layout.coalesce()
+        flat = flat.nest() if len(flat) > 1 else flat
+    _add_flattened(mesh, flat, name, make_group)
+    return mesh._flatten(name)
 
 
-def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Split the only axis of a 1-D mesh into several axes (torch 2.11-2.13). A collective call."""
-    with groups_with_timeout_of(mesh.get_group(0)):
-        return mesh._unflatten(0, sizes, names)
+def mesh_of_one(
+    mesh: DeviceMesh, name: str, make_group: Callable[[list[int]], dist.ProcessGroup]
+) -> DeviceMesh:
+    """Return a 1-D mesh of this rank alone, which can be concatenated with slices of ``mesh`` (torch 2.11-2.15).
+
+    Args:
+        mesh: a named mesh, or a slice of one.
+        name: name of the axis of the new mesh.
+        make_group: returns the process group of the given rank; not called if the mesh was made before.
+    """
+    kind: Any = type(mesh._layout)
+    sizes = vars(kind).get("from_sizes_strides")
+    one = kind((1,), (1,)) if sizes is None else kind.from_sizes_strides((1,))  # torch 2.11 and 2.12; later
+    return _add_flattened(mesh, one, name, make_group)
+
+
+def _add_flattened(
+    mesh: DeviceMesh, layout: Any, name: str, make_group: Callable[[list[int]], dist.ProcessGroup]
+) -> DeviceMesh:
+    """Return the flattened mesh of this name, after adding it to those of the root mesh if it is new."""
+    root = mesh._get_root_mesh()
+    if name not in root._flatten_mapping:
+        new = DeviceMesh(
+            root.device_type,
+            mesh_dim_names=(name,),
+            _init_backend=False,
+            _layout=layout,
+            _rank_map=root._rank_map,
+            _root_mesh=root,
+        )
+        group = make_group(new.mesh.tolist())
+        new._dim_group_names = [group.group_name]
+        root._pg_registry[group.group_name] = group  # read by torch.compile
+        root._flatten_mapping[name] = new
+    return root._flatten_mapping[name]
+
+
+def mesh_of_world(device_type: str) -> DeviceMesh:
+    """Return a 1-D mesh over the default group, on this process's device of a type (torch 2.11-2.15).
+
+    ``init_device_mesh`` makes a group of all ranks in place of a default group of gloo, where torch supports CUDA.
+    """
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device_type)
+    mesh._setup_world_group_and_device()  # selects the device by LOCAL_RANK, as init_device_mesh does
+    return mesh
 
 
 def sequence_number_of(tensor: torch.Tensor) -> int:

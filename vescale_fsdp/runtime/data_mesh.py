@@ -32,15 +32,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from vescale_fsdp.collectives.process_groups import new_group
 from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec, ranks_by_group_rank, spec_with
@@ -53,13 +55,13 @@ from vescale_fsdp.torch_private import (
     FSDPMeshInfo,
     concatenate_meshes,
     flatten_mesh,
-    groups_with_timeout_of,
     inherit_timeout,
     local_of,
+    mesh_of_one,
+    mesh_of_world,
     set_local,
     spec_of,
     spmd_mesh_of,
-    unflatten_mesh,
 )
 
 
@@ -136,11 +138,8 @@ def default_mesh() -> DeviceMesh:
                 "torch.distributed.init_process_group with a store, rank and world_size first; or pass "
                 "mesh=init_device_mesh(..)",
             ) from unset
-    assert dist.group.WORLD is not None
-    # Without the first context, torch would give the mesh's groups its default timeout. Without the second, a mesh
-    # created under FakeTensorMode would have no rank numbers.
-    with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+    with outside_fake_mode():  # a mesh that is created under FakeTensorMode has no rank numbers
+        return mesh_of_world(device_type)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -183,10 +182,10 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         return DataMesh(mesh)
     axes = _spmd_axes(mesh, dims)
     if not dims.shard_names:
-        replicated = _one_axis(mesh, dims.replicate_names)
-        name = replicated.mesh_dim_names[0] if replicated.mesh_dim_names else "replicate"
         # Replication only is handled as HSDP, with a sharding axis of one rank.
-        return DataMesh(unflatten_mesh(replicated, (replicated.size(), 1), (name, f"{name}_shard")), axes)
+        replicated = _one_axis(mesh, dims.replicate_names)
+        one = mesh_of_one(mesh, f"{'_'.join(dims.replicate_names)}_shard", partial(_group_over, mesh))
+        return DataMesh(concatenate_meshes(replicated, one), axes)
     sharded = _one_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
         return DataMesh(sharded, axes)
@@ -219,8 +218,17 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return a 1-D mesh of the named axes."""
-    # A single axis is sliced, because its process group exists already. Flattening creates a new group.
-    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
+    # A single axis is sliced, because its process group exists already. Flattening creates a group.
+    if len(names) == 1:
+        return mesh[names[0]]
+    return flatten_mesh(mesh[names], "_".join(names), partial(_group_over, mesh))
+
+
+def _group_over(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup:
+    """Return the default group if these are all ranks, else a new group with the timeout of the mesh's groups."""
+    # Sorted, as torch sorts the ranks of its groups.
+    world = dist.group.WORLD if len(ranks) == dist.get_world_size() else None
+    return world or new_group(mesh.get_group(0), sorted(ranks))
 
 
 def mesh_of_info(info: Any) -> DataMesh:

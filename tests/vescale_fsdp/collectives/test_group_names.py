@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.units import groups_of
-from vescale_fsdp import fully_shard
+from vescale_fsdp import DataParallelMeshDims, fully_shard
+from vescale_fsdp.torch_private import newer_class
 
 
 def filled() -> nn.Sequential:
@@ -72,6 +74,49 @@ def test_ranks_with_different_numbers_of_groups_train(members: list[int], way: s
         assert (found is None) == (rank not in members)
         for mine, param in zip(found or [], plain.parameters(), strict=found is not None):
             torch.testing.assert_close(mine, param.grad)
+
+
+FLATTENED = {
+    "two axes that shard": {"shard": ("a", "b")},
+    "two axes of replicas": {"shard": "c", "replicate": ("a", "b")},
+    "replicas alone": {"replicate": ("a", "b")},
+    "replicas on one axis": {"replicate": "a"},
+}
+
+
+def grads_over_axes(way: str) -> list[torch.Tensor]:
+    """Gradients of a step over axes of a mesh, after ranks 0 and 1 have made groups for themselves."""
+    rank = dist.get_rank()
+    mesh = cpu_mesh(2, 1, 1, 2, names=("a", "b", "c", "tp"))
+    if rank in (0, 1):  # counted by torch on these ranks only
+        first, _ = dist.new_group([0, 1]), dist.new_group([0, 1])
+        if rank == 0:
+            dist.destroy_process_group(first)
+    model = nn.Linear(6, 4)
+    for name, param in filled()[0].named_parameters():
+        whole = distribute_tensor(param.detach()[:4].clone(), mesh, [Replicate()] * 4)
+        setattr(model, name, nn.Parameter(whole))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**FLATTENED[way]))
+    rows = DTensor.from_local(
+        torch.linspace(-1, 1, 30).view(5, 6) + rank // 2, mesh, [Shard(0), *[Replicate()] * 3]
+    )
+    model(rows).square().sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(
+    DataParallelMeshDims.__module__ == newer_class.__module__, reason="this torch has no DataParallelMeshDims"
+)
+@pytest.mark.parametrize("way", FLATTENED)
+def test_axes_are_flattened_after_ranks_have_made_different_groups(way: str) -> None:
+    """The flattened axis is a part of the ranks, and its group is found by all of its members."""
+    plain = filled()[0]
+    for replica in range(2):
+        rows = torch.linspace(-1, 1, 30).view(5, 6) + replica
+        ((rows @ plain.weight[:4].T + plain.bias[:4]).square().sum() / 2).backward()
+    for found in run_ranks(4, grads_over_axes, way):
+        for mine, param in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, param.grad[:4])
 
 
 def warnings_of_hosts(per_node: str) -> list[str]:
