@@ -15,6 +15,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +98,18 @@ class CombinedView(TensorView):
             view.read_into(box, raw.reshape(box.sizes))
         flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
         number = np.dtype(self.compute_dtype.name).type
-        lost = 0
-        stored = [*zip(raws, dtypes, strict=True)]
+        lost, stored = 0, [*zip(raws, dtypes, strict=True)]
+
+        def load(block: slice, index: int) -> np.ndarray:
+            """Return a block of an input, converted where it is used, so that few values are in the cache."""
+            raw, dtype = stored[index]
+            return cast_array(raw[block], dtype, self.compute_dtype).view(number)
+
         with np.errstate(over="ignore", invalid="ignore"):  # as in torch
             for start in range(0, box.numel, _BLOCK_ITEMS):
                 block = slice(start, start + _BLOCK_ITEMS)
-                values = [
-                    cast_array(raw[block], dtype, self.compute_dtype).view(number) for raw, dtype in stored
-                ]
-                result = _run(self.steps, values, number).view(self.compute_dtype.raw)
+                values = _run(self.steps, partial(load, block), number)
+                result = values.view(self.compute_dtype.raw)
                 lost += cast_into(result, self.compute_dtype, flat[block], self.dtype)
         if not out.flags.c_contiguous:
             out[...] = flat.reshape(box.sizes)
@@ -135,14 +139,16 @@ class CombinedView(TensorView):
         return f"{self.steps} in {self.compute_dtype.name} as {self.dtype.name} of {inputs}"
 
 
-def _run(steps: tuple[Step, ...], inputs: list[np.ndarray], number: Callable[[float], Any]) -> np.ndarray:
-    """Run a program; returns one of the inputs, or a new array."""
+def _run(
+    steps: tuple[Step, ...], load: Callable[[int], np.ndarray], number: Callable[[float], Any]
+) -> np.ndarray:
+    """Run a program; ``load`` returns the values of an input, and ``number`` a number in the type of operations."""
     stack: list[Any] = []
     for step in steps:
         if isinstance(step, str):
             right = stack.pop()
             stack.append(-right if step == NEGATE else OPERATORS[step](stack.pop(), right))
         else:
-            stack.append(inputs[step] if isinstance(step, int) else number(step))
+            stack.append(load(step) if isinstance(step, int) else number(step))
     (result,) = stack
     return result
