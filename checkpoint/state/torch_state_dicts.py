@@ -37,7 +37,8 @@ from vescale_fsdp.checkpoint.manifest.state_tree import child_name
 from vescale_fsdp.checkpoint.state.live_objects import home_device, undo_casts
 from vescale_fsdp.checkpoint.state.optimizer_forms import optimizer_state
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
-from vescale_fsdp.collectives.process_groups import device_for_messages
+from vescale_fsdp.collectives.process_groups import backends_of
+from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.meeting import meet, one_meeting
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import ArgumentError, CheckpointError
@@ -384,7 +385,9 @@ def _broadcast(stub: _Stub, value: torch.Tensor | None, template: Any, home: tor
     device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
     if device.type == "meta":
         device = home
-    device = device_for_messages(dist.group.WORLD, device)
+    backends = backends_of(dist.group.WORLD)
+    if device.type not in backends:
+        device = current_device(next(iter(backends)))
     if value is None:
         value = torch.empty(stub.shape, dtype=stub.dtype, device=device)
     value = value.detach().to(device).contiguous()  # collectives accept only contiguous tensors

@@ -19,7 +19,7 @@ IN_A_PART = pytest.mark.part("numerics")
 @pytest.fixture(autouse=True)
 def small_pieces() -> Iterator[None]:
     """Slices are received in several pieces."""
-    with mock.patch.object(slice_exchange, "_RECEIVED_BYTES", 1 << 13):
+    with mock.patch.object(slice_exchange, "_PIECE_BYTES", 1 << 13):
         yield
 
 

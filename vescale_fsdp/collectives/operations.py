@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.collectives.process_groups import backends_of, crosses_network, nodes_of, two_levels
+from vescale_fsdp.collectives.process_groups import backends_of, nodes_of, two_levels
 from vescale_fsdp.collectives.slice_exchange import (
     AllWorks,
     MaxByMessages,
@@ -37,35 +38,36 @@ from vescale_fsdp.torch_private import (
     storage_id,
 )
 
-# The tags are arbitrary, but not 0: messages that a user sends in the same group have tag 0 by default.
-_MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async`
-
 
 def reduces_beside(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether `reduce_scatter_into` on the CPU goes on while the caller computes: between nodes it does.
 
     There the network is slower than the cores. On one node it uses the cores that would compute.
     """
-    return device_type == "cpu" and crosses_network(group) and backend_of(group, "cpu") is _GLOO
+    return device_type == "cpu" and nodes_of(group) is not None and backend_of(group, "cpu") is _GLOO
 
 
-class _KeepSlice:
-    """An all-reduce in flight; `wait` also copies this rank's slice of the result into ``into``."""
+class _KeepSlice(NamedTuple):
+    """An all-reduce in flight; `wait` also copies ``kept``, this rank's slice of the result, into ``into``."""
 
-    def __init__(self, work: dist.Work | None, kept: torch.Tensor, into: torch.Tensor) -> None:
-        self._work, self._kept, self._into = work, kept, into
+    work: dist.Work | None
+    kept: torch.Tensor
+    into: torch.Tensor
 
     def wait(self) -> None:
-        wait_for(self._work)
-        self._into.copy_(self._kept)
-
-
-def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return storage_id(one) == storage_id(other)
+        wait_for(self.work)
+        self.into.copy_(self.kept)
 
 
 class _Native:
-    """A backend whose collectives read and write the caller's buffers directly: NCCL, and unknown backends."""
+    """A backend whose collectives read and write the caller's buffers directly: NCCL, and unknown backends.
+
+    Args:
+        coalesces: whether the backend launches several gathers at once.
+    """
+
+    def __init__(self, *, coalesces: bool = False) -> None:
+        self._coalesces = coalesces
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         # In one level: the backend's own algorithms send each slice to a node once.
@@ -74,7 +76,12 @@ class _Native:
     def all_gather_each(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
     ) -> Work | None:
-        return AllWorks([self.all_gather(full, shard, group) for full, shard in pairs])
+        if not self._coalesces or len(pairs) == 1 or runs_beside(pairs[0][0]):
+            return AllWorks([self.all_gather(full, shard, group) for full, shard in pairs])
+        with coalesced(group):
+            for full, shard in pairs:
+                self.all_gather(full, shard, group)
+        return None  # the gathers run on the current stream, so no wait is needed
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
@@ -90,31 +97,17 @@ class _Native:
         return True  # by `sum_in_pieces`: the backend's own reduction sums in the dtype of the buffer
 
 
-class _Coalescing(_Native):
-    """A backend that launches several gathers at once."""
-
-    def all_gather_each(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
-    ) -> Work | None:
-        if len(pairs) == 1 or runs_beside(pairs[0][0]):  # one gather, or not on an accelerator
-            return super().all_gather_each(pairs, group)
-        with coalesced(group):
-            for full, shard in pairs:
-                self.all_gather(full, shard, group)
-        return None  # the gathers run on the current stream, so no wait is needed
-
-
 class _Gloo(_Native):
     """gloo, without its own all-gather and reduce-scatter, which copy the whole buffer."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         slices = full.split(shard.numel()) if shard.numel() else ()  # empty shards: there is nothing to send
-        if slices and not _share_storage(full, shard):
+        if slices and storage_id(full) != storage_id(shard):
             slices[group.rank()].copy_(shard)  # the only copy: slices of other ranks are received in place
         # Between nodes slices are sent directly: in gloo's broadcast some of them wait to be sent on. But its point-to-
         # point messages do not support GPU memory.
         nodes = nodes_of(group)
-        if nodes is not None and nodes.num > 1 and slices and full.device.type == "cpu":
+        if nodes is not None and slices and full.device.type == "cpu":
             return gather_by_node([movable(part) for part in slices], group, nodes)
         return AllWorks([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
 
@@ -141,7 +134,7 @@ class _Gloo(_Native):
         return device_type == "cpu"  # by `sum_slices`; gloo's all-reduce sums in the buffer's dtype
 
 
-_GLOO, _NATIVE, _COALESCING = _Gloo(), _Native(), _Coalescing()
+_GLOO, _NATIVE, _COALESCING = _Gloo(), _Native(), _Native(coalesces=True)
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
@@ -166,7 +159,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
     """
     if group.size() > 1:
         return backend_of(group, full.device.type).all_gather(full, shard, group)
-    if not _share_storage(full, shard):
+    if storage_id(full) != storage_id(shard):
         full.copy_(shard)
     return None
 
@@ -278,16 +271,6 @@ def reduce_in_place(
 def broadcast_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, owner: int) -> dist.Work | None:
     """Copy ``tensor`` from rank ``owner`` of the group to all other ranks."""
     return dist.broadcast(movable(tensor), group=group, group_src=owner, async_op=True)
-
-
-def send_async(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work | None:
-    """Send a contiguous tensor to a rank of the group, which must call `receive_async`."""
-    return dist.isend(movable(tensor), group=group, group_dst=to, tag=_MESSAGE_TAG)
-
-
-def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work | None:
-    """Receive a contiguous tensor from a rank of the group. Messages of one rank arrive in the order of sending."""
-    return dist.irecv(movable(tensor), group=group, group_src=source, tag=_MESSAGE_TAG)
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

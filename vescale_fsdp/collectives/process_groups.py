@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.devices import current_device
 from vescale_fsdp.torch_private import named_group, timeout_of
 
 _BREAK_TAG = 0xB4EA  # tag of a message that no rank sends
@@ -36,13 +35,8 @@ def new_group(
     """
     members = dist.get_process_group_ranks(base) if ranks is None else ranks
     # torch names the group of a part of the ranks by the number of groups of the process. Ranks that have created
-    # different numbers of groups would then wait for each other under different names. The name below counts only
-    # groups of the same members, which all members create in the same order.
-    world = dist.group.WORLD
-    assert world is not None
-    counts = _num_groups.setdefault(world, Counter())
-    counts[tuple(members)] += 1
-    name = f"vescale_fsdp {digest_of_ranks(members)} {counts[tuple(members)]}"
+    # different numbers of groups would then wait for each other under different names.
+    name = numbered_name("group", members)
     numbers = {rank: number for number, rank in enumerate(members)}
     return named_group(numbers[dist.get_rank()], numbers, name, timeout_of(base), backend=backend)
 
@@ -53,11 +47,21 @@ def digest_of_ranks(ranks: Iterable[int]) -> str:
     return hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
 
 
-# How many groups of each tuple of members this process has created, per default process group: weak, because a new
-# default group has a new store, in which the names are free again.
-_num_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
+def numbered_name(kind: str, ranks: Iterable[int]) -> str:
+    """Return a name that is new in this process, and the same on all of ``ranks`` if these call it in the same order.
+
+    It counts only the calls with the same kind and ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    name = f"vescale_fsdp {kind} {digest_of_ranks(ranks)}"
+    counts = _num_names.setdefault(world, Counter())
+    counts[name] += 1
+    return f"{name} {counts[name]}"
+
+
+# Per default process group: weak, because a new default group has a new store, in which the names are free again.
+_num_names: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class Nodes(NamedTuple):
@@ -89,7 +93,7 @@ def set_nodes(group: dist.ProcessGroup, per_node: int) -> None:
         size = len(ranks) // len({rank // per_node for rank in ranks})  # of each node
         parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         homes = [{rank // per_node for rank in part} for part in parts]
-        if all(len(home) == 1 for home in homes) and len(set.union(*homes)) == len(parts):
+        if all(len(home) == 1 for home in homes) and len(set.union(*homes)) == len(parts) > 1:
             _nodes[group] = Nodes(len(parts), size)
 
 
@@ -97,7 +101,7 @@ _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, Nodes] = weakref.WeakKeyDic
 
 
 def nodes_of(group: dist.ProcessGroup) -> Nodes | None:
-    """Return the nodes of a group; None if they are not known (`set_nodes`)."""
+    """Return the nodes of a group; None if it is on one node, or they are not known (`set_nodes`)."""
     return _nodes.get(group)
 
 
@@ -118,21 +122,9 @@ def two_levels(group: dist.ProcessGroup, *, sent_bytes: int, summed_bytes: int) 
         one node, one rank per node, nodes of different sizes, or ranks that are not in the order of nodes.
     """
     nodes = nodes_of(group)
-    if nodes is None or 1 in nodes or summed_bytes >= nodes.per_node * sent_bytes:
+    if nodes is None or nodes.per_node == 1 or summed_bytes >= nodes.per_node * sent_bytes:
         return None
     return nodes
-
-
-def crosses_network(group: dist.ProcessGroup) -> bool:
-    """Return whether a group is known to have ranks on several nodes (`set_nodes`)."""
-    nodes = _nodes.get(group)
-    return nodes is not None and nodes.num > 1
-
-
-def device_for_messages(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Return the device if the group has a backend for it, else the current device of a type that it has one for."""
-    backends = backends_of(group)
-    return device if device.type in backends else current_device(next(iter(backends)))
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from vescale_fsdp.collectives.process_groups import Nodes, nodes_of
 
 _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time, few enough to stay in a core's cache
 _ROOM_BYTES = 8 << 20  # 8 MiB: limit of the buffer for received slices on the CPU, to bound memory
-# 64 MiB: limit of the buffer for received slices on an accelerator, larger than on the CPU to keep messages large.
-_RECEIVED_BYTES = 64 << 20
+# 64 MiB: limit of a piece that `sum_in_pieces` sends and receives; larger than on the CPU, to keep messages large.
+_PIECE_BYTES = 64 << 20
 # 128 KiB: slices of this size cross the network one after another, so that a node receives from one node at a time.
 # Four nodes with links of 0.1 Gb/s gathered slices of 400 KiB in 102 ms instead of 135, of 1.6 MB in 435 instead of
 # 530, and of 100 KiB in the same time.
@@ -31,6 +31,7 @@ _ROUND_BYTES = 128 << 10
 _ALIGN_NUMEL = 64
 # The tags are arbitrary, but not 0: messages that a user sends in the same group have tag 0 by default.
 _SLICE_TAG = 0x51CE  # tag of slices that `sum_slices` exchanges
+_MESSAGE_TAG = 0x5E4D  # tag of `send_async` and `receive_async` by default
 # Tags of collectives in two levels. Each kind has its own, because messages of one pair of ranks and one tag are
 # received in the order in which they are sent, and two threads send.
 _ACROSS_TAG, _OWN_TAG, _FORWARDED_TAG, _RING_TAG = 0xAC05, 0x0435, 0xF0A3, 0x416A
@@ -51,14 +52,13 @@ def wait_for(*works: Work | None) -> None:
             work.wait()
 
 
-class AllWorks:
+class AllWorks(NamedTuple):
     """Several collectives in flight, with one wait for all of them."""
 
-    def __init__(self, works: Sequence[Work | None]) -> None:
-        self._works = works
+    works: Sequence[Work | None]
 
     def wait(self) -> None:
-        wait_for(*self._works)
+        wait_for(*self.works)
 
 
 # Dtypes that both gloo and NCCL send; tensors of other dtypes (bool, int16, float8, ..) are sent as bytes.
@@ -69,6 +69,20 @@ _COMMON |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 def movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in a dtype that collectives support: itself, or a view of its bytes."""
     return tensor if tensor.dtype in _COMMON else tensor.view(torch.uint8)
+
+
+def send_async(
+    tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int = _MESSAGE_TAG
+) -> dist.Work | None:
+    """Send a contiguous tensor to a rank of the group, which must call `receive_async` with the same tag."""
+    return dist.isend(movable(tensor), group=group, group_dst=to, tag=tag)
+
+
+def receive_async(
+    tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int = _MESSAGE_TAG
+) -> dist.Work | None:
+    """Receive a contiguous tensor from a rank. Messages of one rank and tag arrive in the order of sending."""
+    return dist.irecv(movable(tensor), group=group, group_src=source, tag=tag)
 
 
 def runs_beside(tensor: torch.Tensor) -> bool:
@@ -107,8 +121,8 @@ def sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup
             to = (node + away) % num * per_node + (local + step) % per_node
             source = (node - away) % num * per_node + (local - step) % per_node
             works += [
-                _receive(parts[source], group, source, _SLICE_TAG),
-                _send(slices[to, piece], group, to, _SLICE_TAG),
+                receive_async(parts[source], group, source, _SLICE_TAG),
+                send_async(slices[to, piece], group, to, _SLICE_TAG),
             ]
             if away and step == per_node - 1:  # the end of a round; the first has this node's ranks, too
                 wait_for(*works)
@@ -140,8 +154,8 @@ class MaxByMessages:
         rank, size = self._group.rank(), self._group.size()
         self._received = torch.empty_like(self._values)
         self._works = [
-            _receive(self._received, self._group, (rank - self._distance) % size, _MAX_TAG),
-            _send(self._largest, self._group, (rank + self._distance) % size, _MAX_TAG),
+            receive_async(self._received, self._group, (rank - self._distance) % size, _MAX_TAG),
+            send_async(self._largest, self._group, (rank + self._distance) % size, _MAX_TAG),
         ]
 
     def wait(self) -> None:
@@ -194,8 +208,8 @@ def sum_slices_by_node(
             for each in range(num):
                 part = room[source - (source > local), each]
                 works += [
-                    _receive(part, group, node * per_node + source, _SLICE_TAG),
-                    _send(slices[each, to, piece], group, node * per_node + to, _SLICE_TAG),
+                    receive_async(part, group, node * per_node + source, _SLICE_TAG),
+                    send_async(slices[each, to, piece], group, node * per_node + to, _SLICE_TAG),
                 ]
         wait_for(*works)
         sums, arriving = (each[:, : piece.stop - piece.start] for each in rooms[number % len(rooms)])
@@ -208,8 +222,10 @@ def sum_slices_by_node(
         for distance in range(1, num):
             to, source = (node + distance) % num, (node - distance) % num
             works += [
-                _receive(arriving[source - (source > node)], group, source * per_node + local, _SLICE_TAG),
-                _send(sums[to], group, to * per_node + local, _SLICE_TAG),
+                receive_async(
+                    arriving[source - (source > node)], group, source * per_node + local, _SLICE_TAG
+                ),
+                send_async(sums[to], group, to * per_node + local, _SLICE_TAG),
             ]
             if distance < num - 1 and _sends_in_rounds(nodes, sums[to].nbytes):
                 wait_for(*works)
@@ -225,14 +241,6 @@ def _finish_sum(
 ) -> None:
     wait_for(*works)
     _sum_into(total, parts, divisor)
-
-
-def _send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work | None:
-    return dist.isend(movable(tensor), group=group, group_dst=to, tag=tag)
-
-
-def _receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work | None:
-    return dist.irecv(movable(tensor), group=group, group_src=source, tag=tag)
 
 
 def gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, nodes: Nodes) -> Work:
@@ -258,14 +266,14 @@ def gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, nod
     arriving: list[Work | None] = []
     if not in_ring:
         for source, to in zip(sources, reversed(sources), strict=True):
-            arriving.append(_receive(slices[source], group, source, _ACROSS_TAG))
-            works.append(_send(slices[rank], group, to, _ACROSS_TAG))
+            arriving.append(receive_async(slices[source], group, source, _ACROSS_TAG))
+            works.append(send_async(slices[rank], group, to, _ACROSS_TAG))
     for peer in peers:
-        works.append(_send(slices[rank], group, peer, _OWN_TAG))
-        works.append(_receive(slices[peer], group, peer, _OWN_TAG))
+        works.append(send_async(slices[rank], group, peer, _OWN_TAG))
+        works.append(receive_async(slices[peer], group, peer, _OWN_TAG))
         for source in sources:  # in the order in which the peer forwards them
             forwarded = source - local + peer % per_node
-            works.append(_receive(slices[forwarded], group, peer, _FORWARDED_TAG))
+            works.append(receive_async(slices[forwarded], group, peer, _FORWARDED_TAG))
 
     if not peers and not in_ring:
         return AllWorks([*arriving, *works])
@@ -275,26 +283,23 @@ def gather_by_node(slices: Sequence[torch.Tensor], group: dist.ProcessGroup, nod
         received: Work | None
         for number, source in enumerate(sources):
             if in_ring:
-                received = _receive(slices[source], group, sources[0], _RING_TAG)
-                works.append(_send(slices[newest], group, sources[-1], _RING_TAG))
+                received = receive_async(slices[source], group, sources[0], _RING_TAG)
+                works.append(send_async(slices[newest], group, sources[-1], _RING_TAG))
             else:
                 received = arriving[number]
             wait_for(received)
             newest = source
-            works.extend(_send(slices[source], group, peer, _FORWARDED_TAG) for peer in peers)
+            works.extend(send_async(slices[source], group, peer, _FORWARDED_TAG) for peer in peers)
         wait_for(*works)
 
     return thread_of(group, "gathers").start_call(forward)
 
 
-class _InThread:
+class _InThread(Future[None]):
     """A call in another thread; `wait` raises its error."""
 
-    def __init__(self) -> None:
-        self.done: Future[None] = Future()
-
     def wait(self) -> None:
-        self.done.result()
+        self.result()
 
 
 class _CallThread:
@@ -319,9 +324,9 @@ class _CallThread:
             try:
                 call()
             except BaseException as error:  # noqa: BLE001  raised by `wait`
-                work.done.set_exception(error)
+                work.set_exception(error)
             else:
-                work.done.set_result(None)
+                work.set_result(None)
             del queued, call, work  # the thread must not keep buffers alive while it waits
 
 
@@ -356,27 +361,19 @@ def sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGr
 
     Every rank receives one piece of its slice from all ranks, sums it in one kernel, and continues with the next piece.
     For bf16 gradients, this sends half the bytes of a reduction in fp32, in more and smaller messages than those of the
-    backend's own reduce-scatter. The receive buffer has a bounded size.
+    backend's own reduce-scatter. A piece is copied before it is sent, because a call with one buffer costs the host the
+    same for any number of ranks, and a call with a view for each rank does not.
     """
     size, numel = group.size(), shard.numel()
     # A quarter of the gradient buffer, so that small groups need little; at least 8 MiB, so that messages stay large.
-    received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
-    piece_numel = received_bytes // (size * full.element_size())
+    piece_bytes = min(_PIECE_BYTES, max(_PIECE_BYTES // 8, full.nbytes // 4))
+    piece_numel = piece_bytes // (size * full.element_size())
     # Rounded down to a multiple, so that pieces are aligned and copied as fast as a whole slice.
     piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
-    slices = full.view(size, numel)
-    received = full.new_empty(size, min(piece_numel, numel))
-    for start in range(0, numel, piece_numel):
-        stop = min(start + piece_numel, numel)
-        room, sent = received[:, : stop - start], slices[:, start:stop]
-        if (
-            room.numel() == full.numel()
-        ):  # one piece: a call whose cost for the host does not grow with the ranks
-            work = dist.all_to_all_single(received.view(-1), full, group=group, async_op=runs_beside(full))
-        else:
-            work = dist.all_to_all(
-                list(room.unbind()), list(sent.unbind()), group=group, async_op=runs_beside(full)
-            )
-        wait_for(work)
-        into = shard[start:stop]
-        torch.sum(room, dim=0, dtype=into.dtype, out=into)
+    pieces = full.view(size, numel).split(piece_numel, dim=1)
+    for into, piece in zip(shard.split(piece_numel), pieces, strict=True):
+        sent = piece.contiguous()
+        received = torch.empty_like(sent)
+        wait_for(dist.all_to_all_single(received, sent, group=group, async_op=runs_beside(sent)))
+        torch.sum(received, dim=0, dtype=into.dtype, out=into)
+        del sent, received  # before the next piece is allocated

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.ranks.coordinator import UnreachableError
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
-from vescale_fsdp.collectives.operations import receive_async, send_async
-from vescale_fsdp.collectives.slice_exchange import Work, wait_for
+from vescale_fsdp.collectives.slice_exchange import Work, receive_async, send_async, wait_for
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan

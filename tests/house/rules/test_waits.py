@@ -79,7 +79,7 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "vescale_fsdp/collectives/slice_exchange.py": {
         "self.calls.get()": IDLE,
-        "self.done.result()": GROUP,
+        "self.result()": GROUP,
         "work.wait()": GROUP,
     },
     "vescale_fsdp/dtensor/ragged_dtensor.py": {
@@ -94,9 +94,8 @@ BOUNDS: dict[str, dict[str, str]] = {
     "vescale_fsdp/optim/muon.py": dict.fromkeys(
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
-    "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
     "vescale_fsdp/runtime/comm/streams.py": {"self._module.synchronize(self._device)": DEVICE},
-    "vescale_fsdp/runtime/comm/unsharded_grads.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/unsharded_grads.py": {"self.wait()": GROUP},
     "vescale_fsdp/runtime/comm/order_watch.py": {
         "looking.join()": THREAD,
         "message.event.synchronize()": GROUP,

@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.collectives.slice_exchange import Work
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.layout.geometry import Range
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_modes import without_grad
 
+Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
+"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; returns the work to wait for."""
 
 
 class DBuffer:
@@ -41,12 +43,7 @@ class DBuffer:
         pool: returns a context that is entered around each allocation.
     """
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        flat: torch.Tensor,
-        pool: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+    def __init__(self, layout: GroupLayout, flat: torch.Tensor, pool: Pool = nullcontext) -> None:
         self.layout = layout
         self.flat = flat
         self._pool = pool
@@ -169,9 +166,8 @@ class DBuffer:
 
     def wait_gather(self) -> None:
         """Wait until the buffer is filled."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None  # a second wait is a no-op
+        wait_for(self._work)
+        self._work = None  # a second wait is a no-op
         for fqn, copy in self._copies.items():
             self._copy_out(self.layout.slot(fqn), copy)
 

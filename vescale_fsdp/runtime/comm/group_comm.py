@@ -44,6 +44,7 @@ from vescale_fsdp.collectives.operations import (
 from vescale_fsdp.collectives.process_groups import new_group, set_nodes
 from vescale_fsdp.collectives.slice_exchange import Work, runs_beside
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.runtime.comm.dbuffer import Gather, Pool
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
 
 
@@ -55,7 +56,7 @@ class PooledComm(Protocol):
         """Return a context that is entered around every allocation of a buffer's memory."""
 
 
-def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
+def pool_of(comm: object) -> Pool:
     """Return the function that makes the context for allocations for ``comm``, a user's collective or None."""
     if comm is None:  # the usual case: isinstance of a protocol is slow, and this runs at every allocation
         return nullcontext
@@ -152,11 +153,6 @@ SETTERS = {
 }
 
 
-Pool = Callable[[], AbstractContextManager[Any]]
-Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
-"""``gather(full, shard)`` starts to fill 1-D ``full`` with all ranks' shards; returns the work to wait for."""
-
-
 @dataclass(frozen=True)
 class GatherPolicy(MixedPrecisionPolicy, ABC):
     """A mixed precision policy with its own gather in place of the all-gather, such as one that sends 8-bit codes."""
@@ -243,10 +239,11 @@ class GroupComm:
 
     def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a new buffer for a gather to fill (1-D [numel])."""
-        if self.settings.custom_all_gather is not None:
-            return self.settings.custom_all_gather.allocate([numel], dtype=dtype, device=device)
-        with self.full_pool():
-            return torch.empty(numel, dtype=dtype, device=device)
+        return _allocated(self.settings.custom_all_gather, numel, dtype, device)
+
+    def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a new buffer for a reduction to read or write (1-D [numel])."""
+        return _allocated(self.settings.custom_reduce_scatter, numel, dtype, device)
 
     @property
     def full_pool(self) -> Pool:
@@ -257,13 +254,6 @@ class GroupComm:
     def grads_pool(self) -> Pool:
         """The memory pool of buffers that reductions read or write: the user's, or a null context."""
         return pool_of(self.settings.custom_reduce_scatter)
-
-    def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a new buffer for a reduction to read or write (1-D [numel])."""
-        if self.settings.custom_reduce_scatter is not None:
-            return self.settings.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
-        with self.grads_pool():
-            return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
         """Start the reduction of 1-D ``full`` into ``shard``, in the dtype of ``shard``.
@@ -301,9 +291,8 @@ class GroupComm:
 
     def reduces_beside(self, device: torch.device) -> bool:
         """Return whether on the CPU a reduction over shards goes on while this rank computes."""
-        if self.settings.custom_reduce_scatter is not None:
-            return False
-        return reduces_beside(self.reduce_group or self.shard_group, device.type)
+        group = self.reduce_group or self.shard_group
+        return self.settings.custom_reduce_scatter is None and reduces_beside(group, device.type)
 
     def all_reduce(self, shard: torch.Tensor) -> Work | None:
         """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis.
@@ -351,6 +340,15 @@ class GroupComm:
         while total % factor == 0 and total / factor > factor:
             factor *= 2
         return factor
+
+
+def _allocated(
+    comm: AllGather | ReduceScatter | None, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a new buffer (1-D [numel]) for a user's collective, or for this package's (None)."""
+    if comm is not None:
+        return comm.allocate([numel], dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def separate_reductions(comms: Iterable[GroupComm]) -> None:

@@ -36,7 +36,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,8 +48,8 @@ from vescale_fsdp.collectives.operations import max_apart
 from vescale_fsdp.collectives.process_groups import (
     break_group,
     closed_peers,
-    digest_of_ranks,
     ended_peers,
+    numbered_name,
 )
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.devices import ACCELERATORS
@@ -104,16 +103,10 @@ class OrderWatch:
         self.over: weakref.WeakSet[GroupComm] = weakref.WeakSet()
         self._ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._rank, self._store = dist.get_rank(), default_store()
-        world = dist.group.WORLD
-        assert world is not None
-        # The key must be unique, and equal on all ranks. A count ensures both, because all ranks create their watches
-        # in the same order. Counts are kept per default group, because a new default group has a new store.
-        counts = _num_watches.setdefault(world, Counter())
-        counts[self._ranks] += 1
-        self._key = f"vescale_fsdp order {digest_of_ranks(self._ranks)} {counts[self._ranks]}"
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        # The key is the same on all ranks, because all ranks create their watches in the same order.
+        self._key = numbered_name("order", self._ranks)
         # Operators on parameters communicate over these groups too.
-        self._group_logs: list[GroupLog] = [log for log in map(log_of, groups) if log is not None]
+        self._group_logs = [log for log in map(log_of, mesh.get_all_groups()) if log is not None]
         for log in self._group_logs:
             log.watches.add(self)
         self._entries: list[str] = []
@@ -255,25 +248,20 @@ class OrderWatch:
         """Compare the logs that ranks publish in time; record which of ``ranks`` have reported no failure."""
         deadline = time.monotonic() + wait_s
         is_complete = self.guarded(self.look, True)
-        self.guarded(self._report)
+        # Report to other ranks that a collective failed on this rank.
+        self.guarded(self._store.set, f"{self._key} failed on {self._rank}", "")
         while not is_complete and time.monotonic() < deadline:
             time.sleep(0.02)  # much shorter than the limits, yet little load on the store
             is_complete = self.guarded(self.look, True)
         self.guarded(self._find_silent, ranks)
 
-    def _report(self) -> bool:
-        """Report to other ranks that a collective failed on this rank."""
-        self._store.set(f"{self._key} failed on {self._rank}", "")
-        return True
-
-    def _find_silent(self, ranks: Sequence[int]) -> bool:
+    def _find_silent(self, ranks: Sequence[int]) -> None:
         """Record which of ``ranks`` have not reported a failure."""
         self._silent = [rank for rank in ranks if not self._store.check([f"{self._key} failed on {rank}"])]
-        return True
 
     # -- called by the thread -------------------------------------------------------------------------
 
-    def guarded(self, work: Callable[..., bool], *arguments: Any) -> bool:
+    def guarded(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function that uses the store and return its result; True if the store no longer exists."""
         if self._has_ended:
             return True
@@ -314,11 +302,10 @@ class OrderWatch:
             is_complete = is_complete and has_all
         return is_complete
 
-    def answer(self) -> bool:
+    def answer(self) -> None:
         """Publish the logs of the groups if a rank that waits has asked for them."""
         for log in self._group_logs:
             log.answer()
-        return True
 
     def sound(self, difference: LogDifference) -> None:
         """Abort the process groups of all ranks, and let all ranks raise; for a rank that waits in an operator."""
@@ -376,12 +363,6 @@ class OrderWatch:
             difference = LogDifference(*json.loads(alarm))
         self.error = difference.error()
         self._is_concluding = False
-
-
-# How many watches were created for each tuple of ranks, per default process group. Keys are weak: counts end with it.
-_num_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class _Thread:

@@ -118,11 +118,9 @@ class UnshardedGrads:
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
         """Write a gradient into the buffer, or add it to an earlier gradient of the same parameter."""
         buffer = self._allocated()
-        if slot.fqn in self._written:
-            buffer.add(slot, grad)
-        else:
-            buffer.put(slot, grad)
-            self._written.add(slot.fqn)
+        write = buffer.add if slot.fqn in self._written else buffer.put
+        write(slot, grad)
+        self._written.add(slot.fqn)
 
     def complete(self) -> DBuffer:
         """Return the buffer with all gradients, and zeros for parameters without one: ranks reduce all parameters."""
@@ -188,8 +186,7 @@ class ReducedShard(NamedTuple):
 
     def wait(self) -> None:
         """Wait until ``shard`` is written and ``source`` is read. On an accelerator the current stream waits."""
-        if self.work is not None:
-            self.work.wait()
+        wait_for(self.work)
 
 
 class UsedFlags:
@@ -213,15 +210,12 @@ class UsedFlags:
             if unused:  # usually there are none, and nothing is copied to the device
                 self._flags[unused] = 0
             self._work: Work | None = None
-            for axis in range(mesh.ndim):
-                if mesh.size(axis) == 1:
-                    continue
-                # MAX over one axis after another yields MAX over the whole mesh.
-                wait_for(self._work)
-                if runs_beside(self._flags):
-                    self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
-                else:
-                    all_reduce_at_once(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
+            for group in mesh.get_all_groups():  # MAX over each axis in turn is MAX over the mesh
+                if group.size() > 1 and runs_beside(self._flags):
+                    wait_for(self._work)
+                    self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, group)
+                elif group.size() > 1:
+                    all_reduce_at_once(self._flags, dist.ReduceOp.MAX, group)
 
     def wait(self) -> None:
         """Wait for the message on the CPU, where a process must not end before its messages; else a no-op."""
