@@ -132,8 +132,8 @@ def stored_crc(store: Storage, file: str, nbytes: int) -> int:
     return int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
 
 
-def array_document(manifest: Manifest, index: int) -> dict[str, Any]:
-    """Return the content of ``zarr.json`` for a tensor's array."""
+def array_json(manifest: Manifest, index: int) -> bytes:
+    """Return ``zarr.json`` of a tensor's array: compact, whatever indentation the zarr library is configured for."""
     entry = manifest.entries[index]
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype, "name": entry.name}
     cut = entry.cuts[-1] if entry.cuts else None  # a layout's cut is applied last
@@ -145,17 +145,12 @@ def array_document(manifest: Manifest, index: int) -> dict[str, Any]:
             "shard_numel": layout.shard_numel,
             "slot": layout.slots[cut.slot].to_json(),
         }
-    form = _array_form(entry.shape, manifest.chunk_sizes[index], stored_dtype(entry.dtype).zarr_name)
-    return {**form, "attributes": attributes}
-
-
-def array_json(manifest: Manifest, index: int) -> bytes:
-    """Return `array_document` as it is stored: compact, whatever indentation the zarr library is configured for."""
-    return dump_json(array_document(manifest, index))
+    form = array_form(entry.shape, manifest.chunk_sizes[index], stored_dtype(entry.dtype).zarr_name)
+    return dump_json({**form, "attributes": attributes})
 
 
 @lru_cache(maxsize=1024)  # a model has few shapes; the library takes 1 ms for each
-def _array_form(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, Any]:
+def array_form(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, Any]:
     """Return the library's metadata of an array of regular chunks with crc32c, without attributes."""
     import zarr
     from zarr.codecs import BytesCodec, Crc32cCodec
@@ -202,7 +197,7 @@ def node_files(manifest: Manifest) -> dict[str, bytes]:
     return {
         **{f"{path}/{ZARR_NAME}": group for path in parents},
         f"{CHECKPOINT_NODE}/{ZARR_NAME}": dump_json(
-            {**_array_form((0,), (1,), "uint8"), "attributes": {"about": about}}
+            {**array_form((0,), (1,), "uint8"), "attributes": {"about": about}}
         ),
         ZARR_NAME: dump_json({**_group_form(), "attributes": root}),
     }

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +22,6 @@ from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while it is in the processor's cache
-_OPEN_ARRAYS = 64  # arrays of a load that stay open: the chunks of one array follow each other
 
 
 class ChunkTables:
@@ -34,7 +31,7 @@ class ChunkTables:
         self.storage = storage
         self.manifest = manifest
         self._lock = threading.Lock()
-        self._tables: dict[int, dict[Chunk, int]] = {}  # rank -> crc32c of each chunk that it wrote
+        self._checksums: dict[Chunk, int] = {}  # of all chunks of the ranks whose files have been read
 
     def checksum(self, chunk: Chunk) -> int:
         """Return the crc32c with which a chunk was saved.
@@ -42,11 +39,11 @@ class ChunkTables:
         Raises:
             CorruptCheckpointError: if the rank's file of the chunk's owner is missing or damaged.
         """
-        owner, _ = holders_of(self.manifest, chunk)[0]
         with self._lock:  # held during the read, so that other threads do not read the same table
-            if owner not in self._tables:
-                self._tables[owner] = self._read(RankFile(self.manifest, owner))
-            return self._tables[owner][chunk]
+            if chunk not in self._checksums:
+                owner, _ = holders_of(self.manifest, chunk)[0]
+                self._checksums |= self._read(RankFile(self.manifest, owner))
+            return self._checksums[chunk]
 
     def _read(self, file: RankFile) -> dict[Chunk, int]:
         """Read and verify the chunk table in a rank's file."""
@@ -65,21 +62,14 @@ class ChunkTables:
 
 
 class ChunkReader:
-    """Reads and verifies chunks. Thread-safe.
+    """Reads and verifies chunks. Thread-safe."""
 
-    Args:
-        tables: the checksums of all chunks.
-        threads: number of chunks that are read at a time.
-    """
-
-    def __init__(self, tables: ChunkTables, threads: int = 1) -> None:
+    def __init__(self, tables: ChunkTables) -> None:
         # Imports the zarr library, which takes half a second that users of the tables alone need not wait.
         from vescale_fsdp.checkpoint.native.zarr_codec import ArrayChunks
 
         self._tables = tables
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
-        storage, manifest, pool = tables.storage, tables.manifest, self._threads
-        self._opened = lru_cache(_OPEN_ARRAYS)(lambda index: ArrayChunks(storage, manifest, index, pool))
+        self._arrays = ArrayChunks(tables.storage, tables.manifest)
 
     def read(self, chunk: Chunk, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """Read a chunk, verify it, and return the bytes of its elements inside the tensor, row-major.
@@ -98,7 +88,7 @@ class ChunkReader:
             out = np.empty(clipped(chunk.box, entry.shape).numel * entry.itemsize, dtype=np.uint8)
         written = tables.checksum(chunk)
         try:
-            self._opened(chunk.tensor_index).read(name, chunk, written, out)
+            self._arrays.read(chunk, written, out)
         # EOFError: the file became shorter meanwhile. ValueError: the path is no regular file, or has another size or
         # checksum.
         except (FileNotFoundError, NotADirectoryError, EOFError, ValueError) as error:
@@ -113,5 +103,5 @@ class ChunkReader:
         return out
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown()
+        """Close what the zarr library needs."""
+        self._arrays.close()

@@ -7,88 +7,157 @@ retries and checks of `Storage`. The module imports the zarr library, which take
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Executor
-from contextlib import closing, contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zarr
 from zarr.abc.store import Store
+from zarr.core.buffer import default_buffer_prototype
 from zarr.core.buffer.cpu import NDBuffer
-from zarr.storage import StorePath
+from zarr.storage import MemoryStore, StorePath
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, array_document, clipped
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, array_form, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
-from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.geometry import whole_box
 
 T = TypeVar("T")
 
 
 class ArrayChunks:
-    """The chunks of one tensor's array, which the zarr library encodes and decodes. Thread-safe.
+    """The chunks of a checkpoint's arrays, which the zarr library encodes and decodes. Thread-safe.
 
-    The array's metadata comes from the manifest, not from the array's ``zarr.json``.
-
-    Args:
-        threads: threads in which the storage is read and written, while the library's event loop runs codecs.
+    Chunks go through the library's codec pipeline, not through its arrays, whose indexing takes as long as the codecs
+    of a small chunk. The metadata come from the manifest, not from the arrays' ``zarr.json``.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, index: int, threads: Executor) -> None:
-        entry = manifest.entries[index]
-        nbytes = numel_of(manifest.chunk_sizes[index]) * entry.itemsize
-        self._shape = entry.shape
-        self._store = _ChunkStore(storage, nbytes + CRC_BYTES, threads)
-        document: Any = array_document(manifest, index)
-        path = StorePath(self._store, manifest.array_paths[index])
-        # Empty chunks are written, because a chunk that is lost would else be read as zeros.
-        self._array = zarr.Array(zarr.AsyncArray(document, path, {"order": "C", "write_empty_chunks": True}))
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage, self._manifest = storage, manifest
+        self._loops = _EventLoops()
 
-    def write(self, name: str, chunk: Chunk, elements: npt.NDArray[np.uint8]) -> int:
+    def write(self, chunk: Chunk, elements: npt.NDArray[np.uint8]) -> int:
         """Encode and write a chunk; durable on return.
 
         Args:
-            name: the chunk's file.
-            elements: bytes of all elements of the chunk's box; elements outside of the tensor are stored as zeros.
+            elements: bytes of all elements of the chunk's box; elements outside of the tensor are zeros.
 
         Returns:
             The checksum that the crc32c codec appended.
         """
-        values = elements.view(self._array.dtype).reshape(chunk.box.sizes)
-        inside = clipped(chunk.box, self._shape)
-        with _carried_errors():
-            # The ellipsis keeps an array instead of a scalar where a tensor has no dims.
-            self._array[(*inside.slices(), ...)] = values[(*inside.slices(inside.offsets), ...)]
-        return self._store.checksums.pop(name)
+        array, file = self._array(chunk), _ChunkFile(self._storage)
+        values = NDBuffer.from_numpy_array(elements.view(array.dtype).reshape(chunk.box.sizes))
+        whole = whole_box(chunk.box.sizes).slices()
+        self._loops.run(
+            array.codec_pipeline.write([(*self._source(array, file, chunk), whole, whole, True)], values)
+        )
+        return file.checksum
 
-    def read(self, name: str, chunk: Chunk, written: int, out: npt.NDArray[np.uint8]) -> None:
+    def read(self, chunk: Chunk, checksum: int, out: npt.NDArray[np.uint8]) -> None:
         """Read and decode a chunk.
 
         Args:
-            name: the chunk's file.
-            written: the checksum that `write` returned.
+            checksum: the checksum that `write` returned.
             out: memory for the bytes of the chunk's elements inside the tensor; unchanged after an error.
 
         Raises:
             ValueError: if the size or the checksum of the file is not the expected one.
             FileNotFoundError: if there is no file.
         """
-        inside = clipped(chunk.box, self._shape)
-        items = NDBuffer.from_numpy_array(out.view(self._array.dtype).reshape(inside.sizes))
-        self._store.checksums[name] = written
-        with _carried_errors():
-            self._array.get_basic_selection(inside.slices(), out=items)
+        array = self._array(chunk)
+        file = _ChunkFile(self._storage, chunk.box.numel * array.dtype.itemsize + CRC_BYTES, checksum)
+        inside = clipped(chunk.box, self._manifest.entries[chunk.tensor_index].shape).sizes
+        items = NDBuffer.from_numpy_array(out.view(array.dtype).reshape(inside))
+        slices = whole_box(inside).slices()
+        self._loops.run(
+            array.codec_pipeline.read([(*self._source(array, file, chunk), slices, slices, True)], items)
+        )
+
+    def close(self) -> None:
+        """Close the event loops."""
+        self._loops.close()
+
+    def _array(self, chunk: Chunk) -> zarr.AsyncArray[Any]:
+        """Return an array that has the codecs and the dtype of a chunk."""
+        dtype = stored_dtype(self._manifest.entries[chunk.tensor_index].dtype)
+        return _array_of_one_chunk(chunk.box.sizes, dtype.zarr_name)
+
+    def _source(self, array: zarr.AsyncArray[Any], file: _ChunkFile, chunk: Chunk) -> tuple[StorePath, Any]:
+        """Return the path and the description of a chunk, as the library's codec pipeline takes them."""
+        path = StorePath(file, chunk_file(self._manifest, *chunk))
+        first = (0,) * len(chunk.box.sizes)
+        return path, array.metadata.get_chunk_spec(first, array.config, default_buffer_prototype())
 
 
-class _ChunkStore(Store):
-    """A store of the zarr library over a `Storage`, for the chunks of one array: files of one size.
+@lru_cache(maxsize=1024)  # a model has few shapes; the library takes 1 ms for each
+def _array_of_one_chunk(sizes: tuple[int, ...], dtype: str) -> zarr.AsyncArray[Any]:
+    """Return an array of one chunk."""
+    document: Any = array_form(sizes, sizes, dtype)
+    # Empty chunks are written, because a chunk that is lost would else be read as zeros.
+    options: Any = {"order": "C", "write_empty_chunks": True}
+    return zarr.AsyncArray(document, StorePath(MemoryStore()), options)
+
+
+class _EventLoops:
+    """Event loops for the library's coroutines, in the threads that call `run`. Thread-safe.
+
+    The library's own event loop runs in one thread. Two threads that wait for each other at every chunk take several
+    times as long as the codecs of a small chunk.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[asyncio.AbstractEventLoop] = deque()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end."""
+        if _is_in_event_loop():
+            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-zarr") as thread:
+                return thread.submit(asyncio.run, coroutine).result()
+        try:
+            loop = self._idle.pop()
+        except IndexError:
+            # No `asyncio.Runner`, which sets a signal handler for each coroutine: in the main thread, this takes 1 ms.
+            loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(coroutine)
+        except BaseException:  # Ctrl-C too, which leaves tasks
+            if left := asyncio.all_tasks(loop):
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            raise
+        finally:
+            self._idle.append(loop)
+
+    def close(self) -> None:
+        """Close all loops. No thread is in `run`."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _is_in_event_loop() -> bool:
+    """Return whether an event loop runs in this thread, such as a notebook's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class _ChunkFile(Store):
+    """A store of the zarr library over a `Storage`, for one chunk of an array.
 
     Attributes:
-        checksums: name -> the last bytes of a chunk, in which the codec stores the crc32c: of a chunk that was written,
-            or is to be read.
+        nbytes: size of the file.
+        checksum: the last bytes of the file, in which the codec stores the crc32c. Both are of the chunk that was
+            written, or is to be read.
     """
 
     supports_writes = True
@@ -96,60 +165,41 @@ class _ChunkStore(Store):
     supports_deletes = False
     supports_listing = False
 
-    def __init__(self, storage: Storage, nbytes: int, threads: Executor) -> None:
+    def __init__(self, storage: Storage, nbytes: int = 0, checksum: int = 0) -> None:
         super().__init__()
-        self._storage, self._nbytes, self._threads = storage, nbytes, threads
-        self.checksums: dict[str, int] = {}
+        self._storage, self.nbytes, self.checksum = storage, nbytes, checksum
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    # Storage is read and written in the event loop's thread: each loop runs a single coroutine.
+
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        data: npt.NDArray[np.uint8] = await self._run(lambda: self._read(key))
-        return prototype.buffer.from_array_like(data)
+        return prototype.buffer.from_array_like(self._read(key))
 
     async def set(self, key: str, value: Any) -> None:
         data = value.as_numpy_array()
-        await self._run(lambda: self._storage.put(key, [data]))
-        self.checksums[key] = _last_bytes(data)
+        self._storage.put(key, [data])
+        self.nbytes, self.checksum = len(data), _last_bytes(data)
 
     async def exists(self, key: str) -> bool:
-        return await self._run(lambda: self._storage.exists(key))
+        return self._storage.exists(key)
 
     def _read(self, name: str) -> npt.NDArray[np.uint8]:
-        """Read a chunk's file."""
+        """Read the chunk's file."""
         with closing(self._storage.open_file(name)) as reader:
-            if reader.size_bytes != self._nbytes:  # compared before memory is allocated
+            if reader.size_bytes != self.nbytes:  # compared before memory is allocated
                 raise ValueError(f"{reader.size_bytes} bytes")
-            data = np.empty(self._nbytes, dtype=np.uint8)
+            data = np.empty(self.nbytes, dtype=np.uint8)
             reader.read_at(0, [data])
-        stored, written = _last_bytes(data), self.checksums[name]
+        stored = _last_bytes(data)
         # Compared here, because the codec compares the chunk with its own last bytes alone.
-        if stored != written:
+        if stored != self.checksum:
             raise ValueError(
-                f"crc32c {stored:08x} instead of {written:08x}, which the rank's file of this save has: the chunk is "
-                "damaged, or another chunk, or the chunk of another save"
+                f"crc32c {stored:08x} instead of {self.checksum:08x}, which the rank's file of this save has: the "
+                "chunk is damaged, or another chunk, or the chunk of another save"
             )
         return data
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread, so that the library's event loop serves other chunks meanwhile.
-
-        Raises:
-            _CarriedError: with the error of the work. The library has a meaning of its own for some errors, such as a
-                missing file, and a KeyboardInterrupt would end its event loop.
-        """
-
-        def attempt() -> tuple[T | None, BaseException | None]:
-            try:
-                return work(), None
-            except BaseException as error:  # noqa: BLE001  raised by `_carried_errors`
-                return None, error
-
-        result, error = await asyncio.get_running_loop().run_in_executor(self._threads, attempt)
-        if error is not None:
-            raise _CarriedError(error)
-        return result  # type: ignore[return-value]
 
     # The library calls these methods for nodes and for parts of chunks, but not for whole chunks.
 
@@ -177,20 +227,3 @@ class _ChunkStore(Store):
 def _last_bytes(data: npt.NDArray[np.uint8]) -> int:
     """Return the checksum at the end of an encoded chunk."""
     return int.from_bytes(data[-CRC_BYTES:].tobytes(), "little")
-
-
-class _CarriedError(Exception):
-    """Carries an error of a storage through the zarr library."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-@contextmanager
-def _carried_errors() -> Iterator[None]:
-    """Raise the error of the storage in place of the `_CarriedError` that carries it."""
-    try:
-        yield
-    except _CarriedError as carried:
-        raise carried.error from carried.error.__cause__

@@ -8,8 +8,7 @@ compared before the chunk is copied into tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -44,6 +43,7 @@ from vescale_fsdp.checkpoint.ranks.threads import Workers
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
+from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.layout.region import Region, overlaps
 
 if TYPE_CHECKING:  # imports the zarr library, which takes half a second that other forms need not wait
@@ -149,7 +149,6 @@ class ArrayWriter:
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
         self._kept = FirstError()
         self._bits: tuple[int, torch.Tensor] | None = None  # (index, elements) of the tensor being written
-        self._array: tuple[int, ArrayChunks] | None = None  # (index, array) of the tensor being written
         # The arrays whose metadata this rank writes, as the first rank of their tensor. A tensor with several
         # descriptions (cuts) has a single array.
         self._heads = [
@@ -193,8 +192,7 @@ class ArrayWriter:
         self._meter.begin("saving", sum(chunk.box.numel * self._dtype(chunk).itemsize for chunk in own))
         threads = max(1, storage.write_threads)
         with (
-            # The storage's threads, while the workers wait for the zarr library.
-            ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as writing,
+            closing(ArrayChunks(storage, manifest)) as arrays,
             Workers(threads, self._kept, name="checkpoint-zarr") as workers,
         ):
             for index in self._heads:
@@ -204,11 +202,8 @@ class ArrayWriter:
             def take(turn: Turn[Chunk], data: memoryview) -> None:
                 elements, chunk = self._with(turn, data), turn.job
                 if turn.receivers == (turn.sender,):  # the last turn of the chunk
-                    if self._array is None or self._array[0] != chunk.tensor_index:
-                        array = ArrayChunks(storage, manifest, chunk.tensor_index, writing)
-                        self._array = chunk.tensor_index, array
                     files.append(chunk_file(manifest, *chunk))
-                    workers.submit(partial(self._put_chunk, self._array[1], chunk, elements, files[-1]))
+                    workers.submit(partial(self._put_chunk, arrays, chunk, elements))
 
             self._exchange.run(self._pack_elements, take, lambda turn: self._kept)
             workers.wait()
@@ -250,10 +245,10 @@ class ArrayWriter:
             self._bits = (index, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
-    def _put_chunk(self, array: ArrayChunks, chunk: Chunk, elements: torch.Tensor, file: str) -> None:
+    def _put_chunk(self, arrays: ArrayChunks, chunk: Chunk, elements: torch.Tensor) -> None:
         """Write a chunk's file: the elements and their crc32c."""
         data = elements.view(torch.uint8).numpy()
-        self.checksums[chunk] = array.write(file, chunk, data)
+        self.checksums[chunk] = arrays.write(chunk, data)
         self._meter.advance(len(data))
 
 
@@ -276,7 +271,7 @@ class ZarrReads(Reads):
     def __init__(self, storage: Storage, tables: ChunkTables) -> None:
         super().__init__(storage)
         self._manifest = tables.manifest
-        self._reader = ChunkReader(tables, max(1, storage.read_threads))
+        self._reader = ChunkReader(tables)
         # From each chunk, as if a file had only the chunk's elements that are inside the tensor.
         self._copies: dict[Chunk, list[FileCopy]] = {}
 
@@ -285,7 +280,7 @@ class ZarrReads(Reads):
         # A tensor with several descriptions (cuts) has a single array, the array of the first description.
         index = manifest.indices_by_name[manifest.entries[index].name][0]
         for chunk in chunks_of(manifest, index, region):
-            for shared in overlaps(self._inside(chunk), region):
+            for shared in overlaps(Region.of_box(self._inside(chunk)), region):
                 self._copies.setdefault(chunk, []).extend(file_copies(shared, target, max_gap_bytes=0))
         return target
 
@@ -301,12 +296,12 @@ class ZarrReads(Reads):
         self._map("loading", self._read, list(self._copies), sum(map(self._size, self._copies)))
 
     def close(self) -> None:
-        """End the threads; a chunk's file is closed after it is read."""
+        """Close the reader; a chunk's file is closed after it is read."""
         self._reader.close()
 
-    def _inside(self, chunk: Chunk) -> Region:
-        """Return the elements of a chunk that are inside the tensor."""
-        return Region.of_box(clipped(chunk.box, self._manifest.entries[chunk.tensor_index].shape))
+    def _inside(self, chunk: Chunk) -> Box:
+        """Return the part of a chunk's box that is inside the tensor."""
+        return clipped(chunk.box, self._manifest.entries[chunk.tensor_index].shape)
 
     def _size(self, chunk: Chunk) -> int:
         """Return the size in bytes of a chunk's elements that are inside the tensor."""

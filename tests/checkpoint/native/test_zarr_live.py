@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from itertools import pairwise
 from pathlib import Path
@@ -296,6 +297,18 @@ def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
     for text in run_ranks(3, _fails, tmp_path / "c"):
         assert f"[Errno {errno.ENOSPC}]" in text
     assert not (tmp_path / "c").exists() and not (tmp_path / ".c.saving").exists()
+
+
+def test_inside_an_event_loop(tmp_path: Path) -> None:
+    """A notebook's cell runs in an event loop, and the zarr library needs one of its own."""
+    state = {"a": torch.zeros(3)}
+
+    async def cell() -> bool:
+        save(tmp_path / "c", {"a": torch.arange(3.0)}, format="zarr")
+        load(tmp_path / "c", state)
+        return verify(tmp_path / "c").ok
+
+    assert asyncio.run(cell()) and state["a"].tolist() == [0, 1, 2]
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:
