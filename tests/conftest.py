@@ -110,9 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("--part")
     if chosen.isdecimal():
         chosen = list(PARTS)[int(chosen) - 1]
-    others = [item for item in items if chosen not in ("all", part_of(item))]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    if chosen != "all":
+        parts = [part_of(item) for item in items]
+        others = [item for item, part in zip(items, parts, strict=True) if part != chosen]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item, part in zip(items, parts, strict=True) if part == chosen]
     items.sort(key=place_of)
     reason = missing() if any(item.get_closest_marker("lab") for item in items) else None
     # CI has what the lab needs (.ci/run), so there these tests fail without it.

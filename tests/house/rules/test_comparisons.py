@@ -42,9 +42,9 @@ def _is_blind(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
         return ast.unparse(node.value) != "False"
     if isinstance(node, ast.Attribute) and node.attr in DROP_NAN:
         return True
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("max", "min", "sorted"):
+    if isinstance(node, ast.Call) and _called(node) in ("max", "min", "sorted"):
         return any(_is_size(part) for argument in node.args for part in ast.walk(argument))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in EQUALITIES:
+    if isinstance(node, ast.Call) and _called(node) in EQUALITIES:
         return _is_denied(node, parents) and not _is_condition(parents[node], parents)
     if isinstance(node, ast.Compare) and any(map(_is_order, node.ops)):
         if _is_denied(node, parents):
@@ -59,7 +59,20 @@ def _is_order(op: ast.cmpop) -> bool:
 
 def _is_size(node: ast.AST) -> bool:
     """Whether an expression measures values."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SIZES
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in SIZES
+    return False
+
+
+def _called(call: ast.Call) -> str:
+    """The name that a call has: ``max``, ``torch.equal``; empty for other expressions."""
+    match call.func:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            return f"{module}.{name}"
+    return ""
 
 
 def _is_denied(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

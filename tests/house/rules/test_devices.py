@@ -45,8 +45,12 @@ def test_no_file_but_the_table_names_a_device_type() -> None:
     found = {}
     for folder in ("vescale_fsdp", "checkpoint", "conversion"):
         for path in (ROOT / folder).rglob("*.py"):
-            file = str(path.relative_to(ROOT))
-            lines = [line for line in _named_types(path.read_text()) if line not in FOREIGN.get(file, ())]
+            file, source = str(path.relative_to(ROOT)), path.read_text()
+            if not any(
+                kind in source for kind in TYPES
+            ):  # before the source is parsed, which takes seconds for all
+                continue
+            lines = [line for line in _named_types(source) if line not in FOREIGN.get(file, ())]
             if lines and file != TABLE:
                 found[file] = lines
 

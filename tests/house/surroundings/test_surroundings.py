@@ -240,10 +240,13 @@ def test_factories_name_device_and_dtype() -> None:
     found, count = [], 0
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if ast.unparse(node.func.value) != "torch" or node.func.attr not in _FACTORIES:
-                continue
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=attr)) if (
+                    attr in _FACTORIES
+                ):
+                    pass
+                case _:
+                    continue
             count += 1
             named = {keyword.arg for keyword in node.keywords}
             if not {"device", "dtype"} <= named and "out" not in named:
