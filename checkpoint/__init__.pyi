@@ -5,6 +5,11 @@ from vescale_fsdp.checkpoint.native.read_state import (
     CheckpointReader as CheckpointReader,
     read_state as read_state,
 )
+from vescale_fsdp.checkpoint.fingerprint import fingerprint as fingerprint
+from vescale_fsdp.checkpoint.manifest.fingerprints import (
+    Fingerprint as Fingerprint,
+    TensorFingerprint as TensorFingerprint,
+)
 from vescale_fsdp.checkpoint.foreign import SourceOptions as SourceOptions
 from vescale_fsdp.checkpoint.load import LoadReport as LoadReport, load as load
 from vescale_fsdp.checkpoint.manager import CheckpointManager as CheckpointManager, Restored as Restored

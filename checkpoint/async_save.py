@@ -134,6 +134,7 @@ class AsyncSaver:
         also: str | None = None,
         optimizer: Optimizers = (),
         check_replicas: CheckReplicas = "sample",
+        fingerprint: bool | None = None,
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         metric: float | None = None,
     ) -> SaveHandle:
@@ -164,6 +165,7 @@ class AsyncSaver:
                 save_id=save_id,
                 meter=meter,
                 check_replicas=check_replicas,
+                fingerprint=fingerprint,
                 metric=metric,
             )
             savers = [saver(storage, overwrite=overwrite, format=format)]
@@ -250,6 +252,7 @@ def async_save(
     progress: Tell = False,
     optimizer: Optimizers = (),
     check_replicas: CheckReplicas = "sample",
+    fingerprint: bool | None = None,
     exit_timeout_s: float = EXIT_TIMEOUT_S,
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
@@ -288,6 +291,7 @@ def async_save(
         progress=progress,
         optimizer=optimizer,
         check_replicas=check_replicas,
+        fingerprint=fingerprint,
         exit_timeout_s=exit_timeout_s,
     )
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale_fsdp.checkpoint.fingerprint import sums_of_state
 from vescale_fsdp.checkpoint.foreign import SourceOptions, foreign_formats
 from vescale_fsdp.checkpoint.manifest.file_names import CHECKPOINT_NODE
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -40,7 +41,7 @@ from vescale_fsdp.checkpoint.state.live_objects import LiveObjects, is_meta
 from vescale_fsdp.checkpoint.state.matching.catalogue import Catalogue
 from vescale_fsdp.checkpoint.state.matching.leaves import fitting
 from vescale_fsdp.checkpoint.state.matching.match import match
-from vescale_fsdp.checkpoint.state.matching.result import Match, Strict
+from vescale_fsdp.checkpoint.state.matching.result import Match, Strict, TensorRead
 from vescale_fsdp.checkpoint.state.matching.shared_memory import Fill, require_equal, sharing
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -58,10 +59,11 @@ from vescale_fsdp.errors import (
     VescaleError,
     some,
 )
+from vescale_fsdp.layout.region import whole_region
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
-Verify = Literal["before", "while", "never"]
+Verify = Literal["before", "while", "never", "end-to-end"]
 Read = Literal["once", "each", "auto"]
 _log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
@@ -153,7 +155,10 @@ def load(
         verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage then
             raises a `PartialLoadError`, because tensors may contain damaged bytes. "before" reads and hashes all bytes
             before the first tensor is overwritten on any rank, so that damage leaves the state unchanged. "never"
-            trusts the disk: only names, sizes and headers of files are checked. Other formats support only "while".
+            trusts the disk: only names, sizes and headers of files are checked. "end-to-end" does what "while" does,
+            and then computes the fingerprints of the loaded tensors where they are, on a device for example, and
+            compares them with those that the save has recorded: what is in the memory of all ranks together is what was
+            saved. It needs 16 bytes per tensor in one all-reduce. Other formats support only "while".
         read: how ranks read bytes that several ranks need, such as replicas. "once": one rank reads and verifies the
             bytes, and sends them to the other ranks in pieces, so that each byte of the checkpoint is read once.
             "each": every rank reads for itself; this is faster from a local disk, whose page cache serves all ranks.
@@ -303,6 +308,8 @@ class Loader:
             with self._preparing(checkpoint, alike):
                 with gc_paused():  # planning creates many objects and no cycles
                     matched.require_fit(strict, whole=self.whole and include is None)
+                    if self.verify == "end-to-end":
+                        _require_sums(checkpoint)
                     matched = self._allocated(matched, state, include, on_failure)
                     matched.require_filled(strict, has_init=self.init is not None)
                     fills = self._fills(matched)
@@ -325,22 +332,29 @@ class Loader:
                         reads.share(self.coordinator, wanted)
                     self._check_files(checkpoint, reads, matched, ties)
             # From the inside out: name a removed checkpoint, raise on all ranks, and report overwritten tensors.
-            with (
-                overwriting.together(self.coordinator.world_size),
-                self.coordinator.together(f"loading {checkpoint.where}", _HALF_LOADED),
-                self._reading(checkpoint),
-            ):
-                reads.run(verify=self.verify == "while")
-                for target in targets:
-                    target.finish()
-                matched.finish()
-                reads.close()  # inside the block, so that all ranks raise if it fails
+            with overwriting.together(self.coordinator.world_size):
+                with (
+                    self.coordinator.together(f"loading {checkpoint.where}", _HALF_LOADED),
+                    self._reading(checkpoint),
+                ):
+                    reads.run(verify=self.verify in ("while", "end-to-end"))
+                    for target in targets:
+                        target.finish()
+                    matched.finish()
+                    reads.close()  # inside the block, so that all ranks raise if it fails
+                if self.verify == "end-to-end":
+                    self._compare_sums(state, checkpoint, fills, matched)
             on_failure.pop_all()  # a success: modules are not moved back to the meta device
         report = _report_of(checkpoint, reads, matched)
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
             _log_report(
-                checkpoint.where, report, seconds, strict, is_partial=not strict or include is not None
+                checkpoint.where,
+                report,
+                seconds,
+                strict,
+                checkpoint.digest if _log.isEnabledFor(logging.INFO) else "",
+                is_partial=not strict or include is not None,
             )
         return report
 
@@ -432,6 +446,43 @@ class Loader:
                 targets.append(reads.ask(new.number, region, described.local))
         return targets
 
+    def _compare_sums(self, state: Any, checkpoint: Loadable, fills: Sequence[Fill], matched: Match) -> None:
+        """Compare the fingerprints of the loaded tensors with the recorded ones; a collective.
+
+        Raises:
+            CorruptCheckpointError: on all ranks, if any tensor differs.
+        """
+        describer = Describer(self.coordinator.rank_of)
+        loaded = {fill.memory: fill.read.number for fill in fills}
+        for new in matched.fresh:
+            assert new.value is not None  # `_targets` has allocated it
+            described = describer.describe(new.name, new.value)
+            if described.local is not None:
+                read = TensorRead(new.name, new.number, new.value)
+                region = describer.region(described, self.coordinator.rank)
+                loaded[Fill(read, region, described.local).memory] = new.number
+        assert checkpoint.sums is not None  # see `_require_sums`
+        locals_by_name, manifest, sums = sums_of_state(state, self.coordinator)
+        with self.coordinator.together(f"comparing fingerprints with {checkpoint.where}", _HALF_LOADED):
+            differing = []
+            for entry, own in zip(manifest.entries, sums, strict=True):
+                local = locals_by_name.get(entry.name)
+                if local is None or not local.numel():  # other ranks compare it
+                    continue
+                whole = whole_region(entry.shape)
+                number = loaded.get(Fill(TensorRead(entry.name, 0, local), whole, local).memory)
+                # Tensors that the load has not filled have no recorded sums.
+                if number is not None and own != checkpoint.sums[number]:
+                    differing.append(entry.label)
+            if differing:
+                raise CorruptCheckpointError(
+                    "Loaded tensors are not those that were saved, although no file is damaged.",
+                    expected="the fingerprints that the save has recorded",
+                    got=f"other values of {some(differing)}",
+                    where=checkpoint.where,
+                    todo="load again; if it fails again, test the memory of the ranks and of the ranks that saved",
+                )
+
     def _allocated(
         self, matched: Match, state: Any, include: tuple[str, ...] | None, on_failure: ExitStack
     ) -> Match:
@@ -477,6 +528,18 @@ class Loader:
                 ),
                 checkpoint.where,
             )
+
+
+def _require_sums(checkpoint: Loadable) -> None:
+    """Raise if the save has recorded no fingerprints."""
+    if checkpoint.sums is None:
+        raise CheckpointError(
+            "The checkpoint has no fingerprints to compare.",
+            expected="a native checkpoint that was saved with fingerprint=True",
+            got="none in its manifest",
+            where=checkpoint.where,
+            todo="load with verify='while'",
+        )
 
 
 def _have_one_source(group: Sequence[Fill], catalogue: Catalogue) -> bool:
@@ -525,11 +588,17 @@ def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport
     )
 
 
-def _log_report(where: str, report: LoadReport, seconds: float, strict: Strict, *, is_partial: bool) -> None:
-    """Log the speed and the warnings of a load; what was left out only if the caller asked for the whole state."""
+def _log_report(
+    where: str, report: LoadReport, seconds: float, strict: Strict, digest: str, *, is_partial: bool
+) -> None:
+    """Log the speed and the warnings of a load; what was left out only if the caller asked for the whole state.
+
+    Args:
+        digest: the recorded fingerprint of the checkpoint; empty if there is none.
+    """
     rate = report.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
-    text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
-    _log.info(text, where, report.num_bytes_read, seconds, rate)
+    text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s, fingerprint %s"
+    _log.info(text, where, report.num_bytes_read, seconds, rate, digest or "not recorded")
     if report.left_out and not is_partial:
         others = dict.fromkeys(name.partition(".")[0] for name in report.left_out)
         _log.warning("%s: not loaded, since the state does not have it: %s", where, some(others))
@@ -546,7 +615,7 @@ def check_choices(verify: str, read: str) -> None:
         ValueError: for an unknown value.
     """
     if verify not in get_args(Verify):
-        expected = "'before', 'while' or 'never'"
+        expected = "'before', 'while', 'never' or 'end-to-end'"
         raise ArgumentError("verify has an unknown value.", expected=expected, got=repr(verify))
     if read not in get_args(Read):
         expected = "'once', 'each' or 'auto'"

@@ -109,7 +109,7 @@ class CheckpointManager:
         process_group: the ranks that save and restore together; default: all.
         progress: callable that receives this rank's progress in disk saves and restores; True draws a bar on rank 0.
         optimizer: as for `async_save`; used if ``asynchronous``, on an accelerator.
-        check_replicas: as for `vescale_fsdp.checkpoint.save`.
+        check_replicas, fingerprint: as for `vescale_fsdp.checkpoint.save`.
         exit_timeout_s: as for `async_save`; used if ``asynchronous``.
 
     Raises:
@@ -147,9 +147,11 @@ class CheckpointManager:
         progress: Tell = False,
         optimizer: Optimizers = (),
         check_replicas: CheckReplicas = "sample",
+        fingerprint: bool | None = None,
         exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
         self._exit_timeout_s, self._check_replicas = exit_timeout_s, check_replicas
+        self._fingerprint = fingerprint
         self._progress, self._optimizer = progress, optimizer
         self._export_every, self._ram = export_every, ram
         self._coordinator = coordinator_for(process_group)
@@ -506,6 +508,7 @@ class CheckpointManager:
                         save_id=save_id,
                         meter=meter,
                         check_replicas=self._check_replicas,
+                        fingerprint=self._fingerprint,
                         metric=decision.metric,
                     )
                     with adding_note(also):
@@ -528,6 +531,7 @@ class CheckpointManager:
             also=also,
             optimizer=self._optimizer,
             check_replicas=self._check_replicas,
+            fingerprint=self._fingerprint,
             exit_timeout_s=self._exit_timeout_s,
             metric=decision.metric,
         )

@@ -69,7 +69,7 @@ def check_format(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
     for name, tensor in tensors.items():
         for box in _halves(tuple(tensor.shape)):
             assert _read(source, name, box) == _bytes(tensor[box.slices()]), f"{name}: {box} differs"
-    assert open_source(path).fingerprint == source.fingerprint, "the fingerprint differs when opened again"
+    assert open_source(path).metadata_digest == source.metadata_digest, "the digest differs when opened again"
     problems = verify(source).problems
     assert not problems, f"verify reports {problems}"
 

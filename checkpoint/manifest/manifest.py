@@ -53,6 +53,7 @@ STRIPE_BYTES = 1 << 20  # 1 MiB: each stripe has one checksum, and is the smalle
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas divide the writing of regions of at least this size
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")  # part of paths: a slash or dots could lead out of the folder
+_SUMS = re.compile(r"[0-9a-f]{32}")
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB: a reader allocates memory for a stripe
 _MAX_NUMEL = 1 << 62  # larger counts overflow the 64-bit integers of torch and numpy
 _MAX_RANKS = 1 << 20  # bounds the time of computations that loop over ranks
@@ -99,6 +100,7 @@ class Manifest:
             its whole region, because ranks do not share storage.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
         saved: how the checkpoint was saved; None before the commit, in memory, and if a conversion wrote it.
+        sums: the word sums of each tensor, 32 hex digits; None if they were not computed.
     """
 
     save_id: str
@@ -112,6 +114,7 @@ class Manifest:
     split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
     saved: SaveRecord | None = None
+    sums: tuple[str, ...] | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -247,6 +250,7 @@ class Manifest:
                     for entry, holder in zip(structure.entries, self.holders, strict=True)
                 ],
                 **({} if self.chunks is None else {"chunks": self.chunks}),
+                **({} if self.sums is None else {"sums": self.sums}),
                 "state": structure.tree,
                 "user": self.metadata,
                 **({} if self.saved is None else {"saved": self.saved._asdict()}),
@@ -276,6 +280,7 @@ class Manifest:
                 data["split_bytes"],
                 tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
                 SaveRecord(**data["saved"]) if "saved" in data else None,
+                tuple(data["sums"]) if "sums" in data else None,
             )
             for problem in _problems(manifest):
                 raise _corrupt(where, problem)
@@ -414,6 +419,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
         "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
         "saved": manifest.saved is None or manifest.saved.is_valid,
+        "sums": manifest.sums is None or _are_valid_sums(manifest.sums, len(manifest.entries)),
     }
     for name, is_valid in valid.items():
         if not is_valid:
@@ -433,6 +439,10 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for before, entry in pairwise(manifest.entries):
         if before.itemsize < entry.itemsize:  # a piece in a rank's file would not be aligned
             yield f"tensor {entry.label!r} of {entry.dtype} after {before.dtype}"
+
+
+def _are_valid_sums(sums: Sequence[object], count: int) -> bool:
+    return len(sums) == count and all(isinstance(each, str) and _SUMS.fullmatch(each) for each in sums)
 
 
 def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[str]:

@@ -13,11 +13,11 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
@@ -35,10 +35,12 @@ class Commit(NamedTuple):
     Attributes:
         num_bytes: bytes of tensors and per-rank values that all ranks have written together.
         run: makes the checkpoint valid; called on rank 0, or, with `RankShare.every_node`, on one rank of every node.
+        digest: on rank 0, the state's fingerprint as one text, for the log; else empty.
     """
 
     num_bytes: int
     run: Callable[[], None]
+    digest: str = ""
 
 
 class RankShare(NamedTuple):
@@ -52,7 +54,7 @@ class RankShare(NamedTuple):
         every_node: whether each node has a storage of its own.
         free_bytes: the least free space that any rank measured before writing; None if unknown.
         meter: counts the bytes that are written.
-        saved: called at the commit, for the manifest; None if manifests of several nodes must be equal.
+        sealed: called at the commit; adds to the manifest what is known only then.
     """
 
     storage: Storage
@@ -63,7 +65,7 @@ class RankShare(NamedTuple):
     every_node: bool
     free_bytes: int | None = None
     meter: Meter = Meter()
-    saved: Callable[[], SaveRecord] | None = None
+    sealed: Callable[[Manifest], Manifest] = lambda manifest: manifest
 
     def check_room(self, needed_bytes: int) -> None:
         """Raise StorageError if the free space is too small, before anything is written.
@@ -83,7 +85,13 @@ class RankShare(NamedTuple):
 
 
 class Form(ABC):
-    """How a save writes a state to a folder and commits it. `save` calls `claim`, `write` and the returned commit."""
+    """How a save writes a state to a folder and commits it. `save` calls `claim`, `write` and the returned commit.
+
+    Attributes:
+        has_manifest: whether the form writes the manifest, which may record fingerprints.
+    """
+
+    has_manifest: ClassVar[bool] = False
 
     @abstractmethod
     def arguments(self) -> Json:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.manifest.fingerprints import Fingerprint, TensorFingerprint
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import decode
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
@@ -62,3 +64,15 @@ def _leaf(node: Mapping[str, Any]) -> Any:
     if node["$"] == "tensor":
         return _NumberedTensor(int(node["i"]))
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
+
+
+def fingerprint_in(manifest: Manifest, sums: Sequence[str]) -> Fingerprint:
+    """Return the fingerprints of a manifest's tensor leaves, from the sums of its tensors."""
+    entries = manifest.entries
+    leaves = NativeLeaves(manifest.structure, "the state").tensors
+    return Fingerprint(
+        {
+            name: TensorFingerprint(entries[index].dtype, entries[index].shape, sums[index])
+            for name, index in leaves.items()
+        }
+    )

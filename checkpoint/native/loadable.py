@@ -14,7 +14,7 @@ import torch
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, dotted_name
-from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
+from vescale_fsdp.checkpoint.native.leaves import NativeLeaves, fingerprint_in
 from vescale_fsdp.checkpoint.native.read import Reads
 from vescale_fsdp.checkpoint.native.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
@@ -38,12 +38,19 @@ class Loadable(ABC):
         metadata: the ``metadata`` argument of `save`; None for other formats.
         warnings: possible problems with the checkpoint's files.
         may_have_more: whether tensors that the state lacks are no error, unless the load is strict about them.
+        sums: the recorded word sums of each tensor, by its number in the catalogue; None if there are none.
     """
 
     where: str
     metadata: Json = None
     warnings: tuple[str, ...] = ()
     may_have_more = False
+    sums: tuple[str, ...] | None = None
+
+    @property
+    def digest(self) -> str:
+        """The recorded fingerprint as one text; empty if there is none."""
+        return ""
 
     @property
     @abstractmethod
@@ -117,6 +124,14 @@ class NativeCheckpoint(Loadable):
         self._reader = CheckpointReader(storage, cost=cost, manifest=manifest)
         self._manifest = self._reader.manifest
         self.where, self.metadata = storage.where, self._reader.metadata
+
+        self.sums = self._manifest.sums
+
+    @property
+    def digest(self) -> str:
+        if self._manifest.sums is None:
+            return ""
+        return fingerprint_in(self._manifest, self._manifest.sums).digest
 
     @property
     def identity(self) -> str:

@@ -10,9 +10,9 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace as replaced
 from functools import partial
 from itertools import accumulate
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import (
     ZARR_NAME,
     manifest_file,
 )
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
@@ -46,6 +46,7 @@ class NativeForm(Form):
     """``data-<save_id>/`` with one file per rank, and a manifest next to that folder."""
 
     name = "native"
+    has_manifest: ClassVar[bool] = True
 
     def arguments(self) -> Json:
         """Return the form's name; there are no options."""
@@ -81,7 +82,7 @@ class NativeForm(Form):
             manifest,
             replace=share.replace,
             check_files=not share.every_node,
-            saved=share.saved,
+            sealed=share.sealed,
         )
         return Commit(manifest.num_bytes, run)
 
@@ -92,13 +93,13 @@ class NativeForm(Form):
         *,
         replace: bool,
         check_files: bool = True,
-        saved: Callable[[], SaveRecord] | None = None,
+        sealed: Callable[[Manifest], Manifest] = lambda manifest: manifest,
     ) -> None:
         """Publish the manifest, and remove the data of older saves.
 
         Args:
             check_files: check that every rank's file exists; False if the storage has the files of one node only.
-            saved: see `RankShare`.
+            sealed: see `RankShare`.
 
         Raises:
             CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
@@ -113,9 +114,7 @@ class NativeForm(Form):
         except BaseException as error:  # Ctrl-C too: the note says what the disk contains
             error.add_note(f"nothing was committed: {storage.where} is as it was before")
             raise
-        _publish(
-            storage, (manifest if saved is None else replaced(manifest, saved=saved())).to_bytes(), replace
-        )
+        _publish(storage, sealed(manifest).to_bytes(), replace)
         try:
             # Only after the commit: until then, older data was the checkpoint.
             names = storage.list_folder("")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_FILES, ZARR_NAME, is_own_file
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, SaveRecord
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
@@ -62,6 +62,7 @@ class ZarrForm(Form):
     """
 
     name: ClassVar[str] = "zarr"
+    has_manifest: ClassVar[bool] = True
     may_lose_old: bool = False
 
     def arguments(self) -> Json:
@@ -95,7 +96,7 @@ class ZarrForm(Form):
             table = file.chunk_table(arrays.checksums)
             # A new meter for the file: the save's meter counts the bytes of tensors, which are in the chunks.
             write_rank_file(storage, FileImage(file, {}, share.blob, table), Meter())
-        return Commit(manifest.num_bytes, partial(_commit, folder, manifest, share.saved))
+        return Commit(manifest.num_bytes, partial(_commit, folder, manifest, share.sealed))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """Remove all files of a failed save."""
@@ -116,11 +117,11 @@ def _folder(storage: Storage, *, may_lose_old: bool = False) -> WrittenFolder:
     )
 
 
-def _commit(folder: WrittenFolder, manifest: Manifest, saved: Callable[[], SaveRecord] | None) -> None:
+def _commit(folder: WrittenFolder, manifest: Manifest, sealed: Callable[[Manifest], Manifest]) -> None:
     """Write the metadata of all nodes but tensors' arrays, then the manifest; make the folder valid."""
 
     def manifest_bytes() -> tuple[bytes]:
-        return ((manifest if saved is None else replace(manifest, saved=saved())).to_bytes(),)
+        return (sealed(manifest).to_bytes(),)
 
     nodes = {name: partial(tuple[bytes], [content]) for name, content in node_files(manifest).items()}
     files = [manifest.file_name(rank) for rank in range(manifest.world_size)]

@@ -20,10 +20,12 @@ from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.cli.options import (
     COMBINE_OPTIONS,
     CONVERT_OPTIONS,
+    FINGERPRINT_OPTIONS,
     GRANULARITY,
     JSON,
     MERGE_OPTIONS,
     MODEL_PREFIX,
+    RECORDED,
     SOURCE_OPTIONS,
     TARGET_OPTIONS,
     TOLERANCE,
@@ -37,7 +39,7 @@ from vescale_fsdp.conversion.formats.table import TARGETS, Target
 from vescale_fsdp.errors import CorruptCheckpointError, flags_in_messages, format_bytes, some
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint import VerifyReport
+    from vescale_fsdp.checkpoint import Fingerprint, VerifyReport
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.conversion.convert_options import ConvertOptions
     from vescale_fsdp.conversion.engine.source import Source
@@ -186,6 +188,7 @@ def _verify_files(
 @click.option("--atol", type=TOLERANCE, default=0.0, help="Absolute tolerance.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types by value.")
 @click.option("--model-only", is_flag=True, help="Compare the model only, not the optimizer or the rest.")
+@RECORDED
 @MODEL_PREFIX
 @JSON
 @quiet_option()
@@ -196,6 +199,7 @@ def diff_command(
     atol: float,
     ignore_dtype: bool,
     model_only: bool,
+    recorded: bool,
     model_prefix: str | None,
     as_json: bool,
     quiet: bool,
@@ -211,6 +215,7 @@ def diff_command(
             ignore_dtype=ignore_dtype,
             model_only=model_only,
             model_prefix=model_prefix,
+            recorded=recorded,
             progress=progress.advance,
         )
     if as_json:
@@ -221,6 +226,58 @@ def diff_command(
             click.echo(f"{difference.kind:<7} {difference.name}: {difference.text}")
         click.echo(f"{num_compared} tensors compared, {len(differences)} differences")
     sys.exit(1 if differences else 0)
+
+
+@cli.command("fingerprint")
+@click.argument("src", type=Location())
+@click.argument("other", type=Location(), required=False)
+@SOURCE_OPTIONS
+@FINGERPRINT_OPTIONS
+@JSON
+@quiet_option()
+def fingerprint_command(
+    src: str,
+    other: str | None,
+    kind: str | None,
+    trust_pickle: bool,
+    step: int | None,
+    names: str | None,
+    recorded: bool,
+    as_json: bool,
+    quiet: bool,
+    **fields: Any,
+) -> None:
+    """Print the fingerprint of SRC: equal for equal tensors in any format, cut and number of ranks.
+
+    With OTHER, compare both: prints which tensors differ. The exit code is 1 if any do.
+    """
+    if fields["rules"] is not None and names is None:
+        raise click.UsageError("--rules needs --names")
+    target = {"hf": "hf", "ours": "native", None: None}[names]
+    options = None
+    if names is not None or any(fields.values()):
+        options = conversion.ConvertOptions(rules_to=None if fields["rules"] is None else names, **fields)
+    source = _open(src, step, kind=kind, trust_pickle=trust_pickle)
+    sources = [source]
+    if other is not None:  # --from and --step are those of SRC
+        sources.append(conversion.open_source(other, trust_pickle=trust_pickle))
+    with ProgressBar(sum(each.nbytes for each in sources), quiet=quiet) as progress:
+        given: dict[str, Any] = {"recorded": recorded, "progress": progress.advance}
+        found: tuple[Fingerprint, ...]
+        if len(sources) == 1:
+            found = (conversion.fingerprint_of(source, target, options, **given),)
+        else:
+            found = conversion.fingerprints_of(source, sources[1], target, options, **given)
+    differing = found[0].differences(found[-1])
+    if as_json:
+        sides = [{"url": source.url, **each.to_json()} for source, each in zip(sources, found, strict=True)]
+        click.echo(json.dumps({"sides": sides, "differing": differing}, indent=2))
+    else:
+        for source, each in zip(sources, found, strict=True):
+            click.echo(f"{each}  {source.url}: {len(each.tensors)} tensors")
+        if other is not None:
+            click.echo(f"{len(differing)} tensors differ: {some(differing, _MOST)}" if differing else "equal")
+    sys.exit(1 if differing else 0)
 
 
 @cli.command("report")
@@ -538,6 +595,14 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("verify run/step-00000020", "verify model.safetensors --quick"),
     ),
     "diff": ("Compare the tensors of A and B.", ("diff run/step-00000010 repository --rtol 1e-6",)),
+    "fingerprint": (
+        "Print the fingerprint of SRC, or compare it with OTHER's.",
+        (
+            "fingerprint run/step-00000020",
+            "fingerprint run/step-00000020 repository",
+            "fingerprint run/step-00000020 repository --names hf --rules torchtitan-0.2-llama --dtype bf16",
+        ),
+    ),
     "report": ("Write an HTML page about SRC.", ("report run --out report.html",)),
     "plan": (
         "Print how fully_shard would lay out the model in SRC.",

@@ -154,6 +154,11 @@ GRANULARITY = click.option(
     metavar="[PATTERN=]RULE",
     help="Granularity, such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
 )
+RECORDED = click.option(
+    "--recorded",
+    is_flag=True,
+    help="Trust the fingerprints that saves have recorded; do not read those tensors.",
+)
 SOURCE_OPTIONS = with_options(
     click.option(
         "--from", "kind", type=click.Choice(tuple(FORMATS)), help="Format of SRC; detected by default."
@@ -161,8 +166,7 @@ SOURCE_OPTIONS = with_options(
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
     click.option("--step", type=click.IntRange(0), help="Step to use if SRC is the folder of a whole run."),
 )
-WRITING_OPTIONS = with_options(
-    SOURCE_OPTIONS,
+_CHOICE_OPTIONS = with_options(  # which tensors, and under which types
     MODEL_PREFIX,
     click.option(
         "--assets",
@@ -176,10 +180,26 @@ WRITING_OPTIONS = with_options(
     click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching names (repeatable)."),
     click.option(
         "--dtype",
+        "--as",
         multiple=True,
         metavar="[PATTERN=]TYPE",
         help="Cast the model's floats; a pattern overrides the global type (repeatable).",
     ),
+)
+FINGERPRINT_OPTIONS = with_options(
+    _CHOICE_OPTIONS,
+    click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
+    click.option(
+        "--names",
+        type=click.Choice(["hf", "ours"]),
+        help="Names, shapes and order of elements of the tensors: those of a Hugging Face repository, or the other "
+        "side of the rules. Default: SRC's own.",
+    ),
+    RECORDED,
+)
+WRITING_OPTIONS = with_options(
+    SOURCE_OPTIONS,
+    _CHOICE_OPTIONS,
     click.option(
         "--dequantize",
         metavar="TYPE",

@@ -1,6 +1,6 @@
 """The journal of a conversion in progress, a file next to its output, so that a killed conversion can be resumed.
 
-The journal has one JSON object per line: first a fingerprint of the plan, then one line per finished file. A line is
+The journal has one JSON object per line: first a digest of the plan, then one line per finished file. A line is
 appended only after its file is complete. If a kill has cut off the last line, its file is written again.
 
 Only one run writes to a target. On a local disk, the journal is created exclusively and locked with `flock`; the kernel
@@ -55,14 +55,14 @@ class Journal:
     Args:
         store: the storage of the target.
         stem: see `journal_name`.
-        fingerprint: identifies the plan.
+        digest: identifies the plan.
         requested: name -> value of the options that determine the plan; errors name options that differ.
         finished: file name -> (digest, size of the buffers that the digest was computed with, in bytes).
     """
 
     store: Storage
     stem: str
-    fingerprint: str
+    digest: str
     requested: Mapping[str, object] = field(default_factory=dict)
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
     is_started: bool = False  # the first line is written
@@ -88,7 +88,7 @@ class Journal:
         folders.make()
         if isinstance(self.store, LocalStorage):
             self._lock(os.O_CREAT | os.O_EXCL)  # if two runs start at once, only one of them creates the file
-        head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
+        head = {"version": _VERSION, "plan": self.digest, "run": self._run}
         try:
             self._append(head | {"made_folders": folders.levels, "asked": dict(self.requested)})
         except BaseException:  # Ctrl-C too
@@ -185,7 +185,7 @@ class Journal:
         if not lines:
             return False
         head = lines[0]
-        if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
+        if (head.get("version"), head.get("plan")) != (_VERSION, self.digest):
             raise self._other_plan(head)
         self._run = str(head.get("run", self._run))  # for `require_mine`: this run continues that run
         for line in lines:
@@ -202,7 +202,7 @@ class Journal:
             "The interrupted conversion was a different one.",
             expected=", ".join(_said(name, before[name]) for name in differ) or f"plan {head.get('plan')}",
             got=", ".join(_said(name, now[name]) for name in differ)
-            or f"plan {self.fingerprint}: files next to the source have changed, or this package has",
+            or f"plan {self.digest}: files next to the source have changed, or this package has",
             where=f"{self.store.where}/{self.name}",
             todo=f"repeat the options of the interrupted run, or start over with {option('overwrite', True)}",
         )

@@ -63,9 +63,9 @@ class Output:
         self._url, self._plan, self._part, self._overwrite = url, plan, part, overwrite
         self._sizes = {file.name: file.nbytes for file in plan.files}
         self.store, name = _open_target(url, source_urls, single_file=plan.single_file)
-        fingerprint = plan.fingerprint()  # computed once: it takes time
+        digest = plan.digest()  # computed once: it takes time
         stems = [name] if count == 1 else [f"{name}part-{each}-of-{count}" for each in range(count)]
-        self._journals = [Journal(self.store, stem, fingerprint, requested) for stem in stems]
+        self._journals = [Journal(self.store, stem, digest, requested) for stem in stems]
         self._own = self._journals[index]
         self.share = tuple(self._sizes)[index::count]
         self._writers: dict[str, FileWriter] = {}

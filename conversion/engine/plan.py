@@ -193,7 +193,7 @@ class OutputPlan:
         """Number of tensor bytes in all files."""
         return sum(file.tensor_nbytes for file in self.files)
 
-    def fingerprint(self) -> str:
+    def digest(self) -> str:
         """Return a digest of the names, sizes and contents of all files, from metadata. Equal plans have equal digests.
 
         A resumed run compares it with the digest in the journal.

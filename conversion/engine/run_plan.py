@@ -88,7 +88,7 @@ def run_plan(
         # The sources' files too, so that the error of a resumed run says that they have changed.
         requested={
             SOURCE: ", ".join(source.url for source in sources),
-            SOURCE_FILES: ", ".join(source.fingerprint for source in sources),
+            SOURCE_FILES: ", ".join(source.metadata_digest for source in sources),
             **requested,
         },
     )

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.foreign import OpenSource
+from vescale_fsdp.checkpoint.manifest.fingerprints import Fingerprint, TensorFingerprint
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -75,6 +76,7 @@ class Source(OpenSource):
         folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
         locate: reads the location of a chunk's items from its file, for formats whose metadata lacks it (the records
             of torch archives); None if the metadata contains all locations.
+        sums: name -> word sums (`vescale_fsdp.word_sums`) that the save has recorded, as hex.
 
     Examples:
         >>> import torch
@@ -102,6 +104,7 @@ class Source(OpenSource):
     warnings: tuple[str, ...] = ()
     folder_problems: Callable[[], Iterable[str]] = tuple  # `tuple()` returns no problems
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
+    sums: Mapping[str, str] = field(default_factory=dict)
     _located: dict[Extent, StoredChunk] = field(default_factory=dict)
     _runs: dict[str, list[tuple[int, Extent]] | None] = field(default_factory=dict)
     reads: VerifiedReads = field(init=False)
@@ -155,6 +158,19 @@ class Source(OpenSource):
         return ties
 
     @property
+    def recorded(self) -> Fingerprint | None:
+        """The fingerprint that the save has recorded; None if there is none."""
+        if not self.sums:
+            return None
+        infos = {name: self.tensors[name].info for name in self.sums}
+        return Fingerprint(
+            {
+                name: TensorFingerprint(each.dtype.name, each.shape, self.sums[name])
+                for name, each in infos.items()
+            }
+        )
+
+    @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
@@ -165,7 +181,7 @@ class Source(OpenSource):
         return sum(tensor.stored_nbytes for tensor in self.tensors.values())
 
     @cached_property
-    def fingerprint(self) -> str:
+    def metadata_digest(self) -> str:
         """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
         files = {chunk.extent.file for tensor in self.tensors.values() for chunk in tensor.chunks} - {""}
         # Sorted, because sets differ in order between processes.
@@ -174,16 +190,16 @@ class Source(OpenSource):
         return hex_checksum_of("\n".join([self.url, *stamps]).encode(errors="surrogatepass"))
 
     def require_unchanged(self) -> None:
-        """Check that no file was replaced since `fingerprint` was computed.
+        """Check that no file was replaced since `metadata_digest` was computed.
 
         Raises:
             ConversionError: if a file was replaced or removed. The data that was read may be a mixture of two
                 checkpoints then.
         """
         # Clears the cached property, so that it is computed again; None if it was never computed.
-        before = self.__dict__.pop("fingerprint", None)
+        before = self.__dict__.pop("metadata_digest", None)
         try:
-            is_same = before is None or self.fingerprint == before
+            is_same = before is None or self.metadata_digest == before
         except CorruptCheckpointError:  # a file is gone
             is_same = False
         if not is_same:

@@ -85,6 +85,11 @@ class TensorView(ABC):
         return None
 
     @property
+    def recorded_sums(self) -> str | None:
+        """The word sums that the save has recorded of these items in this order, as hex; None if unknown."""
+        return None
+
+    @property
     def overflows(self) -> int:
         """Number of finite values, among those read so far, that a cast has turned into infinities."""
         return sum(view.overflows for view in self.operands)
@@ -141,6 +146,10 @@ class SourceView(TensorView):
     def scratch_buffers(self) -> int:
         return 1  # if the items are not contiguous in the file
 
+    @property
+    def recorded_sums(self) -> str | None:
+        return self.source.sums.get(self.source_name)
+
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         yield self, box
 
@@ -153,12 +162,12 @@ class SourceView(TensorView):
 
     @property
     def sameness(self) -> Hashable:
-        # By id: `fingerprint`, which `identity` uses, reads the metadata of every file.
+        # By id: `metadata_digest`, which `identity` uses, reads the metadata of every file.
         return id(self.source), self.source.ties.get(self.source_name, self.source_name)
 
     def identity(self) -> str:
         name = self.source.ties.get(self.source_name, self.source_name)  # equal for tied tensors
-        return f"{self.source.fingerprint} {name}"
+        return f"{self.source.metadata_digest} {name}"
 
 
 @dataclass(frozen=True)
@@ -284,6 +293,10 @@ class RenamedView(WrapperView):
     def as_dtype(self, dtype: DType) -> TensorView | None:
         made = self.inner.as_dtype(dtype)
         return None if made is None else RenamedView(made, self.name)
+
+    @property
+    def recorded_sums(self) -> str | None:
+        return self.inner.recorded_sums
 
     @property
     def sameness(self) -> Hashable:

@@ -34,6 +34,7 @@ def describe(source: Source) -> dict[str, Any]:
         "tensor_bytes": source.nbytes,
         "stored_bytes": sum(tensor.stored_nbytes for tensor in source.tensors.values()),
         "dtypes": dict(sorted(kinds.items())),
+        "fingerprint": source.recorded and source.recorded.digest,
         "facts": dict(source.facts),
         "left_out": list(source.omitted),
         "tensors": [
@@ -42,6 +43,7 @@ def describe(source: Source) -> dict[str, Any]:
                 "dtype": source.tensors[name].info.dtype.name,
                 "shape": list(source.tensors[name].info.shape),
                 "bytes": source.tensors[name].info.nbytes,
+                "sums": source.sums.get(name),
                 "chunks": len(source.tensors[name].chunks),
                 "files": len({chunk.extent.file for chunk in source.tensors[name].chunks}),
             }
@@ -106,6 +108,7 @@ def format_description(description: dict[str, Any]) -> str:
         "tensors": f"{len(description['tensors'])}, {sizes}",
         "dtypes": ", ".join(f"{name} x {count}" for name, count in description["dtypes"].items()) or "none",
         "model prefix": ", ".join(prefix or "(root)" for prefix in description["models"]) or "no model found",
+        **({"fingerprint": description["fingerprint"]} if description["fingerprint"] else {}),
         "other values": str(len(description["values"])),
         **({"left out": ", ".join(description["left_out"])} if description["left_out"] else {}),
         **description["facts"],

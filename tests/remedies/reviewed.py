@@ -28,7 +28,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/native/form.py": "RankShare.check_room lock_errors",
         "conversion/formats/huggingface/read.py": "open_hf_folder",
         "checkpoint/native/write.py": "_check_files _publish",
-        "checkpoint/load.py": "Loader._open Loader._reading",
+        "checkpoint/load.py": "Loader._open Loader._reading Loader._compare_sums",
         "checkpoint/memory/partners.py": "partners_in_rings",
         "conversion/engine/source.py": "Source.require_unchanged",
         "checkpoint/ranks/coordinator.py": "GroupCoordinator.decide GroupCoordinator._raise_gathered "
@@ -69,6 +69,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/state/torch_state_dicts.py": "_cut_tensor",
         "conversion/formats/huggingface/class_names.py": "_not_made",
         "checkpoint/manifest/structure.py": "check_complete",
+        "checkpoint/manifest/fingerprints.py": "check_cuts",
         "conversion/engine/coded_tensors.py": "_ComputedView.over",
         "checkpoint/ranks/background.py": "Job.disown",
         "checkpoint/ranks/coordinator.py": "GroupCoordinator._meet coordinator_for",

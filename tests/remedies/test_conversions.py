@@ -552,6 +552,15 @@ def test_a_difference_of_repeats(tmp_path: Path) -> None:
     assert (tmp_path / "a.html").stat().st_size
 
 
+@runs("conversion/fingerprint.py::_sums_of")
+def test_a_fingerprint_of_repeats(tmp_path: Path) -> None:
+    """Without the tensor that the remedy names."""
+    tensor = torch.zeros(1 << 17).as_strided((1 << 15, 1 << 16), (1, 1))  # 8 GiB
+    source = torch_file(tmp_path / "a.pt", {"w": tensor, **MODEL})
+    remedy = refused(command, "fingerprint", source)
+    command("fingerprint", source, *flag(remedy, "--exclude"))
+
+
 @runs("conversion/formats/huggingface/repository.py::Assets.__init__[1]")
 def test_a_pattern_of_no_file(tmp_path: Path) -> None:
     """A pattern of one."""

@@ -361,6 +361,15 @@ def test_choices_of_native_loads(tmp_path: Path) -> None:
     assert _is_filled(state)
 
 
+@runs("checkpoint/load.py::_require_sums")
+def test_no_recorded_fingerprints(tmp_path: Path) -> None:
+    """Another way to verify."""
+    save(tmp_path / "c", _ones("w"), fingerprint=False)
+    remedy = refused(load, tmp_path / "c", state := _zeros("w"), verify="end-to-end")
+    load(tmp_path / "c", state, **argument(remedy, "verify"))
+    assert _is_filled(state)
+
+
 @runs("checkpoint/load.py::_check_writable")
 def test_elements_that_share_memory(tmp_path: Path) -> None:
     """A clone has its own."""

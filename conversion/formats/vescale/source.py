@@ -56,6 +56,7 @@ def open_native(store: Storage) -> Source:
     }
     # Without the state tree, whose memory is freed: its content is in `leaves`.
     manifest = replace(manifest, structure=replace(manifest.structure, tree=None))
+    sums = manifest.sums
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
 
@@ -76,6 +77,7 @@ def open_native(store: Storage) -> Source:
         omitted=tuple(leaves.per_rank),
         layouts=layouts,
         checked=checked,
+        sums={} if sums is None else {name: sums[place] for name, place in leaves.tensors.items()},
     )
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from tests.support.generated_states import Box, assert_same, draw_state, fresh
-from vescale_fsdp.checkpoint import PerRank, async_save, load, read_state, save, verify
+from vescale_fsdp.checkpoint import PerRank, async_save, fingerprint, load, read_state, save, verify
+from vescale_fsdp.conversion import fingerprint_of, open_source
 from vescale_fsdp.errors import CheckpointError
 
 _CORE = ((1, "native"), (2, "behind"), (3, "zarr"))  # each form, and most world sizes
@@ -26,12 +27,16 @@ def _round_trips(path: Path, form: str, seeds: range) -> tuple[int, int]:
     for seed in seeds:
         folder = path / f"{seed}"
         state = draw_state(seed)
+        own = fingerprint(state)
         if form == "behind":
-            async_save(folder, state).wait()
+            async_save(folder, state, fingerprint=True).wait()
         else:
-            save(folder, state, format=form)
+            save(folder, state, format=form, fingerprint=True)
         if dist.get_rank() == 0:
             assert verify(folder).problems == (), seed
+            source = open_source(str(folder))
+            assert fingerprint_of(source).differences(own) == (), seed
+            assert fingerprint_of(source, recorded=True) == own, seed
             read_state(folder).tree(read=True)
         into: dict[str, Any] = fresh(draw_state(seed))
         load(folder, into)

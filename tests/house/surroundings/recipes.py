@@ -129,6 +129,9 @@ def save_and_load(folder: Path) -> Call:
             ck.latest(folder) is None,
             reader.tree(),
             bool(rates),
+            str(own := ck.fingerprint(state)),
+            own.differences(ck.fingerprint(into)),
+            own.to_json()["digest"],
         ]
 
     return call

@@ -291,7 +291,7 @@ def test_dry_run_writes_nothing_and_plans_the_same(tmp_path: Path) -> None:
     plan = _convert(tmp_path / "dcp", tmp_path / "out", max_shard_bytes=1200, dry_run=True)
     assert not (tmp_path / "out").exists()
     done = _convert(tmp_path / "dcp", tmp_path / "out", max_shard_bytes=1200)
-    assert done.plan.fingerprint() == plan.plan.fingerprint() and len(plan.plan.files) == 2
+    assert done.plan.digest() == plan.plan.digest() and len(plan.plan.files) == 2
     assert (plan.outcome.published, done.outcome.published) == (False, True)
 
 
