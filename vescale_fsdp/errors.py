@@ -120,6 +120,10 @@ class MisuseError(LifecycleError, AssertionError):
     """A misuse that torch's FSDP2 refuses with an AssertionError."""
 
 
+class CollectiveError(VescaleError, RuntimeError):
+    """A collective has delivered other bits than ranks have sent (``fully_shard(check_collectives=N)``)."""
+
+
 class CheckpointError(VescaleError, RuntimeError):
     """A checkpoint that cannot be written or read as requested."""
 

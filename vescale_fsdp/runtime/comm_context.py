@@ -101,6 +101,7 @@ class CommContext:
         # On the CPU, all-reduces of replicas in flight: the network sends one while a unit computes.
         self._replicating: deque[tuple[ParamGroup, ReducedShard, Work | None]] = deque()
         self.watches: dict[DeviceMesh, OrderWatch] = {}
+        self._num_steps = 0  # forwards of the root that have begun
 
     def set_limit(self, unit: object, limit: int | None) -> None:
         """Set how many reductions in flight a unit allows; None: the unit no longer belongs to this context."""
@@ -127,6 +128,10 @@ class CommContext:
         """Note the stream of a backward, which owns the gradients."""
         if self.streams is not None:
             self._home = self.streams.current()
+
+    def begin_forward(self) -> None:
+        """Count the steps, for groups whose collectives are checked every so many steps."""
+        self._num_steps += 1
 
     def wait_for_compute(self) -> None:
         """Let gathers, and copies from the host, wait for the compute stream's work so far (the optimizer's step)."""
@@ -202,6 +207,8 @@ class CommContext:
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
+                    every = group.comm.settings.check_every
+                    group.comm.checks = every > 0 and self._num_steps % every == 0
                     group.full_owner = here if group in owned else self.gather_stream
                     group.note_start("gather")
                     self._ahead.add(group)

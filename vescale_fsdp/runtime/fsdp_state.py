@@ -210,6 +210,7 @@ class FSDPState:
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
                 schedule.begin_forward()
+                self.comm.begin_forward()
                 if self.post_optim_event is None:
                     self.comm.wait_for_compute()  # gathers must read the shards that the optimizer has written
                 else:

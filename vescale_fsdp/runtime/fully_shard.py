@@ -45,6 +45,7 @@ def fully_shard(
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
     padding_policy: PaddingPolicy = ...,
+    check_collectives: int = ...,
 ) -> FSDPModule: ...
 
 
@@ -61,6 +62,7 @@ def fully_shard(
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
     padding_policy: PaddingPolicy = ...,
+    check_collectives: int = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -76,6 +78,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
+    check_collectives: int = 0,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters over a mesh; call it bottom-up, on each block and then on the root.
 
@@ -99,6 +102,10 @@ def fully_shard(
             pattern must match at least one parameter, which may belong to a unit below. A text such as ``"rows:32"``
             means `Rows(32)`. None: cuts may fall between any two elements.
         padding_policy: whether tensors may be scattered, and from which amount of padding to warn or raise.
+        check_collectives: check, in every step whose number is a multiple of this number, that gathers deliver the bits
+            that ranks have sent, and that replicas are equal after an all-reduce; 0: never. Each check passes once over
+            what was received, and the host waits for its result. Not for gathers of 8-bit codes, nor for parameters
+            whose class gathers itself.
 
     Returns:
         ``module``; its class is now an `FSDPModule` too, and its parameters are `RaggedDTensor`.
@@ -108,6 +115,7 @@ def fully_shard(
             argument of the wrong type.
         NotImplementedError: for arguments or parameters that the runtime does not support.
         MisuseError: if a module is sharded twice, or another data parallelism of torch manages a part of it.
+        CollectiveError: in a forward or backward, on all ranks, if a check finds other bits.
         LayoutError: if no layout satisfies the granularity, a pattern matches no parameter, or padding is above the
             policy's limit.
 
@@ -124,6 +132,12 @@ def fully_shard(
     """
     modules = _root_modules(module)
     _check_kinds(mp_policy, offload_policy, padding_policy)
+    if type(check_collectives) is not int or check_collectives < 0:
+        raise ArgumentError(
+            "check_collectives must be a number of steps.",
+            expected="an int of at least 0",
+            got=repr(check_collectives),
+        )
     ignored = _ignored(ignored_params)
     check_policies(mp_policy, offload_policy)
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
@@ -143,6 +157,8 @@ def fully_shard(
             # The shard of FakeTensor parameters must be a FakeTensor of the same mode.
             with fake_mode_of(next(iter(plan.params.values())).param):
                 groups.append(kind(plan, mp_policy, offload_policy, device))
+            if check_collectives:
+                groups[-1].comm.change(check_every=check_collectives)
         buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
     # All planning, checks and allocations are done: from here on nothing can fail, and the model changes.

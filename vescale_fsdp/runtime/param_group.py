@@ -50,6 +50,7 @@ from vescale_fsdp.dtensor.waiting_grad import WaitingValues, waiting_in
 from vescale_fsdp.errors import LifecycleError, some
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.runtime.comm.collective_check import GatherCheck
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm, GroupSettings
 from vescale_fsdp.runtime.comm.streams import Event, Stream
@@ -372,6 +373,7 @@ class ParamGroup:
         self.sums_grads = False
         self.adopted: list[str] = []  # names of parameters that were replaced before the first gather
         self._brought: torch.Tensor | None = None  # copy of an offloaded shard, which the gather reads
+        self._check: GatherCheck | None = None  # of the gather in flight
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not yet over replicas
         # Names of used parameters that were not yet sent to other ranks.
@@ -574,9 +576,11 @@ class ParamGroup:
         self.allocate_full()
         assert self.full is not None
         shard = self.shard if self._brought is None else self._brought
+        checks = self.comm.checks and not is_fake(self.shard)
         if self.state is GroupState.PARTLY_SHARDED:
             assert self._part is not None
-            self.full.start_gather(self._part, self.comm.gather_parts)
+            begin = functools.partial(self._begin_check, is_part=True) if checks else None
+            self.full.start_gather(self._part, self.comm.gather_parts, before=begin)
         elif self.policy_gather is not None:
             self.full.start_gather(shard, self.policy_gather)
         else:
@@ -584,8 +588,14 @@ class ParamGroup:
             # this rank's slice of the buffer, which converts it.
             must_move = shard.dtype != self.compute_dtype or (shard is self.shard and self.is_offloaded)
             at = self.layout.shard_range(self.comm.rank) if must_move else None
-            self.full.start_gather(shard, self.comm.gather, copy_to=at)
+            self.full.start_gather(
+                shard, self.comm.gather, copy_to=at, before=self._begin_check if checks else None
+            )
         self._brought = None
+
+    def _begin_check(self, full: torch.Tensor, own: torch.Tensor, *, is_part: bool = False) -> None:
+        """Begin to check the gather that starts next."""
+        self._check = self.comm.begin_check(full, own, is_part=is_part)
 
     def _check_shard(self) -> None:
         if self.shard.is_meta:
@@ -613,6 +623,10 @@ class ParamGroup:
     def _finish_gather(self) -> None:
         assert self.full is not None
         self.full.wait_gather()
+        if self._check is not None:
+            check, self._check = self._check, None
+            with without_grad():
+                check.finish(self.label[1:-1])
 
     def hand_over(self) -> None:
         """Set the unsharded parameters on the modules. The compute stream must wait for the gather before this call."""
@@ -1022,6 +1036,8 @@ class ParamGroup:
         if settings.on_delivery is not None:
             self._note_step()
         shard, used = reduced.shard, reduced.used
+        if not is_fake(shard):
+            self.comm.check_reduced(shard, self.label[1:-1])
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(shard)
         self.comm.finish_division(shard)  # after the hook, as in FSDP2

@@ -12,6 +12,7 @@ from vescale_fsdp.errors import VescaleError, explain
 BUILTINS = {
     "ArgumentError": ValueError,
     "CheckpointError": RuntimeError,
+    "CollectiveError": RuntimeError,
     "ConversionError": RuntimeError,
     "CorruptCheckpointError": RuntimeError,
     "DamagedLoadError": RuntimeError,

@@ -148,7 +148,14 @@ class DBuffer:
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
             piece.add_(part)
 
-    def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: Range | None = None) -> None:
+    def start_gather(
+        self,
+        own: torch.Tensor,
+        gather: Gather,
+        *,
+        copy_to: Range | None = None,
+        before: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> None:
         """Start to fill the buffer with the contributions of all ranks.
 
         Args:
@@ -156,12 +163,15 @@ class DBuffer:
             gather: the collective, called as ``gather(full, own)``.
             copy_to: if the dtype or device of ``own`` differs from the buffer's, the range of the buffer into which it
                 is first copied; None: the collective reads ``own`` itself.
+            before: called with the buffer and this rank's converted contribution before the collective starts.
         """
         with without_grad():
             if copy_to is not None:
                 mine = self.flat[copy_to.start : copy_to.stop]
                 mine.copy_(own, non_blocking=True)  # does not block if ``own`` is in pinned memory
                 own = mine
+            if before is not None:
+                before(self.flat, own)
             self._work = gather(self.flat, own)
 
     def wait_gather(self) -> None:

@@ -44,6 +44,7 @@ from vescale_fsdp.collectives.operations import (
 from vescale_fsdp.collectives.process_groups import new_group, set_nodes
 from vescale_fsdp.collectives.slice_exchange import Work, runs_beside
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.runtime.comm.collective_check import GatherCheck, check_replicas
 from vescale_fsdp.runtime.comm.dbuffer import Gather, Pool
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
 
@@ -115,6 +116,7 @@ class GroupSettings:
     on_delivery: Callable[[list[nn.Parameter]], None] | None = None
     zeros_unused: bool = False
     keeps_full: bool = False
+    check_every: int = 0  # steps from one check of collectives to the next; 0: none
 
     def __str__(self) -> str:
         """Return the text of all settings, which ranks compare."""
@@ -150,6 +152,7 @@ SETTERS = {
     "on_delivery": "step_in_backward",
     "zeros_unused": "set_reduce_scatter_unused_params",
     "keeps_full": "set_keep_unsharded_storage",
+    "check_every": "fully_shard(check_collectives=)",
 }
 
 
@@ -189,6 +192,7 @@ class GroupComm:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
+        self.checks = False  # whether collectives of this step are checked; the same on all ranks
         # While this is a list, `all_gather` only adds (full, shard) to it; the caller starts these gathers together.
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: `shard_group`
@@ -231,6 +235,29 @@ class GroupComm:
             return all_gather_into(full, shard, self.shard_group)
         self.noted.append((full, shard))
         return None
+
+    def begin_check(
+        self, full: torch.Tensor, own: torch.Tensor, *, is_part: bool = False
+    ) -> GatherCheck | None:
+        """Return the check of the gather that is about to start, if this step is checked.
+
+        Args:
+            full, own: as for the gather.
+            is_part: whether the gather is `gather_parts`.
+        """
+        if not self.checks or self.num_shards == 1:
+            return None
+        group, rank = (self._part_group, self.part_rank) if is_part else (self.shard_group, self.rank)
+        assert group is not None
+        replicas = [] if self.replicate_group is None else [self.replicate_group]
+        check = GatherCheck(group, [self.shard_group, *replicas], rank)
+        check.begin(full, own)
+        return check
+
+    def check_reduced(self, shard: torch.Tensor, label: str) -> None:
+        """Check that replicas have equal reduced shards, if this step is checked."""
+        if self.checks and self.replicate_group is not None and self.replicate_group.size() > 1:
+            check_replicas(shard, [self.replicate_group, self.shard_group], label)
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
         """Start the all-gather of the parts that ``part_size`` ranks kept between forward and backward."""
