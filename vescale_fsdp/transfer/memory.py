@@ -354,6 +354,10 @@ class Origin:
                 stored, items = source.stored_boxes(position[0]), self._flats[source.number]
                 self.coded[key] = CodedTensor(source.codec, source.grid, stored, items)
 
+    def flat(self, number: int) -> torch.Tensor:
+        """Return this rank's items of source tensor ``number``, contiguous."""
+        return self._flats[number]
+
     def bytes_of(self, run: LeafCopy) -> torch.Tensor:
         """Return a view of the bytes of a run of source items, 1D."""
         placed, copy = run
@@ -427,6 +431,10 @@ class Destination:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
             self._flats[number] = copies[number]
             self._copied.append((local, copies[number]))
+
+    def flat(self, number: int) -> torch.Tensor:
+        """Return what this rank has received of target tensor ``number``, contiguous."""
+        return self._flats[number]
 
     def bytes_of(self, run: LeafCopy) -> torch.Tensor:
         """Return a view of the bytes of a run of items to fill, 1D."""

@@ -47,6 +47,7 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError, 
 from vescale_fsdp.runtime.comm.streams import Stream, streams_of
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_ids
+from vescale_fsdp.transfer.agreement import SumAgreement
 from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
 from vescale_fsdp.transfer.exchange import Exchange, StagingPool
 from vescale_fsdp.transfer.memory import (
@@ -117,7 +118,10 @@ class Transfer:
         keep_old: fill a second copy, which is copied into the target when all ranks have received everything. After a
             failure the target has its old weights. Without ``keep_old`` the target is filled in place, and a failure
             makes all values NaN.
-        verify: compare the sender's checksum of each message with a checksum of the items that the receiver has stored.
+        verify: compare the sender's checksum of each message with a checksum of the items that the receiver has stored;
+            and, before the target gets its version, the fingerprints of all tensors that are only moved, not cast or
+            quantized: what all ranks of the target have stored is what the source has. This takes 16 bytes per tensor
+            in one all-reduce.
         group: the process group for messages, if tensors are on an accelerator. Nothing else may use the group during
             a transfer. Default: a gloo group of ``ranks``, for tensors on the CPU.
         pool: buffers for messages; transfers that never run at the same time can share a pool. Default: a new pool.
@@ -168,6 +172,7 @@ class Transfer:
             # At least the size of a message if this rank copies within its own memory: these copies use a buffer too.
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
+            self._agreement = SumAgreement(plan, own.rank, self._filled_regions) if verify else None
         self._name = own.new_name()  # in the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
@@ -332,10 +337,11 @@ class Transfer:
                     self._version, destination.is_mixed = None, True
                 memory = origin, destination
                 exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
-                exchange.run(self._messages, self._kept)
-                # Inside of this block, so that a write to the source fails the run on all ranks.
-                if watch is not None:
-                    watch.check()
+                with self._agreeing(origin, destination):
+                    exchange.run(self._messages, self._kept)
+                    # Inside of this block, so that a write to the source fails the run on all ranks.
+                    if watch is not None:
+                        watch.check()
             self._version = None  # until all of the target is new
             destination.commit()
             self._version = self._last_version = version
@@ -347,6 +353,33 @@ class Transfer:
         finally:
             if destination is not None and destination.is_mixed:
                 destination.poison()
+
+    @contextmanager
+    def _agreeing(self, origin: Origin, destination: Destination) -> Iterator[None]:
+        """Context manager around the exchange: with ``verify``, compare what was stored with the source. A collective.
+
+        Ranks that fail in the block take part in the comparison, because other ranks wait for them.
+
+        Raises:
+            CheckpointError: on all ranks, if a tensor of the target differs.
+        """
+        if self._agreement is None:
+            yield
+            return
+        failure: BaseException | None = None
+        numbers = [0] * (2 * len(self.plan.target.entries))
+        try:
+            yield
+            numbers = self._agreement.numbers(origin.flat, destination.flat)
+        except UnreachableError:  # connections are closed: other ranks do not wait
+            raise
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
+            failure = caught
+        num_failed, *total = self._coordinator.begin_sum([int(failure is not None), *numbers])()
+        if failure is not None:
+            raise failure
+        if not num_failed:  # else another rank raises, and the collective that follows reports it
+            self._agreement.check(total)
 
     def _leave(self, rank: int | None) -> None:
         """Find out which ranks were lost, and close this transfer's connections, so that no rank waits for this one.

@@ -29,6 +29,7 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, Lifecyc
 from vescale_fsdp.quantize import Int8Rows
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer import rank_transfers
+from vescale_fsdp.transfer.agreement import FlatOf, SumAgreement
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.exchange import Exchange
 from vescale_fsdp.transfer.links import codes
@@ -135,6 +136,24 @@ def bits_flip() -> None:
     finally:
         Destination.unpack = real  # type: ignore[method-assign]
     Transfer(plan, verify=True).run(state, into)
+
+
+def stored_bits_flip() -> None:
+    """With `verify` a bit that flips after its message was compared is noticed on all ranks, before the version."""
+    plan, (state, into) = pair()
+    real = SumAgreement.numbers
+
+    def flipping(self: SumAgreement, source: FlatOf, target: FlatOf) -> list[int]:
+        if dist.get_rank() == 3:
+            target(2).view(-1).view(torch.uint8)[7] ^= 1
+        return real(self, source, target)
+
+    transfer = Transfer(plan, verify=True)
+    with mock.patch.object(SumAgreement, "numbers", flipping):
+        error = met(lambda: transfer.run(state, into))
+    assert isinstance(error, TransferError) and is_unusable(into) and transfer.version is None
+    transfer.run(state, into)
+    assert transfer.version == 0
 
 
 def trainer_steps() -> None:
@@ -368,7 +387,7 @@ class NoClone(torch.Tensor):
 
 def all_faults() -> None:
     """All checks that need no killed process."""
-    for check in (one_rank_fails, bits_flip, trainer_steps, misuse, plans_once):
+    for check in (one_rank_fails, bits_flip, stored_bits_flip, trainer_steps, misuse, plans_once):
         torch.manual_seed(0)
         check()
     for check in (
