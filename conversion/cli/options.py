@@ -315,6 +315,9 @@ TARGET_OPTIONS = {
         is_flag=True,
         help="Fail if it cannot be checked whether the class in config.json loads the result.",
     ),
+    "fingerprint": click.option(
+        "--fingerprint", is_flag=True, help="Also write fingerprints.json; reads the written files once more."
+    ),
     "include_asset": click.option(
         "--include-asset",
         multiple=True,

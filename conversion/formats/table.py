@@ -154,9 +154,13 @@ FORMATS = {
             "to-hf",
             "Write the model in SRC to OUT as a Hugging Face repository.",
             lambda state, o, assets, _: _plan_hf(
-                list(state.views.values()), assets, o.max_shard_bytes, state.file_metadata
+                list(state.views.values()),
+                assets,
+                o.max_shard_bytes,
+                state.file_metadata,
+                fingerprint=o.fingerprint,
             ),
-            ("include_asset", "no_assets", "adapter", "adapter_name", "require_check"),
+            ("fingerprint", "include_asset", "no_assets", "adapter", "adapter_name", "require_check"),
         ),
     ),
     "bin": Format(

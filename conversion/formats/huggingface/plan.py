@@ -21,6 +21,7 @@ from typing import Any
 from vescale_fsdp.conversion.engine.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
+from vescale_fsdp.conversion.formats.huggingface.fingerprints import FINGERPRINTS_FILE, recording
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     Assets,
     index_of,
@@ -178,6 +179,8 @@ def plan_hf(
     assets: Assets,
     max_shard_bytes: int,
     metadata: Mapping[str, str] | None = None,
+    *,
+    fingerprint: bool = False,
 ) -> OutputPlan:
     """Plan the files of a repository with these tensors.
 
@@ -186,6 +189,7 @@ def plan_hf(
         assets: the settings files to copy.
         max_shard_bytes: the most bytes of tensors in one file.
         metadata: ``__metadata__`` entries for the header of each weight file.
+        fingerprint: also write ``fingerprints.json``.
 
     Raises:
         ConversionError: for a dtype that safetensors lacks, or an index that is larger than loaders accept.
@@ -202,4 +206,10 @@ def plan_hf(
         header = make_header(shard.infos, {"format": "pt", **(metadata or {})})
         tensors = (whole(by_name[name]) for name in header.offsets)
         files.append(FilePlan(shard.file, (FixedBytes(header.data), *tensors)))
-    return OutputPlan("hf", tuple(files), tuple(closing), is_stale=is_weight_file)
+    plan = OutputPlan("hf", tuple(files), tuple(closing), is_stale=_is_stale)
+    return recording(plan) if fingerprint else plan
+
+
+def _is_stale(name: str) -> bool:
+    """Return whether an old file of the target belongs to the weights that a conversion replaces."""
+    return is_weight_file(name) or name == FINGERPRINTS_FILE

@@ -17,6 +17,7 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import SourceView
 from vescale_fsdp.conversion.formats.huggingface.class_check import missing_tensors
+from vescale_fsdp.conversion.formats.huggingface.fingerprints import FINGERPRINTS_FILE, recorded_sums
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     BEING_WRITTEN,
     index_of,
@@ -123,6 +124,7 @@ def open_hf_folder(store: Storage) -> Source:
         file_metadata=_joined_metadata(metadata, store.where),
         warnings=warnings,
         folder_problems=partial(_folder_problems, store, tensors),
+        sums=recorded_sums(store, tensors) if FINGERPRINTS_FILE in listed else {},
     )
 
 

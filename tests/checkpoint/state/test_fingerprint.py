@@ -157,6 +157,20 @@ def test_the_command_compares_names_types_and_files(tmp_path: Path) -> None:
     assert run(path, str(tmp_path / "d"), "--recorded")[1]["differing"] == ["1.bias"]
 
 
+def test_a_repository_has_its_fingerprints_beside_its_weights(tmp_path: Path) -> None:
+    """Of what was written, cast, in several files; none if other weights have taken their place."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.Linear(500, 4))
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    options = ConvertOptions(dtype=("bf16",), max_shard_bytes=2000, fingerprint=True)
+    convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "hf"), "hf", options)
+    written = open_source(str(tmp_path / "hf"))
+    assert len(written.facts) and len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    assert written.recorded == fingerprint_of(written) == fingerprint(model.bfloat16())
+    again = ConvertOptions(max_shard_bytes=2000, overwrite=True)
+    convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "hf"), "hf", again)
+    assert open_source(str(tmp_path / "hf")).recorded is None
+
+
 def test_a_difference_of_recorded_sums_is_read(tmp_path: Path) -> None:
     """Tensors with equal recorded sums are not read by `diff`, all others are."""
     weights = {"a": torch.arange(50.0), "b": torch.arange(60.0)}
