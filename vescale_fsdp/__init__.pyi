@@ -26,6 +26,8 @@ from vescale_fsdp.layout.granularity import (
 from vescale_fsdp.layout.padding import PaddingPolicy as PaddingPolicy
 from vescale_fsdp.layout.placement import RaggedShard as RaggedShard
 from vescale_fsdp.layout.plan_report import PlanReport as PlanReport, plan_report as plan_report
+from vescale_fsdp.planning.cluster import Cluster as Cluster
+from vescale_fsdp.planning.training_plan import TrainingPlan as TrainingPlan, plan_training as plan_training
 from vescale_fsdp.runtime.data_mesh import DataParallelMeshDims as DataParallelMeshDims
 from vescale_fsdp.runtime.fsdp_module import (
     FSDPModule as FSDPModule,

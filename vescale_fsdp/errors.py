@@ -338,7 +338,6 @@ _CALLS = {
     "merge": _CONVERT,
     "no_assets": _CONVERT,
     "on_disagreement": _CONVERT,
-    "optimizer": _CONVERT,
     "prefix": _CONVERT,
     "quantize": _CONVERT,
     "resume": _CONVERT,

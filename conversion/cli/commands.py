@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from vescale_fsdp import checkpoint, conversion
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
@@ -21,17 +22,18 @@ from vescale_fsdp.conversion.cli.options import (
     COMBINE_OPTIONS,
     CONVERT_OPTIONS,
     FINGERPRINT_OPTIONS,
-    GRANULARITY,
     JSON,
     MERGE_OPTIONS,
     MODEL_PREFIX,
+    OF_LAYOUTS,
+    OF_TRAINING,
+    PLAN_OPTIONS,
     RECORDED,
     SOURCE_OPTIONS,
     TARGET_OPTIONS,
     TOLERANCE,
     Location,
     part_of,
-    positive_numbers,
     quiet_option,
     with_options,
 )
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.conversion.convert_options import ConvertOptions
     from vescale_fsdp.conversion.engine.source import Source
-    from vescale_fsdp.layout.planner import Scatter
+    from vescale_fsdp.layout.plan_report import PlanReport
+    from vescale_fsdp.planning.training_plan import TrainingPlan
 
 
 class Stopped(click.Abort):
@@ -310,61 +313,71 @@ def report_command(
 
 @cli.command("plan")
 @click.argument("src", type=Location())
-@SOURCE_OPTIONS
-@MODEL_PREFIX
-@click.option(
-    "--shards",
-    required=True,
-    callback=positive_numbers,
-    metavar="N,N,..",
-    help="Numbers of ranks to shard over, such as 8,64.",
-)
-@GRANULARITY
-@click.option(
-    "--unit", multiple=True, metavar="NAME", help="A module to wrap, such as 'model.layers.*' (repeatable)."
-)
-@click.option(
-    "--scatter",
-    type=click.Choice(["auto", "never"]),
-    default="auto",
-    show_default=True,
-    help="Whether the planner may scatter a few tensors to save padding.",
-)
+@with_options(*PLAN_OPTIONS)
 @click.option("--out", type=Location(), metavar="FOLDER", help="Write tables and pictures to this folder.")
 @JSON
-def plan_command(
-    src: str,
-    kind: str | None,
-    trust_pickle: bool,
-    step: int | None,
-    model_prefix: str | None,
-    shards: list[int],
-    granularity: tuple[str, ...],
-    unit: tuple[str, ...],
-    scatter: Scatter,
-    out: str | None,
-    as_json: bool,
-) -> None:
-    """Print how fully_shard would lay out the model in SRC: bytes per rank, padding and copies."""
+def plan_command(src: str, out: str | None, as_json: bool, **options: Any) -> None:
+    """Print whether the model in SRC fits on GPUs, and how to shard it.
+
+    With --gpus, SRC is a Hugging Face folder or a config.json, and no weights are read. The plan has the memory,
+    traffic and least time of each way to shard the model, and the Python lines of the best one. With --shards, SRC
+    is a checkpoint of any format, and the plan has layouts alone: bytes per rank, padding and copies.
+    """
+    if (options["shards"] is None) is (options["gpus"] is None):
+        raise click.UsageError("pass either --gpus or --shards")
+    unused = OF_LAYOUTS if options["shards"] is None else OF_TRAINING
+    ctx = click.get_current_context()
+    for name in unused:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            other = "--shards" if options["shards"] is None else "--gpus"
+            raise click.UsageError(f"--{name.replace('_', '-')} needs {other}")
+    report = _plan_training(src, options) if options["shards"] is None else _plan_layouts(src, options)
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else str(report))
+    for file in report.save(out) if out else ():
+        click.echo(f"wrote {file}", err=True)
+
+
+def _plan_layouts(src: str, options: Mapping[str, Any]) -> PlanReport:
+    """Plan the layouts of the model in a checkpoint."""
     from vescale_fsdp.conversion.engine.carried_state import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.model_shapes import natural_key
     from vescale_fsdp.layout.padding import PaddingPolicy
     from vescale_fsdp.layout.plan_report import plan_report
 
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
-    infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
-    shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_key)}
-    report = plan_report(
-        shapes,
-        shards,
-        parse_granularities(granularity),
-        units=unit or None,
-        padding_policy=PaddingPolicy(scatter=scatter),
+    source = conversion.open_source(src, **{name: options[name] for name in ("kind", "trust_pickle", "step")})
+    model = find_model(source, options["model_prefix"])
+    infos = {name: source.tensors[key].info for key, name in model.names.items()}
+    return plan_report(
+        {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_key)},
+        options["shards"],
+        parse_granularities(options["granularity"]),
+        units=options["unit"] or None,
+        padding_policy=PaddingPolicy(scatter=options["scatter"]),
     )
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else str(report))
-    for file in report.save(out) if out else ():
-        click.echo(f"wrote {file}", err=True)
+
+
+def _plan_training(src: str, options: Mapping[str, Any]) -> TrainingPlan:
+    """Plan the training of the model in a config.json."""
+    import torch
+
+    from vescale_fsdp.conversion.formats.huggingface.meta_model import meta_model, token_batch
+    from vescale_fsdp.layout.granularity import parse_granularities
+    from vescale_fsdp.planning.cluster import Cluster
+    from vescale_fsdp.planning.training_plan import plan_training
+
+    cluster = Cluster(**{name: options[name] for name in Cluster.__dataclass_fields__})
+    model = meta_model(src)
+    return plan_training(
+        model,
+        cluster,
+        batch=token_batch(model, options["tokens"]),
+        optimizer=options["optimizer"],
+        param_dtype=getattr(torch, options["param_dtype"]),
+        checkpointing=options["checkpointing"],
+        granularity=parse_granularities(options["granularity"]) or None,
+        units=options["unit"] or None,
+    )
 
 
 @cli.command("rules")

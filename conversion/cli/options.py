@@ -130,8 +130,10 @@ def with_options(*options: Decorator) -> Decorator:
     return decorate
 
 
-def positive_numbers(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
+def positive_numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
     """Parse a list of positive numbers such as ``8,64,512``; a callback for `click.option`."""
+    if text is None:
+        return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) <= _MAX_RANK_DIGITS and int(part) for part in parts):
         raise click.BadParameter(
@@ -165,6 +167,104 @@ SOURCE_OPTIONS = with_options(
     ),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
     click.option("--step", type=click.IntRange(0), help="Step to use if SRC is the folder of a whole run."),
+)
+# Options of `plan`: for both kinds of plans, for layouts alone, and for training.
+_LAYOUT_OPTIONS = {
+    "kind": None,
+    "trust_pickle": None,
+    "step": None,
+    "model_prefix": None,
+    "scatter": click.option(
+        "--scatter",
+        type=click.Choice(["auto", "never"]),
+        default="auto",
+        show_default=True,
+        help="Whether the planner may scatter a few tensors to save padding.",
+    ),
+}
+_TRAINING_OPTIONS = {
+    "per_node": click.option(
+        "--per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs per node."
+    ),
+    "memory_bytes": click.option(
+        "--memory", "memory_bytes", type=Size(), default="80GB", show_default=True, help="Memory of a GPU."
+    ),
+    "device": click.option(
+        "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Device type."
+    ),
+    "optimizer": click.option(
+        "--optimizer",
+        type=click.Choice(["adamw", "adamw8bit", "muon", "none"]),
+        default="adamw",
+        show_default=True,
+        help="Optimizer: torch's AdamW, or AdamW8bit or Muon of this package.",
+    ),
+    "param_dtype": click.option(
+        "--param-dtype",
+        type=click.Choice(["bf16", "fp16", "fp32"]),
+        callback=lambda ctx, param, value: {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value],
+        default="bf16",
+        show_default=True,
+        help="Type of compute; weights are stored, and gradients reduced, in fp32.",
+    ),
+    "tokens": click.option(
+        "--tokens",
+        type=click.IntRange(1),
+        default=8192,
+        show_default=True,
+        help="Tokens per GPU and step, as one sequence.",
+    ),
+    "checkpointing": click.option(
+        "--checkpointing", is_flag=True, help="Recompute the activations of each block in the backward."
+    ),
+    "flops_per_s": click.option(
+        "--flops", "flops_per_s", type=FiniteRange(1), default=989e12, help="FLOP/s of a GPU (989e12: H100)."
+    ),
+    "memory_bytes_per_s": click.option(
+        "--memory-bandwidth",
+        "memory_bytes_per_s",
+        type=Size(),
+        default="3.35TB",
+        show_default=True,
+        help="Per second, of a GPU.",
+    ),
+    "link_bytes_per_s": click.option(
+        "--link-bandwidth",
+        "link_bytes_per_s",
+        type=Size(),
+        default="450GB",
+        show_default=True,
+        help="Per second, GPU and direction, inside a node.",
+    ),
+    "network_bytes_per_s": click.option(
+        "--network-bandwidth",
+        "network_bytes_per_s",
+        type=Size(),
+        default="50GB",
+        show_default=True,
+        help="Per second, GPU and direction, between nodes.",
+    ),
+}
+OF_LAYOUTS, OF_TRAINING = tuple(_LAYOUT_OPTIONS), tuple(_TRAINING_OPTIONS)
+PLAN_OPTIONS = (
+    click.option("--gpus", type=click.IntRange(1), metavar="N", help="Plan the training on so many GPUs."),
+    click.option(
+        "--shards",
+        callback=positive_numbers,
+        metavar="N,N,..",
+        help="Plan layouts alone, over these numbers of ranks, such as 8,64.",
+    ),
+    *_TRAINING_OPTIONS.values(),
+    GRANULARITY,
+    click.option(
+        "--unit",
+        multiple=True,
+        metavar="NAME",
+        help="A module to wrap, such as 'model.layers.*' (repeatable).",
+    ),
+    SOURCE_OPTIONS,
+    MODEL_PREFIX,
+    *(option for option in _LAYOUT_OPTIONS.values() if option is not None),
 )
 _CHOICE_OPTIONS = with_options(  # which tensors, and under which types
     MODEL_PREFIX,

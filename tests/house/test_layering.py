@@ -37,6 +37,8 @@ LEVELS = (
     ("checkpoint.async_save",),
     ("checkpoint.memory",),
     ("checkpoint", "optim"),
+    ("planning.cluster", "planning.step_memory"),
+    ("planning",),
     ("transfer", "conversion.quantization.bit_packing"),
     ("elastic", "conversion.engine"),
     ("conversion.quantization", "conversion.formats.torch_save", "conversion.formats.vescale"),
@@ -87,6 +89,8 @@ PURE = {
     "conversion.quantization.float_codes": set(),
     "conversion.quantization.bit_packing": set(),
     "checkpoint.storage": set(),
+    "planning.cluster": set(),
+    "planning.step_memory": set(),
 }
 # Attributes of torch's objects that may change without notice, and who may name them.
 PRIVATE_ATTRIBUTES = {"_base", "_cdata", "_local_tensor", "_overloadname", "_schema", "_spec", "_version"}

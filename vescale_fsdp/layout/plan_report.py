@@ -373,12 +373,12 @@ def _text(report: PlanReport) -> Iterator[str]:
         lines += [_cells(row) for row in rows]
         if len(rows) > 1:  # the total of one group would repeat its row
             lines.append(_cells(report.total(num_shards)))
-    yield from _table(lines)
+    yield from text_table(lines)
     yield "    MiB/rank: parameters of one unit, of all units in the last line; blocks/rank: largest blocks per rank"
     for group in report.groups:
         yield ""
         yield f"{group.name}, {len(group.units)} x {group.dtype}:"
-        yield from _table([("tensor", "shape", "x", "granularity", "block"), *_param_cells(group)])
+        yield from text_table([("tensor", "shape", "x", "granularity", "block"), *_param_cells(group)])
     advice = list(report.advice())
     if advice:
         yield ""
@@ -418,7 +418,7 @@ def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
     ]
 
 
-def _table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def text_table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Yield the lines as text with aligned columns. Columns of numbers are right-aligned."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     # A column is numeric if every cell below the head starts with a digit.

@@ -59,20 +59,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
         If there is no answer, ``{"unknown": reason}``, with ``"is_absent"`` if transformers or the class is missing.
     """
-    try:
-        import torch  # noqa: F401  transformers can be imported without torch, but then has no models
-        import transformers
-    except ImportError as error:
-        return {"unknown": str(error), "is_absent": True}
-    name = request["class"]
-    model_class: Any = getattr(transformers, name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        # auto_map: the class is defined in a Python file of the repository.
-        code = "; code of the repository itself is not run" if request["config"].get("auto_map") else ""
-        return {
-            "unknown": f"transformers {transformers.__version__} has no class {name}{code}",
-            "is_absent": True,
-        }
+    model_class = transformers_class(request["config"], request["class"])
+    if isinstance(model_class, str):
+        return {"unknown": model_class, "is_absent": True}
     try:
         # A class's warnings about settings must be neither shown nor, under -W error, taken for no answer.
         with warnings.catch_warnings():
@@ -86,13 +75,28 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
+def transformers_class(config: Mapping[str, Any], name: str) -> Any:
+    """Return the class of transformers with this name, or a text that says why there is none."""
+    try:
+        import torch  # noqa: F401  transformers can be imported without torch, but then has no models
+        import transformers
+    except ImportError as error:
+        return str(error)
+    model_class: Any = getattr(transformers, name, None)
+    if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+        return model_class
+    # auto_map: the class is defined in a Python file of the repository.
+    code = "; code of the repository itself is not run" if config.get("auto_map") else ""
+    return f"transformers {transformers.__version__} has no class {name}{code}"
+
+
 def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a class with these settings: the entries ``forms``, ``ties`` and ``modules`` of an answer."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.pytorch_utils import Conv1D
 
-    model = _on_meta(model_class, config)
+    model = on_meta(model_class, config)
     tensors = model.state_dict()
     unsaved = [name for name in model._keys_to_ignore_on_save or () if name in tensors]
     traced = {
@@ -127,7 +131,7 @@ def ties_of(model: Any) -> tuple[dict[str, str], dict[str, str]]:
     return {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}}, ties
 
 
-def _on_meta(model_class: Any, config: Mapping[str, Any]) -> Any:
+def on_meta(model_class: Any, config: Mapping[str, Any]) -> Any:
     """Instantiate a class on the meta device, with the settings of a config.json."""
     import torch
 
@@ -166,7 +170,7 @@ def _to_memory(
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging
 
-    model = _on_meta(model_class, config)
+    model = on_meta(model_class, config)
     # Counters and masks keep the dtype of the files, which the class does not cast then.
     numbers = {t.dtype for t in model.state_dict().values() if not t.is_floating_point()}
     traced = {

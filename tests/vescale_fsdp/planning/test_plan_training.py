@@ -1,0 +1,264 @@
+"""Plans of a training: traffic and arithmetic by hand, ranking, advice, errors; the printed lines run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.distributed import run_ranks
+from vescale_fsdp import Cluster, FSDPModule, Rows, TrainingPlan, plan_training
+from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.planning.meta_step import measure_step
+
+WIDTH, DEPTH = 64, 4
+NUMEL = DEPTH * WIDTH**2
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+class Model(nn.Module):
+    """An embedding, blocks in a list, others in a dict with a dot-free odd name, and a head."""
+
+    def __init__(self, vocab: int = 512, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(depth)
+        )
+        self.odd = nn.ModuleDict({"a-b": nn.Linear(WIDTH, WIDTH)})
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.embed(tokens)
+        for block in self.blocks:
+            rows = rows + block(rows)
+        result: torch.Tensor = self.head(self.norm(self.odd["a-b"](rows)))
+        return result
+
+
+def on_meta(make: Any, *args: Any) -> Any:
+    with torch.device("meta"):
+        return make(*args)
+
+
+def plan_of(model: nn.Module, cluster: Cluster, tokens: int = 256, **options: Any) -> TrainingPlan:
+    batch = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    return plan_training(model, cluster, batch=batch, loss=lambda output: output.float().mean(), **options)
+
+
+def test_traffic_is_the_least_of_each_wire() -> None:
+    """Two gathers in bf16 and a reduction in fp32; with replicas an all-reduce of each shard."""
+    plan = plan_training(on_meta(stack), Cluster(16, 4), batch=torch.empty(8, WIDTH, device="meta"))
+    wire = {(each.shard_size, each.keeps): each.wire for each in plan.candidates}
+    sent = NUMEL * (2 + 2 + 4)
+    assert wire[16, 1] == pytest.approx((sent * 3 / 4, sent * 3 / 4 / 4))
+    assert wire[4, 1] == pytest.approx((sent * 3 / 4, 2 * 4 * NUMEL / 4 * 3 / 4))
+    kept = NUMEL * (2 + 4)  # gathered once
+    assert wire[16, 0] == pytest.approx((kept * 3 / 4, kept * 3 / 4 / 4))
+    # The second gather stays in the node.
+    assert wire[16, 4] == pytest.approx((sent * 3 / 4, kept * 3 / 4 / 4))
+
+
+def test_arithmetic_is_that_of_the_products() -> None:
+    """Three products per weight, without the gradient of the batch; and the bound is the slowest resource."""
+    rows = 8
+    cluster = Cluster(16, 4, flops_per_s=1e6, link_bytes_per_s=1e12, network_bytes_per_s=1e3)
+    batch = torch.empty(rows, WIDTH, device="meta")
+    step = measure_step(on_meta(stack), batch, [], dtype=torch.bfloat16)
+    assert step.flops == 6 * rows * NUMEL - 2 * rows * WIDTH**2
+    slow = plan_training(on_meta(stack), cluster, batch=batch).candidates[0]
+    assert slow.compute_s >= step.flops / 1e6 and slow.step_s == max(
+        slow.compute_s, slow.link_s, slow.network_s
+    )
+    assert slow.limit == "compute"
+    unbound = plan_training(
+        on_meta(stack), Cluster(16, 4, flops_per_s=1e18, network_bytes_per_s=1e3), batch=batch
+    )
+    assert unbound.candidates[0].limit == "network"
+
+
+class _Attention(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        heads = rows.view(1, 4, -1, WIDTH // 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def test_attention_follows_the_formula_of_flash() -> None:
+    """No score is stored; half of all pairs are computed, and five products in the backward for two in the forward."""
+
+    def measured(length: int) -> Any:
+        rows = torch.empty(1, 4 * length, WIDTH // 4, device="meta", requires_grad=True)
+        model = nn.Sequential(nn.Linear(WIDTH // 4, WIDTH // 4, bias=False), _Attention())
+        return measure_step(model.to("meta"), rows, ["1"], dtype=torch.float32)
+
+    short, long = measured(512), measured(1024)
+    peaks = [max(window.peak_bytes for window in step.windows) for step in (short, long)]
+    assert peaks[1] == pytest.approx(2 * peaks[0], rel=0.01)
+    scores = 2 * 2 * 1024**2 * WIDTH // 2
+    linear = 3 * 2 * 4 * 1024 * (WIDTH // 4) ** 2
+    assert long.flops == scores * 7 // 2 + linear
+
+
+def test_recomputed_activations_are_fewer_and_cost_a_forward() -> None:
+    """Of the blocks; peaks fall, and arithmetic grows by at most a third."""
+    plans = [plan_of(on_meta(Model), Cluster(8), 4096, checkpointing=each) for each in (False, True)]
+    kept, recomputed = (plan.candidates[0] for plan in plans)
+    assert recomputed.peak.activations < 0.8 * kept.peak.activations
+    assert kept.compute_s < recomputed.compute_s < 1.4 * kept.compute_s
+
+
+def test_what_fits_comes_first() -> None:
+    """With memory the candidate with least traffic; with less, the next one that fits; then none, and by how much."""
+    model = on_meta(Model)
+    rich = plan_of(model, Cluster(8))
+    needs = sorted(each.needed_bytes for each in rich.candidates)
+    assert rich.candidates[0].keeps == 0 and rich.fits
+    assert [each.verdict for each in rich.candidates] == ["fits"] * len(needs)
+
+    poor = plan_of(model, Cluster(8, memory_bytes=needs[0] - 1))
+    best = poor.candidates[0]
+    assert not poor.fits and best.needed_bytes == needs[0] and best.verdict == "does not fit"
+    tight = plan_of(model, Cluster(8, memory_bytes=needs[0])).candidates[0]
+    assert (tight.verdict, tight.needed_bytes) == ("tight", needs[0])
+
+
+def test_advice_is_planned_again() -> None:
+    """Each line of it fits; what cannot help is not among them."""
+    model, tokens = on_meta(Model, 64, 8), 16_384
+    recomputed = plan_of(model, Cluster(8), tokens, checkpointing=True)
+    least = min(each.needed_bytes for each in recomputed.candidates)
+    plan = plan_of(model, Cluster(8, memory_bytes=int(least * 1.01)), tokens)
+    assert not plan.fits and any("checkpointing=True" in line for line in plan.advice[1:])
+    assert not any("GPUs" in line for line in plan.advice[1:])  # activations make up the peak
+    hopeless = plan_of(model, Cluster(8, memory_bytes=1000), tokens)
+    assert len(hopeless.advice) == 2
+
+
+def test_optimizers_differ_in_state() -> None:
+    """Two fp32 numbers per weight, or two bytes, or one number for matrices."""
+    states = {
+        name: plan_of(on_meta(Model), Cluster(2), optimizer=name).candidates[0].peak.states
+        for name in ("none", "adamw8bit", "muon", "adamw")
+    }
+    numel = sum(param.numel() for param in Model().parameters())
+    matrices = DEPTH * 2 * 4 * WIDTH**2 + WIDTH**2
+    assert states["none"] == 0
+    assert states["adamw"] == pytest.approx(8 * numel / 2, rel=0.02)
+    assert states["muon"] == pytest.approx((8 * numel - 4 * matrices) / 2, rel=0.02)
+    assert states["adamw8bit"] == pytest.approx(2.03 * numel / 2, rel=0.05)
+
+
+def test_without_a_batch_weights_alone_are_planned() -> None:
+    """Gradients and gathered weights, no activations and no arithmetic."""
+    full = plan_of(on_meta(Model), Cluster(8), 1)
+    bare = plan_training(on_meta(Model), Cluster(8))
+    by_kind = {(each.wrapping, each.keeps): each for each in full.candidates}
+    for each in bare.candidates:
+        assert each.peak.activations == 0
+        other = by_kind[each.wrapping, each.keeps].peak
+        assert each.peak.total == pytest.approx(other.total, rel=0.15)
+
+
+def test_json_and_text_have_the_figures() -> None:
+    """All candidates; what is printed names the best one first."""
+    plan = plan_of(on_meta(Model), Cluster(16, 8))
+    found = json.loads(json.dumps(plan.to_json()))
+    assert [each["needed_bytes"] for each in found["candidates"]] == [c.needed_bytes for c in plan.candidates]
+    assert found["candidates"][0]["peak"]["total"] == plan.candidates[0].peak.total
+    assert plan.code in str(plan) and plan.candidates[0].sharding in str(plan)
+
+
+def test_layouts_are_drawn(tmp_path: Any) -> None:
+    """Those of the best candidate."""
+    plan = plan_of(on_meta(Model), Cluster(8), granularity={"*.weight": Rows(4)})
+    files = plan.save(tmp_path)
+    assert files and all(file.stat().st_size for file in files)
+    assert plan.report.shards == (plan.candidates[0].shard_size,)
+
+
+BAD_CLUSTERS: list[dict[str, Any]] = [
+    {"gpus": 12},
+    {"gpus": 0},
+    {"gpus": 8, "per_node": -1},
+    {"gpus": 8.0},
+    {"gpus": True},
+    {"gpus": 8, "memory_bytes": 0},
+    {"gpus": 8, "network_bytes_per_s": float("nan")},
+    {"gpus": 8, "flops_per_s": "fast"},
+]
+
+
+@pytest.mark.parametrize("fields", BAD_CLUSTERS, ids=str)
+def test_impossible_clusters_are_refused(fields: dict[str, Any]) -> None:
+    """By the value itself; fewer GPUs than a node are one node."""
+    with pytest.raises(ArgumentError):
+        Cluster(**fields)
+    assert Cluster(3, 8).num_nodes == 1 and list(Cluster(3, 8).shard_sizes()) == [3]
+
+
+class _Counting(nn.Module):
+    """Reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.weight * rows.sum().item()
+
+
+def test_models_that_cannot_be_planned_are_refused() -> None:
+    """With weights, an unknown optimizer, an integer type, and a forward that reads values."""
+    batch = torch.empty(2, 4, device="meta")
+    with pytest.raises(ArgumentError):
+        plan_training(nn.Linear(4, 4), Cluster(8))
+    with pytest.raises(ArgumentError):
+        plan_training(on_meta(nn.Linear, 4, 4), Cluster(8), optimizer="sgd")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        plan_training(on_meta(nn.Linear, 4, 4), Cluster(8), param_dtype=torch.int8)
+    with pytest.raises(ArgumentError):
+        plan_training(on_meta(_Counting), Cluster(8), batch=batch)
+
+
+def train(code: str) -> tuple[int, list[int]]:
+    """Run the lines of a plan and a step; the number of units, and gradients of each dtype size."""
+    torch.manual_seed(0)
+    lines: dict[str, Any] = {"model": Model()}
+    exec(code, lines)  # noqa: S102
+    model = lines["model"]
+    model(torch.arange(16)[None]).float().pow(2).mean().backward()
+    lines["optimizer"].step()
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return units, [param.grad.to_local().numel() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "memory_bytes", "checkpointing"),
+    [("adamw", 10**12, True), ("adamw8bit", 1, False), ("muon", 1, True)],
+)
+def test_the_printed_lines_run(optimizer: Any, memory_bytes: int, checkpointing: bool) -> None:
+    """On two ranks: the units of the plan, each with a gradient."""
+    cluster = Cluster(2, device="cpu", memory_bytes=memory_bytes)
+    plan = plan_of(on_meta(Model), cluster, optimizer=optimizer, checkpointing=checkpointing)
+    ranks = run_ranks(2, train, plan.code)
+    assert {units for units, _ in ranks} == {len(plan.candidates[0].units) + 1}
+    numels = [sum(each) for each in zip(*(grads for _, grads in ranks), strict=True)]
+    assert numels == [param.numel() for param in Model().parameters()]
+
+
+@pytest.mark.part("numerics")
+def test_the_printed_lines_run_with_replicas() -> None:
+    """On four ranks, as two nodes whose network is slow."""
+    cluster = Cluster(4, 2, device="cpu", network_bytes_per_s=1.0)
+    plan = plan_of(on_meta(Model), cluster)
+    assert plan.candidates[0].replicas == 2
+    assert {units for units, _ in run_ranks(4, train, plan.code)} == {len(plan.candidates[0].units) + 1}

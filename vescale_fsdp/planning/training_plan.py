@@ -1,0 +1,659 @@
+"""`plan_training`: whether a model fits, and how to shard it, without GPU, process group or weights.
+
+A candidate is a number of ranks that share one copy of the model, the modules that are units, and what stays gathered
+between forward and backward. The planner's layouts give the bytes of its buffers and messages, `meta_step` the
+activations and the arithmetic, `step_memory` the peak.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from vescale_fsdp.errors import ArgumentError, format_bytes, option
+from vescale_fsdp.layout.dtypes import itemsize_of
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.granularity import GranularityRule, resolve_granularity
+from vescale_fsdp.layout.model_shapes import shapes_of, units_of
+from vescale_fsdp.layout.plan_report import PlanReport, plan_report, text_table
+from vescale_fsdp.lazy import set_module
+from vescale_fsdp.optim.adamw8bit import AdamW8bit
+from vescale_fsdp.optim.muon import Muon
+from vescale_fsdp.planning.cluster import Cluster, WireBytes
+from vescale_fsdp.planning.meta_step import MetaStep, measure_step
+from vescale_fsdp.planning.step_memory import PeakMemory, UnitMemory, Window, peak_of
+
+OptimizerName = Literal["adamw", "adamw8bit", "muon", "none"]
+_REDUCED = 4  # bytes per element of reductions, which are in fp32
+_TIGHT = 0.9  # a fuller memory than this leaves no room for fragments, which are not planned
+_SHOWN = 8  # candidates that the text lists
+_STEP_BYTES = {"adamw": 0, "adamw8bit": 0, "muon": 0, "none": 0}
+_END_SHARE = 0.01  # a module of the root with more of the root's bytes may be a unit
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The arguments of `plan_training` but the model and its batch."""
+
+    cluster: Cluster
+    optimizer: OptimizerName
+    param_dtype: torch.dtype
+    checkpointing: bool
+    granularity: GranularityRule
+    units: tuple[str, ...] | None
+    steps_early: bool = False  # whether each unit steps as soon as its gradients are reduced
+
+    @property
+    def rule(self) -> GranularityRule:
+        """The user's granularity, or the one that the optimizer needs."""
+        if self.granularity is not None:
+            return self.granularity
+        return {"adamw8bit": AdamW8bit.granularity(), "muon": Muon.granularity()}.get(self.optimizer)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to shard the model.
+
+    Attributes:
+        shard_size: ranks that share one copy of the model.
+        replicas: number of copies (HSDP), each on ``shard_size`` ranks.
+        wrapping: which modules are units, as text.
+        units: names of the units, without the root.
+        keeps: what stays gathered between forward and backward: nothing of the units (1), all (0), or a part per rank,
+            of this number of ranks.
+        peak: memory of a rank.
+        library_bytes: an estimate of the memory of CUDA, cuBLAS and NCCL.
+        memory_bytes: memory of a GPU.
+        wire: bytes that a GPU receives in a step.
+        compute_s, link_s, network_s: least seconds of a step on each resource.
+        padding_ratio, copied_ratio: of all units, as fractions of the parameters.
+    """
+
+    shard_size: int
+    replicas: int
+    wrapping: str
+    units: tuple[str, ...]
+    keeps: int
+    peak: PeakMemory
+    library_bytes: int
+    memory_bytes: int
+    wire: WireBytes
+    compute_s: float
+    link_s: float
+    network_s: float
+    padding_ratio: float
+    copied_ratio: float
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that a GPU needs."""
+        return self.peak.total + self.library_bytes
+
+    @property
+    def verdict(self) -> str:
+        """Whether the model fits: "fits", "tight" (with less than a tenth free), or "does not fit"."""
+        if self.needed_bytes > self.memory_bytes:
+            return "does not fit"
+        return "fits" if self.needed_bytes <= _TIGHT * self.memory_bytes else "tight"
+
+    @property
+    def step_s(self) -> float:
+        """A bound of the step: no step is faster than its slowest resource."""
+        return max(self.compute_s, self.link_s, self.network_s)
+
+    @property
+    def limit(self) -> str:
+        """The resource that bounds the step."""
+        seconds = {"compute": self.compute_s, "links": self.link_s, "network": self.network_s}
+        return max(seconds, key=lambda name: seconds[name])
+
+    @property
+    def sharding(self) -> str:
+        """The mesh as text."""
+        return f"HSDP {self.replicas} x {self.shard_size}" if self.replicas > 1 else f"FSDP {self.shard_size}"
+
+    @property
+    def after_forward(self) -> str:
+        """What happens to gathered weights after the forward, as text."""
+        return {0: "keep", 1: "free"}.get(self.keeps, f"keep 1/{self.keeps}")
+
+    def rank(self) -> tuple[Any, ...]:
+        """Return the sort key: what fits comes first, then faster (two digits), then less traffic, then less memory."""
+        order = ("fits", "tight", "does not fit").index(self.verdict)
+        if order == 2:
+            return (order, self.needed_bytes)
+        return (order, float(f"{self.step_s:.2g}"), self.network_s + self.link_s, self.needed_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields and properties as JSON values."""
+        names = ("needed_bytes", "verdict", "step_s", "limit", "sharding", "after_forward")
+        fields = {**asdict(self), "peak": self.peak.to_json(), "wire": self.wire._asdict()}
+        return {**fields, **{name: getattr(self, name) for name in names}}
+
+
+@set_module("vescale_fsdp")
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Candidates for sharding a model, best first. ``str(plan)`` prints them.
+
+    Attributes:
+        model: the class of the model.
+        numel: parameters of the model.
+        candidates: the candidates.
+        advice: what would help, one line each, if nothing fits.
+        report: layouts of the best candidate, for tables and drawings.
+        notes: assumptions, one line each.
+        code: the lines that shard as the best candidate does.
+
+    Examples:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> plan = plan_training(model, Cluster(8), batch=torch.empty(16, 64, device="meta"))
+        >>> plan.candidates[0].sharding, plan.fits
+        ('FSDP 8', True)
+    """
+
+    model: str
+    numel: int
+    candidates: tuple[Candidate, ...]
+    advice: tuple[str, ...]
+    report: PlanReport
+    notes: tuple[str, ...]
+    code: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether any candidate fits."""
+        return self.candidates[0].verdict != "does not fit"
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {
+            "model": self.model,
+            "parameters": self.numel,
+            "fits": self.fits,
+            "candidates": [each.to_json() for each in self.candidates],
+            "advice": list(self.advice),
+            "notes": list(self.notes),
+            "code": self.code,
+            "units": self.report.to_json()["rows"],
+        }
+
+    def save(self, folder: Path | str) -> tuple[Path, ...]:
+        """Draw the layouts of the best candidate; see `PlanReport.save`. Returns the files written."""
+        return self.report.save(folder)
+
+
+def plan_training(
+    model: nn.Module,
+    cluster: Cluster,
+    *,
+    batch: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: OptimizerName = "adamw",
+    param_dtype: torch.dtype = torch.bfloat16,
+    checkpointing: bool = False,
+    granularity: GranularityRule = None,
+    units: Sequence[str] | None = None,
+) -> TrainingPlan:
+    """Plan the training of a model: memory, traffic and time of every way to shard it. Needs no GPU and no weights.
+
+    Args:
+        model: on the meta device, in the dtype in which its parameters are stored.
+        cluster: the GPUs.
+        batch: arguments of the model's forward on one GPU, on the meta device: a tuple, a dict of keyword arguments, or
+            one tensor. None: activations and arithmetic are left out.
+        loss: computes the loss from the model's output; None: the output's first number (as ``output.loss`` of
+            transformers), or the sum of all outputs.
+        optimizer: "adamw" is torch's, fused; "adamw8bit" and "muon" are those of `vescale_fsdp.optim`; "none" has no
+            state.
+        param_dtype: dtype of compute. Reductions are in fp32.
+        checkpointing: whether the activations of each block are computed again in the backward.
+        granularity: as for `fully_shard`; None: what the optimizer needs.
+        units: names or patterns of the units; None: every block of a list of modules, with and without the embedding
+            and the head.
+
+    Raises:
+        ArgumentError: if the model is not on the meta device or cannot run there.
+        LayoutError: for patterns, names or granularities that are not valid.
+    """
+    _check(model, optimizer, param_dtype)
+    setup = _Setup(
+        cluster, optimizer, param_dtype, checkpointing, granularity, None if units is None else tuple(units)
+    )
+    planner = _Planner(model, batch, loss, setup)
+    candidates = planner.candidates()
+    best = candidates[0]
+    return TrainingPlan(
+        type(model).__name__,
+        sum(param.numel() for param in model.parameters()),
+        tuple(candidates),
+        () if best.verdict != "does not fit" else tuple(_advice(planner, best)),
+        planner.report_of(best),
+        tuple(_notes(planner)),
+        "\n".join(_code(planner, best)),
+    )
+
+
+def _check(model: nn.Module, optimizer: str, param_dtype: torch.dtype) -> None:
+    names = [name for name, param in model.named_parameters() if not param.is_meta]
+    if names:
+        raise ArgumentError(
+            "The model of a plan is on the meta device, where it takes no memory.",
+            expected="parameters on meta",
+            got=f"{len(names)} others, such as {names[0]}",
+            where=type(model).__name__,
+            todo='build it in a block "with torch.device(\'meta\')", or pass model.to("meta")',
+        )
+    if optimizer not in get_args(OptimizerName):
+        raise ArgumentError(
+            "There is no plan for this optimizer.",
+            expected=f"one of {', '.join(get_args(OptimizerName))}",
+            got=repr(optimizer),
+            todo="pass the one whose state is most like yours",
+        )
+    if not isinstance(param_dtype, torch.dtype) or not param_dtype.is_floating_point:
+        raise ArgumentError(
+            "Parameters are computed with in a float type.",
+            expected="a float type of torch, such as torch.bfloat16",
+            got=repr(param_dtype),
+            where="param_dtype",
+            todo="pass the param_dtype of the MixedPrecisionPolicy",
+        )
+
+
+class _Planner:
+    """The shapes of a model, its measured step, and the cost of a candidate."""
+
+    def __init__(
+        self, model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setup: _Setup
+    ) -> None:
+        self.model, self.batch, self.loss, self.setup = model, batch, loss, setup
+        self.shapes = shapes_of(model)
+        self.matrices: set[int] | None = None  # ids of the parameters that Muon steps
+        self.states = self._states()
+        self.blocks = tuple(name for name in units_of(self.shapes) if name)
+        self.wraps = self._wraps()
+        owners = {shape.fqn.rpartition(".")[0] for shape in self.shapes}
+        units = [name for names in self.wraps.values() for name in names]
+        # An owner inside of a block needs no window of its own, and one around a block ends with the block's.
+        free = {
+            owner
+            for owner in owners
+            if not any(f"{owner}.".startswith(f"{u}.") or f"{u}.".startswith(f"{owner}.") for u in units)
+        }
+        self.modules = tuple(dict.fromkeys([*units, *sorted(free - {""})]))
+        self.step = self._measured()
+
+    def _wraps(self) -> dict[str, tuple[str, ...]]:
+        """Return the units of each wrapping."""
+        if self.setup.units is not None:
+            return {"given": tuple(name for name in units_of(self.shapes, self.setup.units) if name)}
+        wraps = {"blocks" if self.blocks else "root": self.blocks}
+        sizes: Counter[str] = Counter()
+        tied = set()
+        for shape in units_of(self.shapes).get("", ()):
+            module = shape.fqn.rpartition(".")[0]
+            sizes[module] += numel_of(shape.shape)
+            if shape.is_tied:
+                tied.add(module)
+        ends = [
+            name
+            for name, numel in sizes.items()
+            if name
+            and numel > _END_SHARE * sizes.total()
+            and name not in tied  # tied weights stay as long as the root
+            and not any(block.startswith(f"{name}.") for block in self.blocks)
+        ]
+        if self.blocks and ends:
+            wraps["blocks, ends"] = (*self.blocks, *ends)
+        return wraps
+
+    def _measured(self) -> MetaStep:
+        setup = self.setup
+        if self.batch is not None:
+            return measure_step(
+                self.model,
+                self.batch,
+                self.modules,
+                dtype=setup.param_dtype,
+                recomputed=self.blocks if setup.checkpointing else (),
+                loss=self.loss,
+            )
+        sizes = dict.fromkeys(("", *self.modules), 0)
+        for shape in self.shapes:
+            if shape.requires_grad:
+                sizes[_deepest(shape.fqn, self.modules)] += numel_of(shape.shape) * setup.param_dtype.itemsize
+        forward = [Window(module, False) for module in sizes]
+        backward = [Window(each, True, nbytes, nbytes, 0, nbytes) for each, nbytes in reversed(sizes.items())]
+        return MetaStep((*forward, *backward), {})
+
+    def candidates(self) -> list[Candidate]:
+        """Return all candidates, best first."""
+        cluster, found = self.setup.cluster, []
+        sizes = tuple(dict.fromkeys(cluster.shard_sizes()))
+        for wrapping, units in self.wraps.items():
+            report = plan_report(self.model, sizes, self.setup.rule, units=units)
+            for index, size in enumerate(sizes):
+                keeps = [1, 0] if units else [0]
+                if size > cluster.per_node and units:
+                    keeps.append(cluster.per_node)
+                found += [self._candidate(report, index, wrapping, units, each) for each in keeps]
+        return sorted(found, key=Candidate.rank)
+
+    def _candidate(
+        self, report: PlanReport, index: int, wrapping: str, units: tuple[str, ...], keeps: int
+    ) -> Candidate:
+        setup, cluster, size = self.setup, self.setup.cluster, report.shards[index]
+        replicas = cluster.gpus // size
+        memory: dict[str, UnitMemory] = {}
+        for name in (*units, ""):
+            modules = [m for m in ("", *self.modules) if _deepest(m, units) == name]
+            memory[name] = UnitMemory(name, tuple(modules), 0, 0, 0, 0)
+        weights, states, wire = 0, 0.0, WireBytes(0, 0)
+        item, on_cpu = setup.param_dtype.itemsize, cluster.device == "cpu"
+        for group in report.groups:
+            layouts = group.layouts[index]
+            numel, shard = sum(each.numel for each in layouts), sum(each.shard_numel for each in layouts)
+            full = (numel + sum(each.copied_numel for each in layouts)) * item
+            is_trained = not group.dtype.endswith(", frozen")
+            stored = shard * itemsize_of(group.dtype.partition(",")[0])
+            for name in group.units:
+                unit, lasts = memory[name], not keeps or not name
+                memory[name] = replace(
+                    unit,
+                    full_bytes=unit.full_bytes + full,
+                    kept_bytes=unit.kept_bytes + (full if lasts else full // keeps if keeps > 1 else 0),
+                    buffer_bytes=unit.buffer_bytes
+                    + is_trained * numel * (min(item, _REDUCED) if on_cpu else _REDUCED)
+                    + is_trained * setup.steps_early * stored,
+                    reduced_bytes=unit.reduced_bytes + is_trained * (not setup.steps_early) * stored,
+                )
+                messages = [cluster.gathered(numel * item, size)]
+                if not lasts:
+                    messages.append(cluster.gathered(numel * item, size if keeps == 1 else keeps))
+                if is_trained:
+                    messages.append(cluster.gathered(numel * _REDUCED, size))
+                    messages.append(cluster.replicated(shard * _REDUCED, replicas))
+                wire = WireBytes(*(sum(each) for each in zip(wire, *messages, strict=True)))
+                weights += stored
+            if is_trained:
+                payload = sum(each.payload_numel for each in layouts)
+                names = [f"{unit}.{p.fqn}" if unit else p.fqn for unit in group.units for p in group.params]
+                # The state of a full shard: ranks with padding have less.
+                states += sum(self.states[name] for name in names) * shard / max(payload, 1)
+        peak = peak_of(
+            self.step.windows,
+            list(memory.values()),
+            weights=weights,
+            states=int(states),
+            step_bytes=_STEP_BYTES[setup.optimizer],
+            on_cpu=on_cpu,
+        )
+        total = report.total(size)
+        # The optimizer reads and writes weights and states, and reads gradients.
+        step_traffic = 3 * weights + 2 * peak.states
+        return Candidate(
+            size,
+            replicas,
+            wrapping,
+            units,
+            keeps,
+            peak,
+            cluster.library_bytes(1 + (replicas > 1)),
+            cluster.memory_bytes,
+            wire,
+            self.step.seconds(cluster.flops_per_s, cluster.memory_bytes_per_s)
+            + step_traffic / cluster.memory_bytes_per_s,
+            wire.link / cluster.link_bytes_per_s,
+            wire.network / cluster.network_bytes_per_s,
+            total.padding_ratio,
+            total.copied_ratio,
+        )
+
+    def _states(self) -> dict[str, float]:
+        """Return the bytes of the optimizer's state of each whole parameter."""
+        name = self.setup.optimizer
+        if name == "muon" and self.matrices is None:
+            self.matrices = {id(each) for each in Muon.split_params(self.model)[0]}
+        rule = AdamW8bit.granularity()
+        states = {}
+        for shape in self.shapes:
+            per_item = 2.0 * itemsize_of(shape.dtype)
+            if name == "none":
+                per_item = 0
+            elif name == "muon" and self.matrices is not None and id(shape.param) in self.matrices:
+                per_item /= 2
+            elif name == "adamw8bit":
+                block = resolve_granularity(rule, shape.fqn, shape).block_numel(shape.shape)
+                # Two codes, and two fp32 scales per block; in fp32 if it has no blocks.
+                per_item = 8 if block == 1 else 2 + 8 / block
+            states[shape.fqn] = per_item * numel_of(shape.shape)
+        return states
+
+    def report_of(self, candidate: Candidate) -> PlanReport:
+        """Return the layouts of a candidate."""
+        return plan_report(self.model, [candidate.shard_size], self.setup.rule, units=candidate.units)
+
+    def variant(self, scale: float = 1, **changes: Any) -> _Planner:
+        """Return the planner of a changed setup, with ``scale`` times the activations and arithmetic."""
+        other = copy.copy(self)
+        other.setup = replace(self.setup, **changes)
+        other.states = other._states()
+        if other.setup.checkpointing is not self.setup.checkpointing:
+            other.step = other._measured()
+        if scale != 1:
+            other.step = other.step.scaled(scale)
+        return other
+
+
+def _deepest(name: str, modules: Collection[str]) -> str:
+    """Return the deepest of the modules that is ``name`` or contains it; "" if none does."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _advice(planner: _Planner, best: Candidate) -> Iterator[str]:
+    """Yield what would help a model that does not fit: single changes, or else pairs of changes, each planned again."""
+    setup = planner.setup
+    missing = format_bytes(best.needed_bytes - best.memory_bytes)
+    yield f"{missing} too much per GPU at best ({best.sharding}, {best.wrapping}). What helps:"
+    changes: dict[str, dict[str, Any]] = {}
+    if planner.batch is not None and planner.blocks and not setup.checkpointing:
+        changes[f"activations recomputed, {option('checkpointing', True)}"] = {"checkpointing": True}
+    if setup.optimizer in ("adamw", "muon") and setup.granularity is None:
+        changes[f"8-bit optimizer state, {option('optimizer', 'adamw8bit')}"] = {"optimizer": "adamw8bit"}
+    if setup.optimizer == "adamw":
+        changes["gradients stepped as they are reduced, step_in_backward(model, optimizer)"] = {
+            "steps_early": True
+        }
+    if planner.batch is not None:
+        changes["half the tokens per GPU"] = {"scale": 0.5}
+    clusters = [replace(setup.cluster, gpus=setup.cluster.gpus * factor) for factor in (2, 4, 8, 16)]
+    for count in (1, 2):
+        lines = []
+        for chosen in combinations(changes, count):
+            other = _changed(planner, [changes[name] for name in chosen])
+            if other.verdict != "does not fit":
+                lines.append(f"    {'; '.join(chosen)}: {_summary(other)}")
+        for chosen in combinations(changes, count - 1):
+            for cluster in clusters:  # the least number that helps
+                other = _changed(planner, [{"cluster": cluster}, *(changes[name] for name in chosen)])
+                if other.verdict != "does not fit":
+                    lines.append(f"    {'; '.join((f'{cluster.gpus} GPUs', *chosen))}: {_summary(other)}")
+                    break
+        if lines:
+            yield from lines
+            return
+    unit = max(planner.report_of(best).rows, key=lambda row: row.payload_numel)
+    nbytes = unit.payload_numel * setup.param_dtype.itemsize
+    yield (
+        f"    none of these: {unit.group} takes {format_bytes(nbytes)} while it is gathered, the unit after it as "
+        f"much, and its gradients {format_bytes(nbytes + unit.payload_numel * _REDUCED)}. Make units smaller, or "
+        "divide them by tensor or expert parallelism, which is not planned here"
+    )
+
+
+def _changed(planner: _Planner, changes: Sequence[Mapping[str, Any]]) -> Candidate:
+    """Return the best candidate after some changes of the setup."""
+    return planner.variant(**{key: value for each in changes for key, value in each.items()}).candidates()[0]
+
+
+def _summary(candidate: Candidate) -> str:
+    free = format_bytes(candidate.memory_bytes - candidate.needed_bytes)
+    return f"{candidate.verdict}, {free} free per GPU ({candidate.sharding})"
+
+
+def _notes(planner: _Planner) -> Iterator[str]:
+    """Yield the assumptions of a plan."""
+    setup, cluster = planner.setup, planner.setup.cluster
+    dtype = str(setup.param_dtype).removeprefix("torch.")
+    stored = ", ".join(sorted({shape.dtype for shape in planner.shapes}))
+    yield f"weights in {stored}, compute in {dtype}, reductions in float32; optimizer: {setup.optimizer}"
+    if planner.batch is None:
+        yield "activations and arithmetic are left out, since there is no batch"
+    else:
+        how = "recomputed per block" if setup.checkpointing else "kept, as the model itself keeps them"
+        yield f"activations are measured on the meta device and {how}; attention by flash attention's formula"
+        yield f"{planner.step.flops / 1e12:,.1f} TFLOP per GPU and step; operators one by one, as without a compiler"
+    yield (
+        f"bounds from {cluster.flops_per_s / 1e12:,.0f} TFLOP/s, memory at "
+        f"{format_bytes(int(cluster.memory_bytes_per_s))}/s, links of a node at "
+        f"{format_bytes(int(cluster.link_bytes_per_s))}/s, network at "
+        f"{format_bytes(int(cluster.network_bytes_per_s))}/s per GPU: no step is faster, and most are slower"
+    )
+    if cluster.device != "cpu":
+        yield "other: an estimate of CUDA, cuBLAS and NCCL, which no GPU has confirmed; fragmentation is not planned"
+
+
+# -- code ---------------------------------------------------------------------------------------------
+
+
+def _code(planner: _Planner, best: Candidate) -> Iterator[str]:
+    """Yield the lines that shard ``model`` as a candidate does."""
+    setup = planner.setup
+    shape = f"({best.replicas}, {best.shard_size})" if best.replicas > 1 else f"({best.shard_size},)"
+    axes = ("replicate", "shard") if best.replicas > 1 else ("shard",)
+    dtype = setup.param_dtype
+    if setup.checkpointing and planner.blocks:
+        yield "from functools import partial"
+        yield ""
+    yield "import torch"
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield "from torch.distributed.fsdp import MixedPrecisionPolicy"
+    if setup.checkpointing and planner.blocks:
+        yield "from torch.utils.checkpoint import checkpoint"
+    yield "from vescale_fsdp import fully_shard"
+    optimizer = {"muon": "Muon", "adamw8bit": "AdamW8bit"}.get(setup.optimizer)
+    if optimizer is not None:
+        yield f"from vescale_fsdp.optim import {optimizer}"
+    yield ""
+    yield f'mesh = init_device_mesh("{setup.cluster.device}", {shape}, mesh_dim_names={axes!r})'
+    yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
+    options = ["mesh=mesh", "mp_policy=policy"]
+    if setup.granularity is not None:
+        options.append("granularity=granularity")  # the caller's
+    elif optimizer is not None:
+        options.append(f"granularity={optimizer}.granularity()")
+    root = ", ".join(options)
+    if best.keeps != 1:
+        options.append(f"reshard_after_forward={best.keeps or False}")
+    inner = ", ".join(options)
+    rest = set(best.units)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in best.units):
+        members = [name for name, _ in planner.model.get_submodule(parent).named_children()]
+        names = {f"{parent}.{name}" if parent else name for name in members}
+        is_list = isinstance(planner.model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+        if is_list and names <= rest:
+            rest -= names
+            yield f"for block in {_path(parent)}:"
+            if setup.checkpointing and names <= set(planner.blocks):
+                yield "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+            yield f"    fully_shard(block, {inner})"
+    for name in best.units:
+        if name in rest:
+            if setup.checkpointing and name in planner.blocks:
+                yield f"block = {_path(name)}"
+                yield "block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+            yield f"fully_shard({_path(name)}, {inner})"
+    yield f"fully_shard(model, {root})"
+    if setup.optimizer == "adamw":
+        yield "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)"
+    elif setup.optimizer == "adamw8bit":
+        yield "optimizer = AdamW8bit(model.parameters(), lr=1e-4)"
+    elif setup.optimizer == "muon":
+        yield "matrices, others = Muon.split_params(model)"
+        yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
+
+
+def _path(name: str) -> str:
+    """Return the expression for a module of ``model``."""
+    path = "model"
+    for part in name.split(".") if name else ():
+        path += f"[{part}]" if part.isdecimal() else f".{part}"
+        if not part.isdecimal() and not part.isidentifier():
+            return f"model.get_submodule({name!r})"
+    return path
+
+
+# -- text ---------------------------------------------------------------------------------------------
+
+
+def _text(plan: TrainingPlan) -> Iterator[str]:
+    """Yield the lines of a plan."""
+    best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
+    yield f"{plan.model}, {plan.numel / 1e9:,.3g} billion parameters: {best.verdict}"
+    yield from (f"    {note}" for note in plan.notes)
+    yield ""
+    yield f"GB per GPU, best of {len(plan.candidates)} candidates first:"
+    head = "sharding,units,after forward,weights,states,gradients,gathered,activations,other,sum,verdict"
+    lines = [tuple(head.split(","))]
+    for each in shown:
+        peak = each.peak
+        kinds = (
+            peak.weights,
+            peak.states,
+            peak.gradients,
+            peak.gathered,
+            peak.activations,
+            each.library_bytes,
+        )
+        sizes = (f"{nbytes / 1e9:.2f}" for nbytes in (*kinds, each.needed_bytes))
+        lines.append((each.sharding, each.wrapping, each.after_forward, *sizes, each.verdict))
+    yield from text_table(lines)
+    yield ""
+    yield "per GPU and step: GB on the wires, and the least milliseconds of each resource:"
+    head = "sharding,units,after forward,padding %,copied %,GB in node,GB network,compute,in node,network,bound,limit"
+    lines = [tuple(head.split(","))]
+    for each in shown:
+        ratios = (f"{100 * ratio:.3g}" for ratio in (each.padding_ratio, each.copied_ratio))
+        sizes = (f"{nbytes / 1e9:.2f}" for nbytes in each.wire)
+        times = (f"{1e3 * s:.4g}" for s in (each.compute_s, each.link_s, each.network_s, each.step_s))
+        lines.append((each.sharding, each.wrapping, each.after_forward, *ratios, *sizes, *times, each.limit))
+    yield from text_table(lines)
+    yield ""
+    yield f"units of the first one, over {best.shard_size:,} ranks:"
+    lines = [("unit", "x", "dtype", "padding %", "copied %", "MB per rank")]
+    for row in plan.report.rows:
+        ratios = (f"{100 * ratio:.3g}" for ratio in (row.padding_ratio, row.copied_ratio))
+        lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / 1e6:,.2f}"))
+    yield from text_table(lines)
+    if plan.advice:
+        yield ""
+        yield from plan.advice
+    yield ""
+    yield from plan.code.splitlines()
