@@ -618,8 +618,11 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "report": ("Write an HTML page about SRC.", ("report run --out report.html",)),
     "plan": (
-        "Print how fully_shard would lay out the model in SRC.",
-        ("plan repository --shards 8,64,512 --granularity rows:32 --out pictures",),
+        "Print whether a model fits on GPUs, and how to shard it.",
+        (
+            "plan repository --gpus 64 --memory 80G --checkpointing",
+            "plan repository --shards 8,64,512 --granularity rows:32 --out pictures",
+        ),
     ),
     "rules": (
         "List the shipped key rules, or suggest a rule file.",

@@ -2,6 +2,7 @@
 
     vescale-convert inspect CHECKPOINT
     vescale-convert to-hf CHECKPOINT OUT --assets FOLDER_WITH_CONFIG_AND_TOKENIZER
+    vescale-convert plan HF_FOLDER --gpus 64 --memory 80G
     vescale-convert plan CHECKPOINT --shards 8,64,512 --granularity rows:32 --out PICTURES
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage,

@@ -48,6 +48,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/manifest/manifest.py": "_parse",
         "checkpoint/manifest/torch_dtypes.py": "dtype_named",
         "checkpoint/storage/open.py": "_open_url[1]",
+        "conversion/formats/huggingface/meta_model.py": "meta_model[2]",
     },
     "the program that saved it, or made the weights, must write them in another way": {
         "conversion/formats/dcp/source.py": "_MetadataReader._record[1]",
@@ -68,6 +69,7 @@ REVIEWED: dict[str, dict[str, str]] = {
     "the user's own code, state or rules must change in a way that the remedy cannot know": {
         "checkpoint/state/torch_state_dicts.py": "_cut_tensor",
         "conversion/formats/huggingface/class_names.py": "_not_made",
+        "conversion/formats/huggingface/meta_model.py": "meta_model[3]",
         "checkpoint/manifest/structure.py": "check_complete",
         "checkpoint/manifest/fingerprints.py": "check_cuts",
         "conversion/engine/coded_tensors.py": "_ComputedView.over",

@@ -628,3 +628,25 @@ def test_rules_to_unknown_names(tmp_path: Path) -> None:
     refused(command, "rules", "--suggest", source, tmp_path / "config")
     named = {f"model.{name}": value for name, value in MODEL.items()}
     assert "model." in command("rules", "--suggest", source, hf_folder(tmp_path / "hf", named))
+
+
+# Plans
+
+
+@runs(
+    "conversion/formats/huggingface/meta_model.py::meta_model",
+    "conversion/formats/huggingface/meta_model.py::meta_model[1]",
+)
+def test_a_plan_without_settings(tmp_path: Path) -> None:
+    """Layouts alone, or the name of a class, as the remedies write them."""
+    folder = tmp_path / "hf"
+    hf_folder(folder, MODEL)
+    (folder / "config.json").unlink()
+    remedy = refused(command, "plan", folder, "--gpus", 8)
+    assert "rank" in command("plan", folder, *flag(remedy, "--shards"), 8)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    remedy = refused(command, "plan", folder, "--gpus", 8)
+    classes = json.loads(text_in(remedy, r'\["\w+"\]'))
+    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": classes}))
+    assert "LlamaForCausalLM" in command("plan", folder, "--gpus", 8, "--tokens", 16)

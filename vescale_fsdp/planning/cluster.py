@@ -87,9 +87,9 @@ class Cluster:
 
     def shard_sizes(self) -> Iterator[int]:
         """Yield the numbers of ranks that may share one copy of the model: all GPUs, and fewer whole nodes."""
-        nodes = self.num_nodes
         yield self.gpus
-        yield from (self.per_node * count for count in range(nodes - 1, 0, -1) if nodes % count == 0)
+        counts = range(self.num_nodes - 1, 0, -1)
+        yield from (self.per_node * count for count in counts if self.num_nodes % count == 0)
 
     def gathered(self, nbytes: float, ranks: int) -> WireBytes:
         """Return the least traffic of an all-gather of ``nbytes`` over neighboring ranks, or of a reduce-scatter."""

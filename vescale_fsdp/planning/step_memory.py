@@ -77,7 +77,7 @@ class PeakMemory:
         states: optimizer state.
         gradients: unsharded and reduced gradients, and gradient buffers.
         gathered: gathered weights.
-        activations: activations, or the temporaries of an optimizer's step.
+        activations: activations, and temporaries of forward and backward.
         moment: when the compute pool has its peak.
     """
 
@@ -192,7 +192,6 @@ def peak_of(
     *,
     weights: int,
     states: int,
-    step_bytes: int = 0,
     on_cpu: bool = False,
 ) -> PeakMemory:
     """Return the memory that a rank needs for a training step, once the optimizer has its state.
@@ -201,7 +200,6 @@ def peak_of(
         windows: the windows of a step, in order.
         units: the units; the root is the last one.
         weights, states: bytes that a rank stores all the time.
-        step_bytes: temporaries of the optimizer's step.
         on_cpu: whether the step runs on the CPU.
     """
     step = _Step(units, on_cpu=on_cpu)
@@ -233,5 +231,5 @@ def peak_of(
     step.pools.see("reduction of the root")
     if step.in_flight is not None:
         step.pools.drop(COMPUTE, GRADIENTS, ("buffer", step.in_flight.name))
-    step.pools.see("optimizer step", **{ACTIVATIONS: step_bytes})
+    step.pools.see("optimizer's step")
     return step.pools.peak(weights, states)

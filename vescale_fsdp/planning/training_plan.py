@@ -21,7 +21,7 @@ from torch import nn
 from vescale_fsdp.errors import ArgumentError, format_bytes, option
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.layout.granularity import GranularityRule, resolve_granularity
+from vescale_fsdp.layout.granularity import Granularity, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.model_shapes import shapes_of, units_of
 from vescale_fsdp.layout.plan_report import PlanReport, plan_report, text_table
 from vescale_fsdp.lazy import set_module
@@ -35,7 +35,6 @@ OptimizerName = Literal["adamw", "adamw8bit", "muon", "none"]
 _REDUCED = 4  # bytes per element of reductions, which are in fp32
 _TIGHT = 0.9  # a fuller memory than this leaves no room for fragments, which are not planned
 _SHOWN = 8  # candidates that the text lists
-_STEP_BYTES = {"adamw": 0, "adamw8bit": 0, "muon": 0, "none": 0}
 _END_SHARE = 0.01  # a module of the root with more of the root's bytes may be a unit
 
 
@@ -344,25 +343,26 @@ class _Planner:
     def candidates(self) -> list[Candidate]:
         """Return all candidates, best first."""
         cluster, found = self.setup.cluster, []
-        sizes = tuple(dict.fromkeys(cluster.shard_sizes()))
+        sizes = tuple(cluster.shard_sizes())
         for wrapping, units in self.wraps.items():
             report = plan_report(self.model, sizes, self.setup.rule, units=units)
+            modules: dict[str, list[str]] = {name: [] for name in (*units, "")}
+            for module in ("", *self.modules):
+                modules[_deepest(module, modules)].append(module)
             for index, size in enumerate(sizes):
                 keeps = [1, 0] if units else [0]
                 if size > cluster.per_node and units:
                     keeps.append(cluster.per_node)
-                found += [self._candidate(report, index, wrapping, units, each) for each in keeps]
+                found += [self._candidate(report, index, wrapping, modules, each) for each in keeps]
         return sorted(found, key=Candidate.rank)
 
     def _candidate(
-        self, report: PlanReport, index: int, wrapping: str, units: tuple[str, ...], keeps: int
+        self, report: PlanReport, index: int, wrapping: str, modules: Mapping[str, Sequence[str]], keeps: int
     ) -> Candidate:
+        """Return a candidate: the report's number of shards at ``index``, and ``modules`` with windows by unit."""
         setup, cluster, size = self.setup, self.setup.cluster, report.shards[index]
         replicas = cluster.gpus // size
-        memory: dict[str, UnitMemory] = {}
-        for name in (*units, ""):
-            modules = [m for m in ("", *self.modules) if _deepest(m, units) == name]
-            memory[name] = UnitMemory(name, tuple(modules), 0, 0, 0, 0)
+        memory = {name: UnitMemory(name, tuple(each), 0, 0, 0, 0) for name, each in modules.items()}
         weights, states, wire = 0, 0.0, WireBytes(0, 0)
         item, on_cpu = setup.param_dtype.itemsize, cluster.device == "cpu"
         for group in report.groups:
@@ -400,7 +400,6 @@ class _Planner:
             list(memory.values()),
             weights=weights,
             states=int(states),
-            step_bytes=_STEP_BYTES[setup.optimizer],
             on_cpu=on_cpu,
         )
         total = report.total(size)
@@ -410,7 +409,7 @@ class _Planner:
             size,
             replicas,
             wrapping,
-            units,
+            tuple(name for name in modules if name),
             keeps,
             peak,
             cluster.library_bytes(1 + (replicas > 1)),
@@ -566,7 +565,8 @@ def _code(planner: _Planner, best: Candidate) -> Iterator[str]:
     yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
     options = ["mesh=mesh", "mp_policy=policy"]
     if setup.granularity is not None:
-        options.append("granularity=granularity")  # the caller's
+        yield from _granularity_lines(setup.granularity)
+        options.append("granularity=granularity")
     elif optimizer is not None:
         options.append(f"granularity={optimizer}.granularity()")
     root = ", ".join(options)
@@ -598,6 +598,25 @@ def _code(planner: _Planner, best: Candidate) -> Iterator[str]:
     elif setup.optimizer == "muon":
         yield "matrices, others = Muon.split_params(model)"
         yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
+
+
+def _granularity_lines(rule: GranularityRule) -> Iterator[str]:
+    """Yield the lines that define ``granularity``, the caller's rule."""
+    values = list(rule.values()) if isinstance(rule, Mapping) else [rule]
+    classes = {type(each).__name__ for each in values if isinstance(each, Granularity)}
+    classes |= {"Element"} if isinstance(rule, Mapping) else set()
+    if classes:
+        yield f"from vescale_fsdp import {', '.join(sorted(classes))}"
+    if isinstance(rule, Mapping):  # as a function, since not every unit has a match for every pattern
+        yield "from fnmatch import fnmatchcase"
+        yield f"rules = {dict(rule)!r}"
+        yield "granularity = lambda fqn, param: next("
+        yield "    (rule for pattern, rule in rules.items() if fnmatchcase(fqn, pattern)), Element()"
+        yield ")"
+    elif callable(rule) and not isinstance(rule, Granularity):
+        yield "# granularity is the function that was passed to plan_training"
+    else:
+        yield f"granularity = {rule!r}"
 
 
 def _path(name: str) -> str:
