@@ -162,7 +162,8 @@ class _Meter(TorchDispatchMode):
         self._live = self._kept_bytes = 0
         self._kept: list[torch.Tensor] = []  # unsharded gradients of this window
         self._open: list[str] = [""]  # modules whose forward runs, outermost first
-        self._begin("", is_backward=False)
+        self._name, self._is_backward = "", False  # of this window
+        self._peak = self._bare_peak = self._kept_at_peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
