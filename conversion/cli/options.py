@@ -169,7 +169,7 @@ SOURCE_OPTIONS = with_options(
     click.option("--step", type=click.IntRange(0), help="Step to use if SRC is the folder of a whole run."),
 )
 # Options of `plan`: for both kinds of plans, for layouts alone, and for training.
-_LAYOUT_OPTIONS = {
+_LAYOUT_OPTIONS: dict[str, Decorator | None] = {
     "kind": None,
     "trust_pickle": None,
     "step": None,
@@ -182,7 +182,7 @@ _LAYOUT_OPTIONS = {
         help="Whether the planner may scatter a few tensors to save padding.",
     ),
 }
-_TRAINING_OPTIONS = {
+_TRAINING_OPTIONS: dict[str, Decorator] = {
     "per_node": click.option(
         "--per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs per node."
     ),
@@ -246,7 +246,7 @@ _TRAINING_OPTIONS = {
     ),
 }
 OF_LAYOUTS, OF_TRAINING = tuple(_LAYOUT_OPTIONS), tuple(_TRAINING_OPTIONS)
-PLAN_OPTIONS = (
+PLAN_OPTIONS: tuple[Decorator, ...] = (
     click.option("--gpus", type=click.IntRange(1), metavar="N", help="Plan the training on so many GPUs."),
     click.option(
         "--shards",

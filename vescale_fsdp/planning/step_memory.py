@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 COMPUTE, GATHER = "compute", "gather"
@@ -209,7 +210,7 @@ def peak_of(
         visits = [window for window in windows if window.is_backward is is_backward]
         last = {unit_of[window.module].name: index for index, window in enumerate(visits)}
         order = [unit for unit in dict.fromkeys(unit_of[w.module] for w in visits) if unit is not step.root]
-        ahead = dict(zip([unit.name for unit in order], [*order[1:], None], strict=True))
+        ahead = {unit.name: following for unit, following in pairwise([*order, None]) if unit is not None}
         step.gather(step.root)
         if order and not (is_backward and on_cpu):
             step.gather(order[0])

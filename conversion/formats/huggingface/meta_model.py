@@ -54,7 +54,7 @@ def meta_model(src: str) -> Any:
             expected="a class of the installed transformers",
             got=model_class,
             where=src,
-            todo="install transformers, or a newer one: pip install --upgrade 'vescale-fsdp[hf]'; build a model of "
+            todo="install transformers, or a newer one: pip install -U 'vescale-fsdp[hf]'; build a model of "
             "other code on the meta device, and call vescale_fsdp.plan_training",
         )
     try:
