@@ -338,6 +338,7 @@ _CALLS = {
     "merge": _CONVERT,
     "no_assets": _CONVERT,
     "on_disagreement": _CONVERT,
+    "optimizer": _CONVERT,
     "prefix": _CONVERT,
     "quantize": _CONVERT,
     "resume": _CONVERT,

@@ -324,7 +324,7 @@ def plan_command(src: str, out: str | None, as_json: bool, **options: Any) -> No
     is a checkpoint of any format, and the plan has layouts alone: bytes per rank, padding and copies.
     """
     if (options["shards"] is None) is (options["gpus"] is None):
-        raise click.UsageError("pass either --gpus or --shards")
+        raise click.UsageError("--gpus or --shards is needed, and not both")
     unused = OF_LAYOUTS if options["shards"] is None else OF_TRAINING
     ctx = click.get_current_context()
     for name in unused:

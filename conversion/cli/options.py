@@ -189,9 +189,7 @@ _TRAINING_OPTIONS: dict[str, Decorator] = {
     "memory_bytes": click.option(
         "--memory", "memory_bytes", type=Size(), default="80GB", show_default=True, help="Memory of a GPU."
     ),
-    "device": click.option(
-        "--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Device type."
-    ),
+    "on_cpu": click.option("--on-cpu", is_flag=True, help="Plan for ranks on the CPU instead of GPUs."),
     "optimizer": click.option(
         "--optimizer",
         type=click.Choice(["adamw", "adamw8bit", "muon", "none"]),

@@ -643,7 +643,7 @@ def test_a_plan_without_settings(tmp_path: Path) -> None:
     hf_folder(folder, MODEL)
     (folder / "config.json").unlink()
     remedy = refused(command, "plan", folder, "--gpus", 8)
-    assert "rank" in command("plan", folder, *flag(remedy, "--shards"), 8)
+    assert "rank" in command("plan", folder, *flag(remedy, "--shards"))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     (folder / "config.json").write_text(json.dumps(sizes))
     remedy = refused(command, "plan", folder, "--gpus", 8)

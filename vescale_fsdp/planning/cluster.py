@@ -31,7 +31,7 @@ class Cluster:
         gpus: number of GPUs, a multiple of ``per_node`` if there are several nodes.
         per_node: GPUs of a node.
         memory_bytes: memory of a GPU.
-        device: torch's device type; on ``"cpu"`` a rank is a process.
+        on_cpu: whether ranks are processes on the CPU, and not GPUs.
         flops_per_s: arithmetic operations of a GPU in the dtype of compute.
         memory_bytes_per_s: memory bandwidth of a GPU.
         link_bytes_per_s: bandwidth between the GPUs of a node, per GPU and direction.
@@ -48,7 +48,7 @@ class Cluster:
     gpus: int
     per_node: int = 8
     memory_bytes: int = 80 * 10**9
-    device: str = "cuda"
+    on_cpu: bool = False
     flops_per_s: float = 989e12
     memory_bytes_per_s: float = 3.35e12
     link_bytes_per_s: float = 450e9
@@ -58,7 +58,7 @@ class Cluster:
         for field in fields(self):
             value = getattr(self, field.name)
             is_count = field.name in ("gpus", "per_node", "memory_bytes")
-            if field.name != "device" and not (
+            if field.name != "on_cpu" and not (
                 isinstance(value, int if is_count else int | float)
                 and not isinstance(value, bool)
                 and 0 < value < math.inf
@@ -103,4 +103,4 @@ class Cluster:
 
     def library_bytes(self, num_axes: int) -> int:
         """Return an estimate of the memory of CUDA, cuBLAS and NCCL; no GPU has confirmed it."""
-        return 0 if self.device == "cpu" else _CONTEXT_BYTES + _CUBLAS_BYTES + num_axes * _NCCL_BYTES
+        return 0 if self.on_cpu else _CONTEXT_BYTES + _CUBLAS_BYTES + num_axes * _NCCL_BYTES

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from vescale_fsdp.errors import ArgumentError, format_bytes, option
+from vescale_fsdp.errors import ArgumentError, format_bytes
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, resolve_granularity
@@ -59,7 +59,7 @@ class _Setup:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ShardingCandidate:
     """One way to shard the model.
 
     Attributes:
@@ -164,7 +164,7 @@ class TrainingPlan:
 
     model: str
     numel: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ShardingCandidate, ...]
     advice: tuple[str, ...]
     report: PlanReport
     notes: tuple[str, ...]
@@ -228,6 +228,13 @@ def plan_training(
     Raises:
         ArgumentError: if the model is not on the meta device or cannot run there.
         LayoutError: for patterns, names or granularities that are not valid.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4096, 4096, bias=False)
+        >>> plan = plan_training(model, Cluster(8), batch=torch.empty(16, 4096, device="meta"))
+        >>> plan.candidates[0].peak.weights == 4 * 4096 * 4096 // 8
+        True
     """
     _check(model, optimizer, param_dtype)
     setup = _Setup(
@@ -340,7 +347,7 @@ class _Planner:
         backward = [Window(each, True, nbytes, nbytes, 0, nbytes) for each, nbytes in reversed(sizes.items())]
         return MetaStep((*forward, *backward), {})
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[ShardingCandidate]:
         """Return all candidates, best first."""
         cluster, found = self.setup.cluster, []
         sizes = tuple(cluster.shard_sizes())
@@ -354,17 +361,17 @@ class _Planner:
                 if size > cluster.per_node and units:
                     keeps.append(cluster.per_node)
                 found += [self._candidate(report, index, wrapping, modules, each) for each in keeps]
-        return sorted(found, key=Candidate.rank)
+        return sorted(found, key=ShardingCandidate.rank)
 
     def _candidate(
         self, report: PlanReport, index: int, wrapping: str, modules: Mapping[str, Sequence[str]], keeps: int
-    ) -> Candidate:
+    ) -> ShardingCandidate:
         """Return a candidate: the report's number of shards at ``index``, and ``modules`` with windows by unit."""
         setup, cluster, size = self.setup, self.setup.cluster, report.shards[index]
         replicas = cluster.gpus // size
         memory = {name: UnitMemory(name, tuple(each), 0, 0, 0, 0) for name, each in modules.items()}
         weights, states, wire = 0, 0.0, WireBytes(0, 0)
-        item, on_cpu = setup.param_dtype.itemsize, cluster.device == "cpu"
+        item, on_cpu = setup.param_dtype.itemsize, cluster.on_cpu
         for group in report.groups:
             layouts = group.layouts[index]
             numel, shard = sum(each.numel for each in layouts), sum(each.shard_numel for each in layouts)
@@ -405,7 +412,7 @@ class _Planner:
         total = report.total(size)
         # The optimizer reads and writes weights and states, and reads gradients.
         step_traffic = 3 * weights + 2 * peak.states
-        return Candidate(
+        return ShardingCandidate(
             size,
             replicas,
             wrapping,
@@ -443,7 +450,7 @@ class _Planner:
             states[shape.fqn] = per_item * numel_of(shape.shape)
         return states
 
-    def report_of(self, candidate: Candidate) -> PlanReport:
+    def report_of(self, candidate: ShardingCandidate) -> PlanReport:
         """Return the layouts of a candidate."""
         return plan_report(self.model, [candidate.shard_size], self.setup.rule, units=candidate.units)
 
@@ -466,20 +473,18 @@ def _deepest(name: str, modules: Collection[str]) -> str:
     return name
 
 
-def _advice(planner: _Planner, best: Candidate) -> Iterator[str]:
+def _advice(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
     """Yield what would help a model that does not fit: single changes, or else pairs of changes, each planned again."""
     setup = planner.setup
     missing = format_bytes(best.needed_bytes - best.memory_bytes)
     yield f"{missing} too much per GPU at best ({best.sharding}, {best.wrapping}). What helps:"
     changes: dict[str, dict[str, Any]] = {}
     if planner.batch is not None and planner.blocks and not setup.checkpointing:
-        changes[f"activations recomputed, {option('checkpointing', True)}"] = {"checkpointing": True}
+        changes["recomputed activations (checkpointing)"] = {"checkpointing": True}
     if setup.optimizer in ("adamw", "muon") and setup.granularity is None:
-        changes[f"8-bit optimizer state, {option('optimizer', 'adamw8bit')}"] = {"optimizer": "adamw8bit"}
+        changes["8-bit optimizer state (adamw8bit)"] = {"optimizer": "adamw8bit"}
     if setup.optimizer == "adamw":
-        changes["gradients stepped as they are reduced, step_in_backward(model, optimizer)"] = {
-            "steps_early": True
-        }
+        changes["steps in the backward, step_in_backward(model, optimizer)"] = {"steps_early": True}
     if planner.batch is not None:
         changes["half the tokens per GPU"] = {"scale": 0.5}
     clusters = [replace(setup.cluster, gpus=setup.cluster.gpus * factor) for factor in (2, 4, 8, 16)]
@@ -507,12 +512,12 @@ def _advice(planner: _Planner, best: Candidate) -> Iterator[str]:
     )
 
 
-def _changed(planner: _Planner, changes: Sequence[Mapping[str, Any]]) -> Candidate:
+def _changed(planner: _Planner, changes: Sequence[Mapping[str, Any]]) -> ShardingCandidate:
     """Return the best candidate after some changes of the setup."""
     return planner.variant(**{key: value for each in changes for key, value in each.items()}).candidates()[0]
 
 
-def _summary(candidate: Candidate) -> str:
+def _summary(candidate: ShardingCandidate) -> str:
     free = format_bytes(candidate.memory_bytes - candidate.needed_bytes)
     return f"{candidate.verdict}, {free} free per GPU ({candidate.sharding})"
 
@@ -535,14 +540,14 @@ def _notes(planner: _Planner) -> Iterator[str]:
         f"{format_bytes(int(cluster.link_bytes_per_s))}/s, network at "
         f"{format_bytes(int(cluster.network_bytes_per_s))}/s per GPU: no step is faster, and most are slower"
     )
-    if cluster.device != "cpu":
+    if not cluster.on_cpu:
         yield "other: an estimate of CUDA, cuBLAS and NCCL, which no GPU has confirmed; fragmentation is not planned"
 
 
 # -- code ---------------------------------------------------------------------------------------------
 
 
-def _code(planner: _Planner, best: Candidate) -> Iterator[str]:
+def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
     """Yield the lines that shard ``model`` as a candidate does."""
     setup = planner.setup
     shape = f"({best.replicas}, {best.shard_size})" if best.replicas > 1 else f"({best.shard_size},)"
@@ -561,7 +566,8 @@ def _code(planner: _Planner, best: Candidate) -> Iterator[str]:
     if optimizer is not None:
         yield f"from vescale_fsdp.optim import {optimizer}"
     yield ""
-    yield f'mesh = init_device_mesh("{setup.cluster.device}", {shape}, mesh_dim_names={axes!r})'
+    device = '"cpu"' if setup.cluster.on_cpu else "torch.accelerator.current_accelerator().type"
+    yield f"mesh = init_device_mesh({device}, {shape}, mesh_dim_names={axes!r})"
     yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
     options = ["mesh=mesh", "mp_policy=policy"]
     if setup.granularity is not None:

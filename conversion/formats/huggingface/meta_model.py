@@ -14,7 +14,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     own_config,
     own_settings,
 )
-from vescale_fsdp.errors import ConversionError, option
+from vescale_fsdp.errors import ConversionError
 
 
 def meta_model(src: str) -> Any:
@@ -35,7 +35,8 @@ def meta_model(src: str) -> Any:
             expected=f"a Hugging Face folder, or a {CONFIG_FILE}",
             got=f"{len(store.list_files())} other files",
             where=src,
-            todo=f"pass the folder of the model's {CONFIG_FILE}, or plan layouts alone with {option('shards')}",
+            todo=f"pass the folder of the model's {CONFIG_FILE}, or plan layouts alone: vescale-convert plan SRC "
+            "--shards 8",
         )
     config = own_config(store)
     class_name = config_class(config)

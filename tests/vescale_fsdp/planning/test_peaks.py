@@ -16,7 +16,7 @@ from tests.support.distributed import run_ranks
 from tools.bench.memory import POLICIES, fused
 from tools.bench.parts.simulated_accelerator import Decoder, DecoderShape, fake_group, simulated_training
 from vescale_fsdp import Cluster, fully_shard, plan_training
-from vescale_fsdp.planning.training_plan import Candidate
+from vescale_fsdp.planning.training_plan import ShardingCandidate
 from vescale_fsdp.torch_private import local_of
 
 RANKS, PER_NODE = 16, 4
@@ -27,7 +27,7 @@ class Case:
     """A decoder on a simulated accelerator.
 
     Args:
-        keeps: of the candidate, see `Candidate`.
+        keeps: of the candidate, see `ShardingCandidate`.
         wrapping: of the candidate.
         shard_size: of the candidate; smaller than `RANKS`: HSDP.
     """
@@ -66,7 +66,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean()
 
 
-def planned(case: Case) -> Candidate:
+def planned(case: Case) -> ShardingCandidate:
     with torch.device("meta"):
         model = Decoder(case.shape)
     plan = plan_training(
@@ -183,7 +183,7 @@ def test_peaks_are_measured_on_the_cpu(name: str, tokens: int, memory_bytes: int
     with torch.device("meta"):
         model = built(name)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    cluster = Cluster(2, memory_bytes=memory_bytes, device="cpu")
+    cluster = Cluster(2, memory_bytes=memory_bytes, on_cpu=True)
     plan = plan_training(model, cluster, batch={"input_ids": ids, "labels": ids})
     peak = plan.candidates[0].peak
     found = max(run_ranks(2, measured, name, tokens, plan.code))
