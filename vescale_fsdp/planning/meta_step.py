@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from vescale_fsdp.errors import ArgumentError
 from vescale_fsdp.planning.step_memory import Window
-from vescale_fsdp.torch_modes import TorchDispatchMode
+from vescale_fsdp.torch_modes import TorchDispatchMode, outside_modes, without_autocast
 from vescale_fsdp.torch_private import pytree, storage_id
 
 _ATTENTION = "vescale_plan"  # the name under which transformers looks up the formula
@@ -95,6 +95,19 @@ def measure_step(
     Raises:
         ArgumentError: if the model cannot run without values.
     """
+    # The caller's modes are not those of the training.
+    with outside_modes(), without_autocast(), torch.enable_grad():
+        return _measured(model, batch, modules, dtype, recomputed, loss)
+
+
+def _measured(
+    model: nn.Module,
+    batch: Any,
+    modules: Collection[str],
+    dtype: torch.dtype,
+    recomputed: Collection[str],
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> MetaStep:
     on_meta = copy.deepcopy(model).to("meta")
     for param in on_meta.parameters():
         if param.is_floating_point():

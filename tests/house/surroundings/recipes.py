@@ -561,6 +561,19 @@ def replaced_names(folder: Path) -> Call:
     return call
 
 
+def plans(folder: Path) -> Call:
+    model, batch = _net().to("meta"), torch.empty(4, 32, device="meta")
+
+    def call() -> Any:
+        cluster = vescale_fsdp.Cluster(4, 2)
+        plan = vescale_fsdp.plan_training(model, cluster, batch=batch)
+        plan.save(folder)
+        wires = [cluster.gathered(8, 4), cluster.replicated(8, 2), cluster.library_bytes(1)]
+        return [plan.fits, plan.to_json(), cluster.num_nodes, list(cluster.shard_sizes()), wires]
+
+    return call
+
+
 SOLO: tuple[Recipe, ...] = (
     save_and_load,
     zarr_and_async,
@@ -576,6 +589,7 @@ SOLO: tuple[Recipe, ...] = (
     linked_transfers,
     codecs,
     optimizers,
+    plans,
 )
 GROUP: tuple[Recipe, ...] = (
     sharding,
