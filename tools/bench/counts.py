@@ -39,7 +39,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.bench.parts.simulated_accelerator import Decoder, DecoderShape, fake_group, simulated_accelerator
+from tools.bench.parts.simulated_accelerator import (
+    Decoder,
+    DecoderShape,
+    fake_group,
+    launch_of,
+    simulated_accelerator,
+)
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
 from vescale_fsdp.collectives import group_log
@@ -52,7 +58,6 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
 }
 TARGETS = {"collectives": "<= 1", "operators": "<= 1", "allocations": "<= 1"}
-_ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class Calls(TorchDispatchMode):
@@ -65,16 +70,8 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # operators on its local tensors are dispatched here again
-        space, _, name = func._schema.name.partition("::")
-        returns_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
-        )
-        if space == "c10d":
-            self.counts["collectives"] += 1
-        elif (
-            not returns_view and name not in _ALLOCATE and space != "prim"
-        ):  # "prim" reads a fake tensor's device
-            self.counts["operators"] += 1
+        if launches := launch_of(func):
+            self.counts[f"{launches}s"] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,34 +38,39 @@ from vescale_fsdp.runtime.comm.streams import Streams
 class NamedStream:
     """A stream that does nothing; its name is the name of the pool of its allocations."""
 
-    def __init__(self, device: Any = None, priority: int = 0, name: str = "side") -> None:
-        self.name = name
-        self.priority = priority
+    def __init__(self, use: MemoryUse, name: str) -> None:
+        self.use, self.name = use, name
 
-    def record_event(self, event: Any = None) -> NamedEvent:
-        return NamedEvent()
+    def record_event(self, event: NamedEvent | None = None) -> NamedEvent:
+        return (event or NamedEvent(self.use)).record(self)
 
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: nothing runs on the stream."""
+    def wait_event(self, event: NamedEvent) -> None:
+        self.use.waited(self.name, event.number)
 
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: nothing runs on the stream."""
+    def wait_stream(self, stream: NamedStream | None) -> None:
+        if stream is not None:  # FSDP2 passes None for what a CPU does not have
+            self.wait_event(stream.record_event())
 
 
 class NamedEvent:
-    """An event of a `NamedStream`."""
+    """An event of a `NamedStream`.
 
-    def __init__(self, *options: Any, **named: Any) -> None:
-        pass
+    Attributes:
+        number: what `MemoryUse.recorded` returned last.
+    """
 
-    def record(self, stream: Any = None) -> NamedEvent:
+    def __init__(self, use: MemoryUse, *options: Any, **named: Any) -> None:
+        self.use, self.number = use, 0
+
+    def record(self, stream: NamedStream | None = None) -> NamedEvent:
+        self.number = self.use.recorded((stream or self.use.current()).name)
         return self
 
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def wait(self, stream: NamedStream | None = None) -> None:
+        self.use.waited((stream or self.use.current()).name, self.number)
 
     def synchronize(self) -> None:
-        pass
+        self.use.host_waited(self.number)
 
     def query(self) -> bool:
         return True
@@ -79,13 +85,25 @@ class MemoryUse(Streams):
     at_peak: Counter[str] = field(default_factory=Counter)  # bytes by pool
     pools: Counter[str] = field(default_factory=Counter)  # bytes by pool, now
     pool_peaks: Counter[str] = field(default_factory=Counter)
-    stream: NamedStream = field(default_factory=lambda: NamedStream(name="compute"))
     num_streams: int = 0
     num_allocations: int = 0
 
+    def __post_init__(self) -> None:
+        self.stream = NamedStream(self, "compute")
+
+    def recorded(self, stream: str) -> int:
+        """Called when an event is recorded on a stream; returns the event's number."""
+        return 0
+
+    def waited(self, stream: str, event: int) -> None:
+        """Called when a stream waits for an event."""
+
+    def host_waited(self, event: int) -> None:
+        """Called when the host waits for an event."""
+
     def new(self) -> NamedStream:
         self.num_streams += 1
-        return NamedStream(name=f"stream{self.num_streams}")
+        return NamedStream(self, f"stream{self.num_streams}")
 
     def current(self) -> NamedStream:
         return self.stream
@@ -199,10 +217,26 @@ def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
 
+_LAUNCH_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+
+
+def launch_of(func: Any) -> str:
+    """What an operator launches: "collective", "operator", or "" for views, allocations, queries and labels."""
+    space, _, name = func._schema.name.partition("::")
+    if space == "c10d":
+        return "collective"
+    returns_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return "" if returns_view or name in _LAUNCH_NOTHING or space in ("prim", "profiler") else "operator"
+
+
 @contextmanager
-def simulated_accelerator() -> Iterator[MemoryUse]:
-    """A context in which this package and FSDP2 shard and train as on an accelerator."""
-    use = MemoryUse()
+def simulated_accelerator(use: MemoryUse | None = None) -> Iterator[MemoryUse]:
+    """A context in which this package and FSDP2 shard and train as on an accelerator.
+
+    Args:
+        use: counts the memory, and is called for each event; default: a new `MemoryUse`.
+    """
+    use = use or MemoryUse()
     allocator = _Allocator(use)
 
     def current(device: Any = None) -> NamedStream:
@@ -219,7 +253,7 @@ def simulated_accelerator() -> Iterator[MemoryUse]:
             # A torch without CUDA has no device guard for CUDA tensors, not even for fake ones; so the device is `cpu`.
             mock.patch("vescale_fsdp.runtime.fsdp_state.streams_of", streams_of),
             mock.patch.object(torch.cpu, "Stream", new),
-            mock.patch.object(torch.cpu, "Event", NamedEvent, create=True),
+            mock.patch.object(torch.cpu, "Event", partial(NamedEvent, use), create=True),
             mock.patch.object(torch.cpu, "stream", use.on),
             mock.patch.object(torch.cpu, "current_stream", current),
             mock.patch.object(torch.accelerator, "current_stream", current),
@@ -243,42 +277,64 @@ class DecoderShape:
     vocab: int
     tied: bool = False  # whether the embedding is the head
     num_experts: int = 0  # grouped experts with gate and up in one matrix each; 0: a dense MLP
+    top_k: int = 0  # experts per token; 0: each expert gets one token
+    query: int = 0  # width of the queries; 0: the hidden size
+    head: int = 0  # width of an attention head; 0: an elementwise attention, whose memory and time are small
+    flat_experts: bool = False  # the experts' matrices are stacked row by row, in 2-D parameters
 
 
 class _Experts(nn.Module):
-    """The matrices of all experts of a layer; each expert gets every token, because only sizes matter here."""
+    """The matrices of all experts of a layer; each expert gets equally many tokens, because only sizes matter here."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(shape.num_experts, shape.hidden, 2 * shape.mlp))
-        self.down = nn.Parameter(torch.empty(shape.num_experts, shape.mlp, shape.hidden))
+        self.shape = shape
+        count = (shape.num_experts,)
+        sizes = (*count, shape.hidden, 2 * shape.mlp), (*count, shape.mlp, shape.hidden)
+        self.gate_up, self.down = (
+            nn.Parameter(torch.empty(size[0] * size[1], size[2]) if shape.flat_experts else torch.empty(size))
+            for size in sizes
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        tokens = rows[0, :1].expand(len(self.down), 1, -1)
-        gate, up = (tokens @ self.gate_up).chunk(2, -1)
-        result: torch.Tensor = rows + (nn.functional.silu(gate) * up @ self.down).sum(0)
+        count, hidden = self.shape.num_experts, self.shape.hidden
+        flat = rows.flatten(0, 1)
+        each = max(1, len(flat) * self.shape.top_k // count)
+        tokens = flat[:each].expand(count, each, -1)
+        gate, up = (tokens @ self.gate_up.view(count, hidden, -1)).chunk(2, -1)
+        mixed = nn.functional.silu(gate) * up @ self.down.view(count, -1, hidden)
+        result: torch.Tensor = rows + mixed.sum((0, 1))
         return result
 
 
 class _Layer(nn.Module):
-    """The matrices of a decoder layer, with an elementwise attention: memory of activations does not matter here."""
+    """The matrices of a decoder layer."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         hidden, kv, mlp = shape.hidden, shape.kv, shape.mlp
+        query = shape.query or hidden
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
-        self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.q, self.o = nn.Linear(hidden, query, bias=False), nn.Linear(query, hidden, bias=False)
         self.k, self.v = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
         self.experts = _Experts(shape) if shape.num_experts else None
         if self.experts is None:
             self.gate, self.up = (nn.Linear(hidden, mlp, bias=False) for _ in range(2))
             self.down = nn.Linear(mlp, hidden, bias=False)
-        self.repeats = hidden // kv
+        self.repeats, self.head = query // kv, shape.head
+
+    def _attention(self, seen: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.q(seen), self.k(seen), self.v(seen)
+        if not self.head:
+            return query + key.repeat(1, 1, self.repeats) * value.repeat(1, 1, self.repeats)  # type: ignore[no-any-return]
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head)).transpose(1, 2) for each in (query, key, value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        seen = self.norms[0](rows)
-        mixed = self.k(seen).repeat(1, 1, self.repeats) * self.v(seen).repeat(1, 1, self.repeats)
-        rows = rows + self.o(self.q(seen) + mixed)
+        rows = rows + self.o(self._attention(self.norms[0](rows)))
         seen = self.norms[1](rows)
         if self.experts is not None:
             return rows + self.experts(seen)
