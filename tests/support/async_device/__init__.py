@@ -12,6 +12,7 @@ it does on purpose:
                         where they should be (communicator.h)
     deadlocks           end in an error on every rank, which says which part of which communicator waits for whom
     host waits          are counted, by operator (`counts`)
+    a virtual clock     gives each task the duration that a test chooses (`timed`), in any order
 
 The device is built at first use, with the compiler that `torch.utils.cpp_extension` names, into a folder of the virtual
 environment: half a minute, once per version of these sources and of torch. It was built and run with torch 2.13; no
@@ -31,7 +32,7 @@ import sysconfig
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from functools import cache
 from pathlib import Path
@@ -290,6 +291,18 @@ def in_order(order: Order) -> Iterator[None]:
         library().synchronize()
     finally:
         library().set_order("early", 0)
+
+
+def timed(durations_s: Mapping[str, float], fn: Callable[[], object]) -> float:
+    """Return the seconds that the device's work in ``fn`` takes on a virtual clock, until the last task ends.
+
+    Args:
+        durations_s: seconds of each launch by its name in `counts`, equal on all ranks; 0 for all others. A
+            collective starts when the last rank has come to it. The host takes no time.
+    """
+    start_s: float = library().set_durations(dict(durations_s))
+    fn()
+    return library().set_durations({}) - start_s  # type: ignore[no-any-return]
 
 
 def hazards() -> list[str]:

@@ -122,6 +122,17 @@ void set_order(const std::string& name, unsigned seed) {
   for (auto& weight : d.weights) weight = choices[d.random() % 4];
 }
 
+// Set what each task lasts, by its name, after all work; returns the virtual time, from which all streams go on.
+double set_durations(std::map<std::string, double> durations_s) {
+  synchronize_device();
+  Lock lock;
+  auto& d = device();
+  d.durations_s = std::move(durations_s);
+  const double now_s = *std::max_element(d.times_s.begin(), d.times_s.end());
+  std::fill(d.times_s.begin(), d.times_s.end(), now_s);
+  return now_s;
+}
+
 // Forget what is queued, errors, and communicators: other ranks are told that this one has left.
 void reset() {
   Lock lock;
@@ -134,6 +145,7 @@ void reset() {
       if (task.reaches) task.reaches->is_done = true;
     queue.clear();
   }
+  d.durations_s.clear();
   for (auto& clock : d.clocks) join(d.host, clock);  // nothing uses memory that is freed later
   d.error.clear();
   d.hazards.clear();
@@ -154,6 +166,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Communicator>(std::move(name), path, rank, size));
   });
   module.def("set_order", &set_order, py::call_guard<py::gil_scoped_release>());
+  module.def("set_durations", &set_durations, py::call_guard<py::gil_scoped_release>());
   module.def("synchronize", &synchronize_device, py::call_guard<py::gil_scoped_release>());
   module.def("reset", &reset);
   module.def("set_patience", [](double seconds) { device().patience_s = seconds; });

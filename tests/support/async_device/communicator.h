@@ -26,6 +26,7 @@ struct Header {
   int dtype = 0, detail = 0;     // detail: of a reduction its operation, of a broadcast its root
   int64_t sent[kMaxRanks] = {};  // elements for each rank
   int64_t received[kMaxRanks] = {};
+  double start_s = 0;  // of the virtual clock: when this rank has come to it
 };
 
 // Of one rank in one channel. Part n + 2 begins after all ranks have read part n: they have begun part n + 1.
@@ -65,6 +66,7 @@ struct Channel {
     auto& mine = *boxes[place];
     if (mine.posted.load() < number) {
       mine.headers[number % 2] = header;
+      mine.headers[number % 2].start_s = device().now_s;
       post(mine.data[number % 2]);
       mine.posted.store(number);
       ++device().num_steps;
@@ -81,6 +83,7 @@ struct Channel {
     std::vector<char*> parts;
     for (size_t k = 0; k < boxes.size(); ++k) {
       const auto& other = boxes[k]->headers[number % 2];
+      device().now_s = std::max(device().now_s, other.start_s);
       const bool is_message = std::strcmp(header.name, "send") == 0 || std::strcmp(header.name, "receive") == 0;
       const bool is_same = is_message ? k == size_t(place) || std::strcmp(header.name, other.name) != 0
                                       : std::strcmp(header.name, other.name) == 0;

@@ -44,6 +44,7 @@ struct Event {
   int stream;
   Clock clock;
   bool is_done = false;
+  double time_s = 0;  // of the virtual clock, once it is done
 };
 using EventPtr = std::shared_ptr<Event>;
 
@@ -64,6 +65,11 @@ struct Device {
   Order order = Order::Early;
   std::mt19937 random{0};
   bool is_running = false;
+  // A virtual clock: a task lasts as long as `durations_s` says by its name (0 if it has no entry), whatever the order in
+  // which tasks happen to run. The host takes no time.
+  std::map<std::string, double> durations_s;
+  std::vector<double> times_s{0};  // of each stream: the end of its last task
+  double now_s = 0;                // the start of the running task
   std::string error;  // a task's; every later call raises it, as after an error of a GPU
   std::vector<std::string> hazards;
   std::map<std::string, int64_t> counts;  // launches by name, and "sync NAME" where the host waits
@@ -104,6 +110,7 @@ inline bool run_first(int stream) {
   if (queue.empty() || d.is_running) return false;
   Task& task = queue.front();
   if (task.waits_for && !task.waits_for->is_done) return false;
+  d.now_s = std::max(d.times_s[stream], task.waits_for ? task.waits_for->time_s : 0.0);
   if (task.step) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKeySet(
@@ -123,7 +130,9 @@ inline bool run_first(int stream) {
   }
   Task done = std::move(queue.front());
   queue.pop_front();
-  if (done.reaches) done.reaches->is_done = true;
+  const auto duration = d.durations_s.find(done.name);
+  d.times_s[stream] = d.now_s + (duration == d.durations_s.end() ? 0.0 : duration->second);
+  if (done.reaches) done.reaches->is_done = true, done.reaches->time_s = d.times_s[stream];
   ++d.num_steps;
   return true;
 }
@@ -171,6 +180,7 @@ inline int new_stream() {
   auto& d = device();
   d.queues.emplace_back();
   d.clocks.emplace_back();
+  d.times_s.push_back(0);
   static const int choices[] = {0, 1, 1, 4};
   d.weights.push_back(choices[d.random() % 4]);
   return static_cast<int>(d.queues.size()) - 1;
