@@ -41,13 +41,14 @@ class NamedStream:
     def __init__(self, use: MemoryUse, name: str) -> None:
         self.use, self.name = use, name
 
-    def record_event(self, event: NamedEvent | None = None) -> NamedEvent:
-        return (event or NamedEvent(self.use)).record(self)
+    def record_event(self, event: Any = None) -> NamedEvent:
+        recorded: NamedEvent = event or NamedEvent(self.use)
+        return recorded.record(self)
 
-    def wait_event(self, event: NamedEvent) -> None:
+    def wait_event(self, event: Any) -> None:
         self.use.waited(self.name, event.number)
 
-    def wait_stream(self, stream: NamedStream | None) -> None:
+    def wait_stream(self, stream: Any) -> None:
         if stream is not None:  # FSDP2 passes None for what a CPU does not have
             self.wait_event(stream.record_event())
 
