@@ -144,25 +144,25 @@ def worker(case: Case) -> None:
 def _measure(case: Case) -> Figures:
     """Bytes and seconds of all runtimes, on this rank; seconds of the slowest rank."""
     node, local = divmod(dist.get_rank(), case.per_node)
-    mesh = _mesh(case)
+    mesh = mesh_of(case)
     batch = batch_of(case.model)
     steps = {}
     for rival in RIVALS:
-        sharded = _sharded(rival, build(case.model), mesh, case)
-        steps[rival] = _step_of(sharded, list(sharded.parameters()), batch)
+        wrapped = sharded(rival, build(case.model), mesh, case)
+        steps[rival] = step_of(wrapped, list(wrapped.parameters()), batch)
     figures = Figures()
     for step in steps.values():
         for _ in range(_WARM_STEPS):
             step()
-    idle = _received(lambda: time.sleep(1.0))
+    idle = received_by(lambda: time.sleep(1.0))
     for rival, step in steps.items():
-        received = torch.tensor((_received(partial(_repeat, step, 3)) - idle) / 3, dtype=torch.float64)
+        received = torch.tensor((received_by(partial(_repeat, step, 3)) - idle) / 3, dtype=torch.float64)
         dist.all_reduce(received, dist.ReduceOp.MAX)
         figures.received_bytes[rival] = received.item()
     plain = build(case.model).to(POLICIES[case.dtype].param_dtype)
     own = nn.Parameter(torch.randn(sum(p.numel() for p in plain.parameters()) // dist.get_world_size()))
     own.grad = torch.zeros_like(own)
-    steps["compute"] = _step_of(
+    steps["compute"] = step_of(
         plain, [own], batch if batch.dtype == torch.int64 else batch.to(next(plain.parameters()).dtype)
     )
     num_bytes = int(figures.received_bytes["ours"])
@@ -189,7 +189,8 @@ def _measure(case: Case) -> Figures:
     return figures
 
 
-def _sharded(rival: str, model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
+def sharded(rival: str, model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
+    """Shard a model with one of `RIVALS`."""
     if rival == "ddp":
         return DistributedDataParallel(model)
     function: Callable[..., object] = fully_shard if rival == "ours" else torch_fully_shard
@@ -203,13 +204,14 @@ def _sharded(rival: str, model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.M
     return model
 
 
-def _mesh(case: Case) -> DeviceMesh:
+def mesh_of(case: Case) -> DeviceMesh:
+    """The mesh of all ranks; with HSDP, nodes are replicas."""
     if case.replicates:
         return init_device_mesh("cpu", (case.nodes, case.per_node), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh("cpu", (case.nodes * case.per_node,))
 
 
-def _step_of(model: nn.Module, optimized: list[nn.Parameter], batch: torch.Tensor) -> Callable[[], None]:
+def step_of(model: nn.Module, optimized: list[nn.Parameter], batch: torch.Tensor) -> Callable[[], None]:
     """A training step; AdamW steps the given parameters."""
     optimizer = torch.optim.AdamW(optimized, lr=1e-4)
     zeroed = [p for p in model.parameters() if all(p is not each for each in optimized)]
@@ -230,7 +232,7 @@ def _repeat(step: Callable[[], None], times: int) -> None:
         step()
 
 
-def _received(work: Callable[[], object]) -> float:
+def received_by(work: Callable[[], object]) -> float:
     """Payload that this rank's node receives during ``work`` on all ranks."""
     dist.barrier()
     before = traffic_of()
