@@ -5,8 +5,12 @@ python tools/docs/pictures.py      write them
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.replay.figures import figures
 from vescale_fsdp import Rows, plan_report
 from vescale_fsdp.layout.pictures import layout_svg
 
@@ -39,6 +43,7 @@ def pictures() -> dict[str, str]:
             block.layout(name, 4), "One transformer block over 4 ranks; 32 rows stay whole"
         ),
         "padding.svg": padding.padding_picture().svg(),
+        **figures(),
     }
 
 
