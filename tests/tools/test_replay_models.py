@@ -45,7 +45,10 @@ def layer_numel(shape: DecoderShape) -> int:
     return attention + 2 * shape.hidden + 3 * shape.hidden * shape.mlp * max(1, shape.num_experts)
 
 
-@pytest.mark.parametrize("library", [OURS, FSDP2])
+NUMERICS = pytest.mark.part("numerics")
+
+
+@pytest.mark.parametrize("library", [OURS, pytest.param(FSDP2, marks=NUMERICS)])
 def test_four_layers_extrapolate_to_eight(library: str) -> None:
     """In time and memory, whatever bounds the step."""
     found = recorded(DENSE, library)
@@ -61,6 +64,7 @@ def test_four_layers_extrapolate_to_eight(library: str) -> None:
         )
 
 
+@NUMERICS
 def test_tokens_extrapolate() -> None:
     found = recorded(EXPERTS, OURS)
     (truth,) = found.case.record(MORE, [4])
@@ -72,7 +76,7 @@ def test_tokens_extrapolate() -> None:
     assert four.peaks.live == pytest.approx(truth.peaks.live, rel=1e-3)
 
 
-@pytest.mark.parametrize("library", [OURS, NARROW])
+@pytest.mark.parametrize("library", [OURS, pytest.param(NARROW, marks=NUMERICS)])
 def test_ours_copies_nothing(library: str) -> None:
     """Gathers of two bytes per parameter, without FSDP2's copies; and one reduction, unless slices are exchanged."""
     found = recorded(EXPERTS, library)
@@ -84,7 +88,9 @@ def test_ours_copies_nothing(library: str) -> None:
     assert (reductions, reduced > 0) == ((1, True) if library == OURS else (0, False))
 
 
-@pytest.mark.parametrize("library", [FSDP2, SHARD1, BLOCKSHARD])
+@pytest.mark.parametrize(
+    "library", [FSDP2, *(pytest.param(each, marks=NUMERICS) for each in (SHARD1, BLOCKSHARD))]
+)
 def test_fsdp2_pads_experts_by_default_only(library: str) -> None:
     """Eight experts over 32 ranks: a gather has four times the experts' parameters, or exactly these."""
     found = recorded(EXPERTS, library)
@@ -100,6 +106,7 @@ def test_fsdp2_pads_experts_by_default_only(library: str) -> None:
     assert found.per_layer("collective", "_reduce_scatter_base_") == (1, 4 * padded)
 
 
+@NUMERICS
 def test_replicas_add_an_all_reduce_of_the_shard() -> None:
     """On a communicator of its own, which has the replicas."""
     found = Recorded.of(Case(DENSE, OURS, (2, 16)))

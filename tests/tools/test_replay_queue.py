@@ -119,13 +119,13 @@ def in_ticks(recording: Recording, slowdown: int) -> Fraction:
 CONTENTION: dict[tuple[str, str], Seconds] = {("operator", "collective"): 1, ("collective", "operator"): 1}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs())
 def test_without_contention_it_is_the_longest_path(recording: Recording) -> None:
     assert replay(recording, seconds_of).total == longest_path(recording)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs())
 def test_with_contention_it_is_the_brute_force(recording: Recording) -> None:
     found = replay(recording, seconds_of, slowdowns=CONTENTION).total
