@@ -1,6 +1,6 @@
 """Compute docs/gpu_expectations.json, and print it.
 
-python -m tools.replay --cache /tmp/recordings       twenty CPU minutes; seconds with a full cache
+python -m tools.replay --cache /tmp/recordings       ten CPU minutes; half a minute with a full cache
 """
 
 from __future__ import annotations
