@@ -95,7 +95,6 @@ BOUNDS: dict[str, dict[str, str]] = {
     "vescale_fsdp/optim/muon.py": dict.fromkeys(
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
-    "vescale_fsdp/runtime/comm/collective_check.py": {"self._arrival.wait()": GROUP},
     "vescale_fsdp/runtime/comm/streams.py": {"self._module.synchronize(self._device)": DEVICE},
     "vescale_fsdp/runtime/comm/unsharded_grads.py": {"self.wait()": GROUP},
     "vescale_fsdp/runtime/comm/order_watch.py": {

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.collectives.operations import all_reduce_at_once, all_reduce_in_place
-from vescale_fsdp.collectives.slice_exchange import Work
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.errors import CollectiveError
 from vescale_fsdp.word_sums import run_sums
 
@@ -53,8 +53,7 @@ class GatherCheck:
             CollectiveError: on all ranks, if any rank has another buffer.
         """
         assert self._full is not None and self._sums is not None
-        if self._arrival is not None:
-            self._arrival.wait()
+        wait_for(self._arrival)
         differs = (run_sums(self._full.view(torch.uint8)) != self._sums).any()
         _raise_together(
             differs, self._all_groups, label, "all-gather of parameters", "the slices that ranks have sent"
