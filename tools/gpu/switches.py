@@ -194,6 +194,7 @@ CASES = (
     ),
     Case("by rows", {"granularity": Rows(4)}),
     Case("by rows, padded", {"granularity": Rows(4), "padding_policy": PaddingPolicy(scatter="never")}),
+    Case("checked collectives", {"check_collectives": 1}),
     Case("as FSDP2 cuts", {"shard_placement_fn": lambda param: Shard(0)}),
     Case("replicas", of_model=_replicas),
     Case(

@@ -35,7 +35,7 @@ def _state(seed: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A good checkpoint of one rank."""
-    save(tmp_path / "c", _state())
+    save(tmp_path / "c", _state(), fingerprint=True)
     assert verify(tmp_path / "c").ok and verify(tmp_path / "c").num_bytes > 480_000
     return tmp_path / "c"
 
@@ -96,7 +96,7 @@ def test_a_flipped_bit_names_the_tensor(tmp_path: Path) -> None:
     """With one stripe per tensor the error names exactly the tensor that is damaged."""
     from tests.support.striped_saves import save_striped
 
-    save_striped(tmp_path / "c", _state(), stripe_bytes=4096)
+    save_striped(tmp_path / "c", _state(), stripe_bytes=4096, fingerprint=True)
     file = _data_file(tmp_path / "c")
     _flip(file, _payload_start(file) + 2 * 120_000 + 60_000)
 
@@ -136,7 +136,7 @@ def test_a_missing_file_is_named_with_its_tensors(saved: Path) -> None:
 
 def test_a_file_of_another_save_is_recognized(saved: Path, tmp_path: Path) -> None:
     """A file of the same size from another save of the same state is recognized."""
-    save(tmp_path / "other", _state(seed=2))
+    save(tmp_path / "other", _state(seed=2), fingerprint=True)
     file = _data_file(saved)
     file.write_bytes(_data_file(tmp_path / "other").read_bytes())
 
@@ -217,7 +217,7 @@ def test_what_is_no_file(
 ) -> None:
     """A pipe, which would be waited for, and its like are damage, wherever a file is expected."""
     monkeypatch.chdir(tmp_path)
-    save(tmp_path / "c", _state(), format=form)
+    save(tmp_path / "c", _state(), format=form, fingerprint=True)
     (file,) = (tmp_path / "c").glob(place)
     _put(file, kind)
 

@@ -152,7 +152,9 @@ FLAGS = {
     "verify": "--from --json --quick --quiet --step --trust-pickle",
     "report": "--against --from --out --quiet --step --trust-pickle",
     "rules": "--from --model-prefix --step --suggest --trust-pickle",
-    "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
+    "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --recorded --rtol",
+    "fingerprint": "--assets --dtype --exclude --from --include --json --model-prefix --names --quiet --recorded "
+    "--rules --step --trust-pickle",
 }
 CONVERT = (
     "--assets --dequantize --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
@@ -169,7 +171,7 @@ def test_flags_are_these() -> None:
     """A new command or flag needs an edit here: each is a promise to people's scripts."""
     expected = {name: flags.split() for name, flags in FLAGS.items()}
     for name, more in {
-        "to-hf": "--adapter --adapter-name --include-asset --no-assets --require-check",
+        "to-hf": "--adapter --adapter-name --fingerprint --include-asset --no-assets --require-check",
         "merge-adapter": "--include-asset --no-assets --require-check",
         "average": f"{COMBINE} --last",
         "combine": COMBINE,

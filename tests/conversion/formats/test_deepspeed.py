@@ -187,13 +187,13 @@ def _unknown(content: dict[str, Any]) -> None:
 
 
 BAD = {  # stage, what is done to the folder, what is said, what is to be done
-    "rank missing": (2, lambda f: optim(f, 0).unlink(), "no such file", "all its files"),
-    "last rank missing": (2, lambda f: optim(f, 1).unlink(), "no such file", "all its files"),
+    "rank missing": (2, lambda f: optim(f, 0).unlink(), "no such file", "copy or download"),
+    "last rank missing": (2, lambda f: optim(f, 1).unlink(), "no such file", "copy or download"),
     "model of a rank missing": (
         3,
         lambda f: (f / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink(),
         "no such file",
-        "all its files",
+        "copy or download",
     ),
     "no model": (1, lambda f: (f / "mp_rank_00_model_states.pt").unlink(), "no file of the model", "copy"),
     "other step": (1, lambda f: edit(optim(f, 1), _step), "another step than in", "files of one step"),

@@ -162,6 +162,7 @@ CHANGES: dict[str, Any] = {
     "on_delivery": print,
     "zeros_unused": True,
     "keeps_full": True,
+    "check_every": 2,
 }
 
 

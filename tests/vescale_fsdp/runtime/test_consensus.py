@@ -93,6 +93,7 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
     "set_custom_all_gather OwnGather": lambda model: model.set_custom_all_gather(OwnGather()),
     "set_custom_reduce_scatter OwnGather": lambda model: model.set_custom_reduce_scatter(OwnGather()),
     "set_separate_reduce_scatter_group True": settings(separate_reductions=True),
+    "fully_shard(check_collectives=) 2": settings(check_every=2),
     "set_all_reduce_hook True": lambda model: model.set_all_reduce_hook(print),
     "step_in_backward True": lambda model: step_in_backward(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
