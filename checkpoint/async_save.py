@@ -262,7 +262,7 @@ def async_save(
     Args:
         optimizer: one or several torch optimizers. On an accelerator, their parameters and state are copied while the
             trainer goes on, and the optimizers' next step waits for the copy. If other code writes these tensors before
-            that step, the save fails.
+            that step, the save fails; writes through ``.data`` are not noticed (docs/limits.md).
         exit_timeout_s: seconds that an exiting process waits for the save; after that, the process names the save on
             stderr and exits with status 1.
 

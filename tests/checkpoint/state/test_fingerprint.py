@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.checkpoint_states import erase, mixed_state, plain
 from tests.support.distributed import run_ranks
+from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import Fingerprint, async_save, fingerprint, load, save
 from vescale_fsdp.checkpoint.native.targets import LoadTarget
 from vescale_fsdp.conversion import ConvertOptions, convert, diff, fingerprint_of, open_source
@@ -57,6 +60,37 @@ def test_the_same_on_all_ranks_and_in_all_forms(world: int, tmp_path: Path) -> N
         for form in forms:
             assert form.differences(expected) == ()
             assert form.digest == expected.digest
+
+
+def _of_models() -> list[tuple[Fingerprint, Fingerprint]]:
+    """Of a plain model and of the same one with replicas, with tensor parallelism, and under FSDP2."""
+
+    def replicas(model: torch.nn.Module) -> None:
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")), granularity=Rows(3)
+        )
+
+    def tensor_parallel(model: torch.nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+
+    found = []
+    for shard in (replicas, tensor_parallel, fsdp2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 8))
+        alone = fingerprint(model)
+        shard(model)
+        found.append((alone, fingerprint(model)))
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        assert len(fingerprint(model).differences(alone)) == 1
+    return found
+
+
+def test_models_on_meshes_of_two_axes_and_under_fsdp2() -> None:
+    for of_rank in run_ranks(4, _of_models):
+        assert len(of_rank) == 3 and all(alone == sharded for alone, sharded in of_rank)
 
 
 def _loaded_end_to_end(path: Path, saves: bool) -> list[str]:
