@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
+from vescale_fsdp.dtensor.spec import spec_with
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import Range, RunLengths, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.torch_private import local_of, piece_in
 
 
 @dataclass(frozen=True)
@@ -236,3 +237,10 @@ def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) ->
     # The global shape and dtype of a tensor cannot change in place.
     assert other._spec.tensor_meta == tensor._spec.tensor_meta
     tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref
+
+
+def become_zeros_like(tensor: RaggedDTensor, other: RaggedDTensor) -> None:
+    """Change ``tensor`` in place to zeros with the mesh, placements and layout of ``other``, in its own dtype."""
+    local = torch.zeros_like(piece_in(other), dtype=tensor.dtype, device=piece_in(tensor).device)
+    tensor._local_tensor, tensor._spec = local, spec_with(other._spec, dtype=tensor.dtype)
+    tensor.layout_ref = other.layout_ref

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import Interruptible, close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
-from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_model, renew_optimizer
+from vescale_fsdp.elastic.renewal import check_more, check_renewable, renew_data, renew_more, renew_optimizer
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes, restart_group_names, set_default_timeout
@@ -53,6 +53,8 @@ class TrainingState:
         more: the other state to save, as for `vescale_fsdp.checkpoint.save`: data loaders, schedulers, counters,
             `PerRank` values. State that is not included is not rolled back after an interrupted step. A
             `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is adapted to the ranks of each epoch.
+            Sharded modules, their optimizers, and tensors that are sharded like parameters (averages of the weights)
+            move to the ranks of each epoch; other DTensors are refused when the job starts.
 
     Examples:
         >>> model = nn.Linear(4, 4)
@@ -122,6 +124,9 @@ class ElasticJob:
         backend: the backend of process groups. Default: torch's choice.
         timeout_s: the time-out of process groups: how long ranks wait for a rank whose connections stay open (a machine
             without power, a process that hangs). No step may take longer.
+        on_renewal: called with this job in every epoch but the first one of a process, when model, optimizer and
+            ``TrainingState.more`` have moved to the epoch's ranks, before the newest step is restored into them: for
+            sharded tensors that the job does not move. It must not communicate outside of the job's ranks.
         on_epoch: called with this job in every epoch, when its state is restored, before its first step: for what
             depends on the ranks and is not in ``TrainingState.more``. It may communicate.
         max_retries: maximum number of errors without a finished step or a lost member between them. The next error is
@@ -149,6 +154,7 @@ class ElasticJob:
         make_mesh: Callable[[int], DeviceMesh] | None = None,
         backend: str | None = None,
         timeout_s: float = 60.0,
+        on_renewal: Callable[[ElasticJob], None] | None = None,
         on_epoch: Callable[[ElasticJob], None] | None = None,
         max_retries: int = 5,
     ) -> None:
@@ -156,7 +162,7 @@ class ElasticJob:
         # The argument is not needed: the default mesh has all ranks of the epoch's default group.
         self._make_mesh = make_mesh or (lambda num_ranks: default_mesh())
         self._backend, self._timeout_s, self._max_retries = backend, timeout_s, max_retries
-        self._on_epoch = on_epoch
+        self._on_renewal, self._on_epoch = on_renewal, on_epoch
         self._has_trained = False  # whether this process has finished a step
         self._manager: CheckpointManager | None = None
         self._excepthook = sys.excepthook
@@ -260,15 +266,17 @@ class ElasticJob:
         if self.training is None:
             self._build_on(mesh)
         else:  # Parameter objects stay, since hooks and other code may refer to them
-            renew_model(self.training.model, mesh)
+            renew_more(self.training.model, self.training.more, mesh)
             renew_optimizer(self.training.optimizer)
             renew_data(self.training.more, self.rank, self.num_ranks)
+            if self._on_renewal is not None:
+                self._on_renewal(self)
         self._manager = self._checkpoints(self.num_ranks, quorum.num_nodes)
         restored = self._manager.restore(self._state())
         step, tier = (0, "start") if restored is None else (restored.step, restored.tier)
         if restored is None:
             self._check_new(quorum.store)
-            # Build a model with initial weights. A model of an earlier epoch has zeros as weights after `renew_model`.
+            # Build a model with initial weights. A model of an earlier epoch has zeros as weights after `renew_more`.
             self._build_on(mesh)
             # `force`, whatever the manager's policy says: a later epoch needs a step to restore.
             self._manager.save(0, self._state(), force=True)
@@ -312,6 +320,7 @@ class ElasticJob:
         """Call the user's ``build``, and check that later epochs can move the model to other ranks."""
         training = self._build(mesh)
         check_renewable(training.model, mesh)
+        check_more(training.model, training.more, mesh)
         self.training = training
 
     def _state(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@
     modules, Parameter objects, hooks on them       mesh, layouts (planned for the new number of ranks), buffers
     the optimizer and its param groups              the optimizer's state
     settings of units                               the schedule of collectives: as before the first forward
+    averages and other tensors that are sharded     their layouts: those of the parameters that they are sharded like
+    like parameters, anywhere in the state
 
 All values are zeros afterwards, until the caller restores a checkpoint. So nothing remains of an interrupted step, and
 the model is sharded as `fully_shard` would shard it in a new process on these ranks.
@@ -13,16 +15,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.state.per_rank import Resharded
 from vescale_fsdp.checkpoint.state.reshardable_data import ReshardableLoader, ReshardableSampler
-from vescale_fsdp.dtensor.piece_map import move_to
+from vescale_fsdp.dtensor.piece_map import become_zeros_like, move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -33,6 +38,8 @@ from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
 from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
+
+T = TypeVar("T")
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -151,17 +158,114 @@ def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
         optimizer.make_state()
 
 
+def check_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
+    """Check that all sharded modules and tensors in ``more`` can be moved to other ranks later.
+
+    Args:
+        model: the root module, which `check_renewable` has accepted.
+        more: any nested value, as for `renew_more`.
+
+    Raises:
+        UnsupportedOpError: names the first one that cannot be moved, and the reason.
+    """
+    modules, tensors = _sharded_in(more)
+    for module in modules:
+        check_renewable(module, mesh)
+    known = _params_by_layout([model, *modules])
+    for name, tensor in tensors:
+        if isinstance(tensor, RaggedDTensor) and tensor.layout_ref in known:
+            continue
+        raise UnsupportedOpError(
+            "A tensor in TrainingState.more cannot be moved to other ranks.",
+            expected="a plain tensor, or one that is sharded like a parameter, such as param.detach().clone()",
+            got=f"a DTensor of {tuple(tensor.shape)}, placed {tensor.placements}, like no parameter",
+            where=name,
+            todo="make the tensor from a parameter, or keep the tensor out of TrainingState.more and make it anew "
+            "in on_renewal",
+        )
+
+
+def renew_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
+    """Move a model, and all that is sharded in ``more``, to another mesh. A collective of all ranks of the new mesh.
+
+    Sharded modules, such as a reference policy, are moved like the model. Tensors, such as an average of the weights,
+    are sharded like their parameters again. Optimizers are reset. All values are zeros afterwards.
+
+    Args:
+        model: the root module; `check_renewable` and `check_more` must have accepted model and ``more``.
+        more: any nested value, searched through mappings, lists, tuples, modules and what ``state_dict()`` of other
+            objects returns.
+        mesh: as for `renew_model`.
+    """
+    modules, tensors = _sharded_in(more)
+    known = _params_by_layout([model, *modules])  # before the parameters move
+    targets = [
+        (tensor, known[tensor.layout_ref]) for _, tensor in tensors if isinstance(tensor, RaggedDTensor)
+    ]
+    moved: set[int] = set()
+    for module in [model, *modules]:
+        found = {id(state) for state in states_of(module)}
+        if not found <= moved:  # not a part of a module that has moved
+            renew_model(module, mesh)
+            moved |= found
+    for tensor, param in targets:
+        become_zeros_like(tensor, param)
+    for optimizer in {id(each): each for each in _leaves(more, torch.optim.Optimizer)}.values():
+        renew_optimizer(optimizer)
+
+
+def _params_by_layout(modules: Iterable[nn.Module]) -> dict[object, RaggedDTensor]:
+    """Return a parameter for each layout and name in the layout. Parameters with equal ones stay alike when moved."""
+    params = [
+        param.sharded
+        for module in modules
+        for state in states_of(module)
+        for g in state.groups
+        for param in g.params
+    ]
+    return {param.layout_ref: param for param in params if isinstance(param, RaggedDTensor)}
+
+
+def _sharded_in(more: Any) -> tuple[list[nn.Module], list[tuple[str, DTensor]]]:
+    """Return the sharded modules in ``more``, and the DTensors outside of sharded modules and optimizers by name."""
+    modules, tensors = [], dict[int, tuple[str, DTensor]]()
+    for name, leaf in _named_leaves(more):
+        if isinstance(leaf, DTensor):
+            tensors.setdefault(id(leaf), (name, leaf))
+        elif isinstance(leaf, nn.Module):
+            managed = {id(p.sharded) for state in states_of(leaf) for g in state.groups for p in g.params}
+            if managed:
+                modules.append(leaf)
+            for key, tensor in chain(leaf.named_parameters(), leaf.named_buffers()):
+                if isinstance(tensor, DTensor) and id(tensor) not in managed:
+                    tensors.setdefault(id(tensor), (f"{name}.{key}", tensor))
+    return modules, list(tensors.values())
+
+
+def _leaves(more: Any, kind: type[T]) -> list[T]:
+    return [leaf for _, leaf in _named_leaves(more) if isinstance(leaf, kind)]
+
+
+def _named_leaves(more: Any, name: str = "more") -> Iterator[tuple[str, Any]]:
+    """Yield the values in mappings, lists, tuples and states of objects, each with its name: keys joined by dots."""
+    if isinstance(more, Mapping):
+        for key, value in more.items():
+            yield from _named_leaves(value, f"{name}.{key}")
+    elif isinstance(more, (list, tuple)):
+        for index, value in enumerate(more):
+            yield from _named_leaves(value, f"{name}.{index}")
+    elif isinstance(more, (torch.Tensor, nn.Module, torch.optim.Optimizer, Resharded)):
+        yield name, more
+    elif isinstance(more, Stateful):  # an object of the user's, whose state refers to its tensors
+        yield from _named_leaves(more.state_dict(), name)
+
+
 def renew_data(more: Any, rank: int, num_ranks: int) -> None:
     """Give samplers and loaders in `Resharded` values their new rank. A restore then sets their position.
 
     Args:
-        more: any nested value, searched through mappings, lists and tuples.
+        more: any nested value, as for `renew_more`.
     """
-    if isinstance(more, Resharded) and isinstance(more.value, (ReshardableSampler, ReshardableLoader)):
-        more.value.renew(rank, num_ranks)
-    elif isinstance(more, Mapping):
-        for value in more.values():
-            renew_data(value, rank, num_ranks)
-    elif isinstance(more, (list, tuple)):
-        for value in more:
-            renew_data(value, rank, num_ranks)
+    for resharded in _leaves(more, Resharded):
+        if isinstance(resharded.value, (ReshardableSampler, ReshardableLoader)):
+            resharded.value.renew(rank, num_ranks)

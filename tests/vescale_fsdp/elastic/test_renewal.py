@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import distribute_tensor as distribute_stock
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.units import groups_of
-from vescale_fsdp import MixedPrecisionPolicy, PaddingPolicy, RaggedDTensor, Rows, fully_shard
+from vescale_fsdp import (
+    MixedPrecisionPolicy,
+    PaddingPolicy,
+    RaggedDTensor,
+    RaggedShard,
+    Rows,
+    distribute_tensor,
+    fully_shard,
+)
+from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
-from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
+from vescale_fsdp.elastic.renewal import check_more, check_renewable, renew_model, renew_more, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, step_in_backward
 
@@ -148,6 +161,108 @@ def _prove_equal_states(
 def test_renewed_equals_fresh() -> None:
     """Losses, parameters and states, bit for bit, for every kind of optimizer; the objects stay the same."""
     assert min(run_ranks(4, _renew_all)) >= 9  # pieces that were compared; the last rank has the fewest
+
+
+class Averages:
+    """Averages in an object of the user's, in another type."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of = {name: param.detach().clone().double() for name, param in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": self.of}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["of"].items():
+            self.of[name].copy_(value)
+
+
+class Holder(nn.Module):
+    """A module that is not sharded, with an average as a buffer."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("average", value)
+
+
+def _full(state: Any) -> list[torch.Tensor]:
+    """The whole tensors of a nested state."""
+    if isinstance(state, nn.Module):
+        state = [*state.parameters(), *state.buffers()]
+    if isinstance(state, (dict, list)):
+        return [
+            each for item in (state.values() if isinstance(state, dict) else state) for each in _full(item)
+        ]
+    if isinstance(state, Averages):
+        return _full(state.of)
+    if isinstance(state, torch.optim.Optimizer):
+        return _full([state.state[param] for param in state.param_groups[0]["params"]])
+    return [state.full_tensor().clone() if isinstance(state, RaggedDTensor) else state.clone()]
+
+
+def _renew_more(folder: Path) -> int:
+    """Averages, a second model and its optimizer are saved on 3 ranks, loaded on 2 of them, then on 3."""
+    model, policy = (models.shard(models.build(seed), cpu_mesh(), granularity=Rows(2)) for seed in (1, 2))
+    optimizer, other = _plain(model), _plain(policy)
+    _steps(policy, other, dist.get_rank())
+    ema = {name: param.detach().clone() for name, param in model.named_parameters()}
+    more = {
+        "ema": ema,
+        "list": [{"swa": torch.zeros_like(next(iter(ema.values())))}],
+        "object": Averages(model),
+    }
+    more |= {
+        "policy": policy,
+        "its": other,
+        "holder": Holder(next(iter(ema.values())).clone()),
+        "plain": torch.ones(3),
+    }
+    _steps(model, optimizer, dist.get_rank())
+    more["list"][0]["swa"].add_(2)
+    check_more(model, more, cpu_mesh())
+    state = {"model": model, "optimizer": optimizer, "more": more}
+    wanted = _full(state)
+    save(folder, state)
+    num_renewed = 0
+    for mesh in (DeviceMesh("cpu", [0, 1]), cpu_mesh()):
+        if dist.get_rank() < mesh.size():
+            renew_more(model, more, mesh)
+            renew_optimizer(optimizer)
+            for average, param in zip(ema.values(), model.parameters(), strict=True):
+                assert average.placements == param.placements and not average.to_local().any()
+            load(folder, state, process_group=mesh.get_group())
+            found = _full(state)
+            assert len(found) == len(wanted) > 60 and all(map(torch.equal, found, wanted))
+            with torch.no_grad():
+                for average, param in zip(ema.values(), model.parameters(), strict=True):
+                    average.lerp_(param, 0.5)
+                    num_renewed += average.to_local().numel() > 0
+            losses = _steps(policy, other, mesh.get_local_rank())
+            assert all(map(math.isfinite, losses))
+        dist.barrier()
+    return num_renewed
+
+
+def test_what_is_sharded_beside_the_model_moves_with_it(tmp_path: Path) -> None:
+    """Averages in dicts, lists, objects and buffers, a second model and its optimizer."""
+    assert min(run_ranks(3, _renew_more, tmp_path / "c")) >= 3
+
+
+def _refuse_more() -> list[str]:
+    """Tensors that are sharded like no parameter: where they are."""
+    model = models.shard(models.build(1), cpu_mesh())
+    stock = distribute_stock(torch.ones(4), cpu_mesh(), [Replicate()])
+    cut = distribute_tensor(torch.ones(4, 2), cpu_mesh(), [RaggedShard((0,), (1, 3))])
+    said = []
+    for more in ({"a": [stock]}, {"b": {"c": cut}}, {"d": Holder(stock)}):
+        with pytest.raises(UnsupportedOpError) as caught:
+            check_more(model, more, cpu_mesh())
+        said.append(str(caught.value.where))
+    return said
+
+
+def test_what_cannot_move_is_refused_by_name() -> None:
+    assert run_ranks(2, _refuse_more) == [["more.a.0", "more.b.c", "more.d.average"]] * 2
 
 
 CHANGES: dict[str, Any] = {
