@@ -37,7 +37,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "/": operator.truediv,
 }
 NEGATE = "negate"
-_BLOCK_ITEMS = 1 << 15  # so small that the values of all inputs stay in a core's cache
+_BLOCK_ITEMS = 1 << 14  # small enough for the cache, and for malloc to reuse the memory of intermediate values
 
 
 class Scratch(threading.local):
