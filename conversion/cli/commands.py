@@ -106,7 +106,7 @@ def _open(src: str, step: int | None, **options: Any) -> Source:
 def inspect_command(
     src: str, as_json: bool, svg: str | None, layout: int | None, **source_options: Any
 ) -> None:
-    """Print what the checkpoint SRC contains. If SRC is a run folder, its latest step is used."""
+    """Print what the checkpoint SRC contains. Of a run folder, the latest step is used unless --step names one."""
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.report.describe import describe, draw, format_description
 
@@ -133,7 +133,7 @@ def inspect_command(
 def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_options: Any) -> None:
     """Check that SRC is complete and undamaged: whole tensors, headers, index, and checksums of the data.
 
-    If SRC is a run folder, its latest step is used.
+    If SRC is a run folder, its latest step is used unless --step names one.
     """
     try:
         source = _open(src, **source_options)

@@ -5,8 +5,8 @@
     vescale-convert plan HF_FOLDER --gpus 64 --memory 80G
     vescale-convert plan CHECKPOINT --shards 8,64,512 --granularity rows:32 --out PICTURES
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage,
-130 stopped by Ctrl-C.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused, failed or different,
+2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

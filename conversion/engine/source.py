@@ -1,8 +1,8 @@
 """`Source`: an open checkpoint of any format, with its tensors and other values; reads any box of a tensor.
 
 A `Source` is mostly data (see `stored_tensor.py`): each format's reader only determines where the bytes of every tensor
-are stored. One routine reads boxes of any format (`box_reading.py`), and all reads are verified with the format's
-checksums (`verified_reads.py`).
+are stored. One routine reads boxes of these formats (`box_reading.py`), and its reads are verified with the format's
+checksums (`verified_reads.py`). Tensors in `Source.readers` (arrays that must be decoded, live shards) bypass both.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Every supported format maps to this description: a tensor is tiled by *chunks*. A chunk is a box whose elements are
 stored in one file from one offset on, in row-major order or with explicit strides. One reader then serves all formats.
+Tensors without such bytes, such as compressed arrays and live shards, have a function each: `Source.readers`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
     run/500/default/_METADATA              Orbax's manager
 
-A run folder needs a step: by default the newest step would be another one each time the command runs. DeepSpeed's file
-``latest`` is an exception, because DeepSpeed's own tools read it. Incomplete checkpoints (pointers of git-lfs,
-unfinished saves and downloads) are reported as incomplete, not as damaged files.
+For a run folder a step must be named. A default of "the newest" would pick a different step each time the command runs.
+DeepSpeed's file ``latest`` is an exception, because DeepSpeed's own tools read it. Incomplete checkpoints (pointers of
+git-lfs, unfinished saves and downloads) are reported as incomplete, not as damaged files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Memory is freed deterministically, without ``record_stream``: the host frees a buffer at a fixed point of the schedule,
 after it has let the stream that owns the memory wait for the last use by other streams. On the CPU there are no
-streams: collectives run in gloo's threads and `wait` blocks.
+streams: gathers run in gloo's threads, and `wait` blocks. The start of a reduction on one node blocks until it has
+ended; a reduction between nodes runs in a thread of ours.
 `tests/vescale_fsdp/runtime/schedule/test_streams.py` runs this code on recorded streams and checks the order of every
 access and allocation.
 """
@@ -37,12 +38,12 @@ _MOST_REPLICATING = 2  # all-reduces of replicas in flight on the CPU: one on th
 
 
 class _Reduction(NamedTuple):
-    """A reduction in flight, with its stream and event."""
+    """A reduction that a `CommContext` has started: its group, streams and event."""
 
     group: ParamGroup
     reduced: ReducedShard
     owner: Stream | None  # the stream that owns the memory of the gradient buffer
-    home: Stream | None  # the stream that owns the memory of the reduced shard
+    result_owner: Stream | None  # the stream that owns the memory of the reduced shard
     started: Event | None  # recorded on the reduce stream after the start of the collective
 
 
@@ -101,7 +102,7 @@ class CommContext:
         # On the CPU, all-reduces of replicas in flight: the network sends one while a unit computes.
         self._replicating: deque[tuple[ParamGroup, ReducedShard, Work | None]] = deque()
         self.watches: dict[DeviceMesh, OrderWatch] = {}
-        self._num_steps = 0  # forwards of the root that have begun
+        self._num_forwards = 0  # forwards of the root that have begun
 
     def set_limit(self, unit: object, limit: int | None) -> None:
         """Set how many reductions in flight a unit allows; None: the unit no longer belongs to this context."""
@@ -129,9 +130,9 @@ class CommContext:
         if self.streams is not None:
             self._home = self.streams.current()
 
-    def begin_forward(self) -> None:
-        """Count the steps, for groups whose collectives are checked every so many steps."""
-        self._num_steps += 1
+    def count_forward(self) -> None:
+        """Count a forward of the root: groups may check their collectives in every N-th one."""
+        self._num_forwards += 1
 
     def wait_for_compute(self) -> None:
         """Let gathers, and copies from the host, wait for the compute stream's work so far (the optimizer's step)."""
@@ -208,7 +209,7 @@ class CommContext:
             for group in groups:
                 if group.state.is_sharded:
                     every = group.comm.settings.check_every
-                    group.comm.checks = every > 0 and self._num_steps % every == 0
+                    group.comm.checks = every > 0 and self._num_forwards % every == 0
                     group.full_owner = here if group in owned else self.gather_stream
                     group.note_start("gather")
                     self._ahead.add(group)
@@ -231,15 +232,15 @@ class CommContext:
             for group in groups:
                 group.unshard()
             return
-        noted: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        delayed: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         try:
             for group in groups:
-                group.comm.noted = noted.setdefault(group.comm.shard_group, [])
+                group.comm.delayed = delayed.setdefault(group.comm.shard_group, [])
                 group.unshard()
         finally:  # if a group raises, the groups before it are in GATHERING, so their collectives must start
             for group in groups:
-                group.comm.noted = None
-            for ranks, pairs in noted.items():
+                group.comm.delayed = None
+            for ranks, pairs in delayed.items():
                 if pairs:
                     wait_for(all_gather_each(pairs, ranks))
 
@@ -438,9 +439,9 @@ class CommContext:
         except RuntimeError as error:  # torch raises it if a collective fails
             self.explain(error)
             raise
-        if reduction.home is not None and stream is not None:
+        if reduction.result_owner is not None and stream is not None:
             _release(self._reduced, most=1)  # the last all-reduce may overlap with compute
-            self._reduced.append(_InUse(kept, reduction.home, stream.record_event()))
+            self._reduced.append(_InUse(kept, reduction.result_owner, stream.record_event()))
             if group.comm.settings.on_delivery is not None and group.comm.replicate_group is None:
                 # The optimizer has stepped the unit: gradients of at most one unit exist at a time. The compute stream
                 # waits for the step of a shard; it waits for the reduction before it in any case.
@@ -499,8 +500,10 @@ class CommContext:
 
     def _drop(self, reduction: _Reduction) -> None:
         stream = self._wait_until_reduced(reduction)
-        if reduction.home is not None and stream is not None:
-            self._reduced.append(_InUse([reduction.reduced.shard], reduction.home, stream.record_event()))
+        if reduction.result_owner is not None and stream is not None:
+            self._reduced.append(
+                _InUse([reduction.reduced.shard], reduction.result_owner, stream.record_event())
+            )
 
     def _join_streams(self) -> None:
         """Let the compute stream wait for reductions, and release memory that was kept for other streams."""

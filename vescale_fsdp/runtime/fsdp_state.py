@@ -210,7 +210,7 @@ class FSDPState:
         if self.is_root and not schedule.in_backward:
             with profiled("FSDP::root_pre_forward", ""):
                 schedule.begin_forward()
-                self.comm.begin_forward()
+                self.comm.count_forward()
                 if self.post_optim_event is None:
                     self.comm.wait_for_compute()  # gathers must read the shards that the optimizer has written
                 else:
@@ -237,8 +237,8 @@ class FSDPState:
         if not torch.is_grad_enabled():
             return args, kwargs
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
-        noted = [group.note_trained() for group in self.groups]  # of all groups
-        trains = any(noted)
+        trained = [group.note_trained() for group in self.groups]  # of all groups
+        trains = any(trained)
         self._took_part = self._took_part or trains
         # A forward that activation checkpointing recomputes must not add a second node: the first run added one.
         if self.schedule.in_backward and self._outstanding:
@@ -367,8 +367,8 @@ class FSDPState:
         """Count the forward calls of a graph that a second backward enters, once an earlier backward has reduced."""
         if not self._outstanding and not self.schedule.has_begun(self):
             self._outstanding = self._calls.get(end.trace.number, 0)
-            noted = [group.note_trained() for group in self.groups]  # of all groups
-            self._took_part |= bool(self._outstanding) and any(noted)
+            trained = [group.note_trained() for group in self.groups]  # of all groups
+            self._took_part |= bool(self._outstanding) and any(trained)
 
     def enter_backward(self) -> None:
         """Gather the unit for its backward, and the next unit."""

@@ -102,10 +102,10 @@ def fully_shard(
             pattern must match at least one parameter, which may belong to a unit below. A text such as ``"rows:32"``
             means `Rows(32)`. None: cuts may fall between any two elements.
         padding_policy: whether tensors may be scattered, and from which amount of padding to warn or raise.
-        check_collectives: check, in every step whose number is a multiple of this number, that gathers deliver the bits
-            that ranks have sent, and that replicas are equal after an all-reduce; 0: never. Each check passes once over
-            what was received, and the host waits for its result. Not for gathers of 8-bit codes, nor for parameters
-            whose class gathers itself.
+        check_collectives: N: check, in every N-th forward of the root and its backward, that gathers deliver the bits
+            that ranks have sent, and that replicas are equal after an all-reduce; 0: never. Evaluation and each
+            micro-batch count as forwards. Each check passes once over what was received, and the host waits for its
+            result. Not for gathers of 8-bit codes, nor for parameters whose class gathers itself.
 
     Returns:
         ``module``; its class is now an `FSDPModule` too, and its parameters are `RaggedDTensor`.
@@ -134,7 +134,7 @@ def fully_shard(
     _check_kinds(mp_policy, offload_policy, padding_policy)
     if type(check_collectives) is not int or check_collectives < 0:
         raise ArgumentError(
-            "check_collectives must be a number of steps.",
+            "check_collectives must be a number of forwards.",
             expected="an int of at least 0",
             got=repr(check_collectives),
         )

@@ -110,10 +110,10 @@ class GatheredWrites:
         self._epoch: list[int] = []
         self._raw = 0  # number of writes through ``.data`` of the sharded parameters
         self._step = 0
-        # When the unsharded parameters were set on the modules: their versions, and a fingerprint of the values of a
+        # When the unsharded parameters were set on the modules: their versions, and a digest of the values of a
         # group that does not gather its shard's values.
         self._opened: list[int] = []
-        self._fingerprint: str | None = None
+        self._digest: str | None = None
         self._accepts_versions = False
         # Notes for the watch, which begins with the first forward; in their order.
         self._unnoted: dict[str, None] = {}
@@ -163,7 +163,7 @@ class GatheredWrites:
         if self._valid:
             set_versions(unsharded, self._valid)
         self._opened = versions_of(unsharded)
-        self._fingerprint = group.fingerprint()
+        self._digest = group.digest()
 
     def keep(self, group: ParamGroup, unsharded: Sequence[torch.Tensor]) -> None:
         """Copy writes to the shard while the group stays gathered, before the shard is read or written.
@@ -225,7 +225,7 @@ class GatheredWrites:
             )
             touched |= replaced
         if group.refuses_writes is not None:
-            if touched or group.fingerprint() != self._fingerprint:
+            if touched or group.digest() != self._digest:
                 return _refusal(group, touched, *group.refuses_writes), []
             return None, []
         if self.is_stale(group.params):  # the shard has newer values than the buffer

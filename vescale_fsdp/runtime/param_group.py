@@ -367,7 +367,7 @@ class ParamGroup:
         self.full: DBuffer | None = None  # created at the first unshard
         self.gathered: Event | None = None  # on an accelerator: recorded once the full buffer is filled
         self.full_owner: Stream | None = None  # the stream that owns the full buffer's memory
-        self.filled: Event | None = None  # the same, until the group is resharded
+        self.filled: Event | None = None  # `gathered` after `hand_over`, kept until the reshard
         self.was_gathered = False  # whether a gather has ever started
         # Whether gradients of several backwards are summed before a reduction; the same on all ranks.
         self.sums_grads = False
@@ -393,7 +393,8 @@ class ParamGroup:
         # Whether a reduction is due, even if a user has dropped the gradients since: the same on all ranks.
         self.owes_reduction = False
         self.writes = GatheredWrites()
-        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # cached log entry of each kind of collective
+        # Cache: kind of collective -> the settings, and the log entry made from them.
+        self._log_entries: dict[str, tuple[GroupSettings, str]] = {}
         first = next(iter(plan.params.values())).param
         # Meta parameters get a meta shard, until `to_empty` or a load materializes them.
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
@@ -523,12 +524,12 @@ class ParamGroup:
         watch, settings = self.comm.watch, self.comm.settings
         if watch is None:
             return
-        noted = self._noted.get(kind)
-        if noted is None or noted[0] is not settings:  # make the text once per settings: steps log often
+        entry = self._log_entries.get(kind)
+        if entry is None or entry[0] is not settings:  # make the text once per settings: steps log often
             # [1:-1] removes the parentheses of the label.
             text = f"{kind} of {self.label[1:-1]} ({self.params[0].slot.fqn}, ..){settings.changes}"
-            noted = self._noted[kind] = settings, text
-        watch.note(noted[1])
+            entry = self._log_entries[kind] = settings, text
+        watch.note(entry[1])
 
     def unshard(self) -> None:
         """Start the all-gather on the current stream; a no-op unless sharded. `finish_gather` must follow."""
@@ -761,7 +762,7 @@ class ParamGroup:
             "write to the sharded parameter outside of unshard() and forward: p.copy_(..)",
         )
 
-    def fingerprint(self) -> str | None:
+    def digest(self) -> str | None:
         """Return a digest of this rank's part of the gathered values; None if the shard has these values.
 
         Only on the CPU: on an accelerator, the host would wait.

@@ -86,13 +86,13 @@ class SelfGatheringGroup(ParamGroup):
     def refuses_writes(self) -> tuple[str, str]:
         return "a gather by the hooks of the parameter's class", "write to the sharded parameter: p.copy_(..)"
 
-    def fingerprint(self) -> str | None:
+    def digest(self) -> str | None:
         if self.device.type != "cpu" or is_fake(self.shard):
             return None
         return " ".join(digest_of(each) for hooked in self._hooked for each in hooked.plain_tensors())
 
     def return_to_buffer(self) -> set[str]:
-        return set()  # there is no buffer: `fingerprint` notices the write
+        return set()  # there is no buffer: `digest` notices the write
 
     @property
     def _shard_mesh(self) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""``fingerprints.json``: the fingerprints of a repository's tensors, beside its weights.
+"""``fingerprints.json``: the fingerprints of a repository's tensors, next to its weights.
 
     {"files": {file: size}, "tensors": {name: {dtype, shape, sums}}, "digest": ..}
 
@@ -40,7 +40,7 @@ def recording(plan: OutputPlan) -> OutputPlan:
 
 def _sums_in(file: DataFile, read: Written) -> list[tuple[str, TensorFingerprint]]:
     """Read the tensors of a written file, and return their fingerprints. Each tensor is complete in one file."""
-    import torch  # conversions that record no fingerprints need neither
+    import torch  # late: a conversion that records no fingerprints needs neither torch nor `word_sums`
 
     from vescale_fsdp.word_sums import pack_sums, run_sums
 

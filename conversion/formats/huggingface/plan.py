@@ -8,7 +8,7 @@ first, then by name), so the bytes are those that the library writes. Format: RE
 
 Tensors are distributed over files in natural order of their names (``layers.2`` before ``layers.10``), so the shards
 depend only on names, shapes, dtypes and the size limit, never on the source. The repository contains the model's
-tensors, an index if there are several files, and the settings files of ``assets``.
+tensors, an index if there are several files, the settings files of ``assets``, and ``fingerprints.json`` if wanted.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _HALF = (1 << 32) - 1  # a number and its negative then fit an int64
 
 
 class GatherCheck:
-    """Runs one gather and checks its result.
+    """Checks one gather.
 
     Args:
         group: the ranks that gather.

@@ -116,7 +116,7 @@ class GroupSettings:
     on_delivery: Callable[[list[nn.Parameter]], None] | None = None
     zeros_unused: bool = False
     keeps_full: bool = False
-    check_every: int = 0  # steps from one check of collectives to the next; 0: none
+    check_every: int = 0  # root forwards from one check of collectives to the next; 0: none
 
     def __str__(self) -> str:
         """Return the text of all settings, which ranks compare."""
@@ -192,9 +192,9 @@ class GroupComm:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
-        self.checks = False  # whether collectives of this step are checked; the same on all ranks
+        self.checks = False  # whether collectives of this root forward are checked; the same on all ranks
         # While this is a list, `all_gather` only adds (full, shard) to it; the caller starts these gathers together.
-        self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.delayed: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # communicator of reductions; None: `shard_group`
         self._part_group: dist.ProcessGroup | None = None  # the ``part_size`` ranks
         self.part_rank = 0  # this rank's index in `_part_group`
@@ -230,10 +230,10 @@ class GroupComm:
         return self.all_gather(full, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
-        """Start an all-gather of this package, not of the user; or add it to ``noted``, if that is a list."""
-        if self.noted is None:
+        """Start an all-gather of this package, not of the user; or add it to ``delayed``, if that is a list."""
+        if self.delayed is None:
             return all_gather_into(full, shard, self.shard_group)
-        self.noted.append((full, shard))
+        self.delayed.append((full, shard))
         return None
 
     def begin_check(

@@ -25,7 +25,7 @@ exchange flags (`UsedFlags`), one small message per mesh after the last reductio
     used on no rank            ``.grad`` is not changed (None after zero_grad)
 
 The message is always sent. Only ranks with unused parameters read it, because on an accelerator the host must wait.
-There it runs on the stream that it is created on, the gather stream, and no stream waits for it.
+On an accelerator the message runs on the gather stream, on which it is created; no stream waits for it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class UnshardedGrads:
 
 
 class ReducedShard(NamedTuple):
-    """A reduction in flight: its result, its source, and the work object to wait on."""
+    """The reduction of one gradient buffer: its result, its source, and the work object to wait on."""
 
     shard: torch.Tensor  # 1-D [S], reduce dtype, the result
     home: torch.Tensor  # 1-D [S], the shard's dtype, what becomes gradients; ``shard`` if dtypes are equal
