@@ -1,13 +1,17 @@
 """`load`: fill a state in place from a checkpoint of any format, saved with any layout and world size.
 
 1  open the checkpoint, and match the state with its metadata; check that all ranks have opened the same checkpoint
-2  check that the state fits; allocate tensors on the meta device; compute the ranges to read; open every file, and
-   check its size, header and checksum table
-3  verify="before": hash every stripe that will be read
-4  all-reduce: an error so far is raised on all ranks, and nothing has been overwritten
-5  read, directly into the tensors if their memory layout allows; verify="while": hash bytes after they have been read
-6  assign plain values, and load the state of Stateful objects; all-reduce: an error since step 4 is raised on all ranks
+2  check that the state fits; allocate tensors on the meta device; compute the ranges to read
+3  with a `Supply`: copy files from other nodes. With read="once": ranks exchange which stripes they request, and each
+   stripe that several ranks request is assigned to one of them. Both only after an all-reduce of errors in step 2
+4  read per-rank values; open every file, and check its size, header and checksum table; verify="before": hash every
+   stripe that will be read; check that different stored tensors which fill the same memory (ties) are equal
+5  all-reduce: an error so far is raised on all ranks, and nothing has been overwritten
+6  read, directly into the tensors if their memory layout allows, and send shared stripes to the ranks that request
+   them; verify="while" and "end-to-end": hash bytes after they have been read
+7  assign plain values, and load the state of Stateful objects; all-reduce: an error since step 5 is raised on all ranks
    as a `PartialLoadError`
+8  verify="end-to-end": compare the fingerprints of the loaded tensors with the recorded ones
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ class LoadReport:
 
     Attributes:
         missing: leaves of the state that the checkpoint lacks; they keep their values, or get first ones from ``init``.
-        unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module or a dict of tensors.
+        unexpected: stored leaves that belong to an object which the state has (a module, a dict of tensors), but which
+            that object lacks.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         num_bytes_read: bytes that this rank read from files. With verification these are whole stripes, with the
             header and other tensors in them; with ``verify="before"``, hashed bytes count twice. For other formats,
@@ -320,9 +325,9 @@ class Loader:
                     targets = self._targets(fills, reads, matched, overwriting)
                     saved_ranks = reads.saved_ranks() | _saved_ranks(checkpoint, matched.catalogue, ties)
                 stripes = reads.stripes() if once else []
-                # Else the files are checked below, after ranks have sent files or divided the reads.
+                # Else the files are opened below, after ranks have sent files or divided the reads.
                 if self.supply is None and not once:
-                    self._check_files(checkpoint, reads, matched, ties)
+                    self._prepare_files(checkpoint, reads, matched, ties)
             # Outside of the `_preparing` blocks: a rank that fails inside one would not reach this collective.
             checkpoint.fetch(saved_ranks, matched)
             wanted = self.coordinator.everyone(stripes) if once else []
@@ -330,7 +335,7 @@ class Loader:
                 with self._preparing(checkpoint):
                     if any(wanted):  # empty if the form cannot share reads
                         reads.share(self.coordinator, wanted)
-                    self._check_files(checkpoint, reads, matched, ties)
+                    self._prepare_files(checkpoint, reads, matched, ties)
             # From the inside out: name a removed checkpoint, raise on all ranks, and report overwritten tensors.
             with overwriting.together(self.coordinator.world_size):
                 with (
@@ -507,7 +512,7 @@ class Loader:
         again.unfilled = allocation.unfilled()
         return again
 
-    def _check_files(
+    def _prepare_files(
         self, checkpoint: Loadable, reads: Reads, matched: Match, ties: Sequence[Sequence[Fill]]
     ) -> None:
         """Read per-rank values, open and check the files, and verify if verify="before". Overwrites no tensor.

@@ -1,14 +1,15 @@
 """`save`: describe, agree, write, commit. Ranks communicate by three small all-reduces: to agree, after writing, and
-after the commit. A fourth one compares replicas while files are written.
+after the commit. A fourth one, which runs while files are written, compares replicas and adds up fingerprints.
 
 every rank                                             rank 0 also
 -----------------------------------------------        -------------------------------------------
 describe the state's structure                         lock the folder, refuse an existing checkpoint
 agree on the structure's digest (an error so far is raised on all ranks)
 check that the parts of `Resharded` values can be merged, if there are any
-compute the manifest and this rank's file from it
-compute fingerprints, and start to compare replicas and to add the fingerprints up (see `replicas`)
-write data-<id>/<rank>.safetensors, fsync
+compute the manifest
+compute digests of replicas unless check_replicas=False, and fingerprints if asked for; start to add both up over all
+ranks, if there are any (see `replicas`)
+compute this rank's file from the manifest, write data-<id>/<rank>.safetensors, fsync
 all-reduce: an error, or replicas that differ, prevents the commit
                                                        fsync the folder, publish manifest.json: the commit
 all-reduce: an error of the commit is raised on all    remove files of older attempts
@@ -96,9 +97,9 @@ def save(
             of each tensor, different elements in each save. It detects replicas that have drifted or were never equal,
             but can miss a difference in few elements; it takes 2 us per tensor and 2.5 us per MB. "all" compares every
             bit. False compares nothing.
-        fingerprint: compute the fingerprints of all tensors and record them in the manifest, before files are written.
-            A core takes 0.3 to 0.6 s per GB of its share; tensors on an accelerator are summed there. None: if this
-            process has an accelerator. Other formats than "native" and "zarr" record none.
+        fingerprint: before files are written, compute the fingerprints of all tensors. The manifest, written last,
+            records them. A core takes 0.3 to 0.6 s per GB of its share; tensors on an accelerator are summed there.
+            None: if this process has an accelerator. Other formats than "native" and "zarr" record none.
 
     Raises:
         CheckpointError: before any byte is written, if the path is a file, this user may not write there, or the
@@ -189,7 +190,9 @@ class Saver:
 
     @plainly  # not in the caller's autograd, inference or autocast mode
     def write_uncommitted(self, take: TakeState, metadata: Json, held: ExitStack) -> Commit:
-        """Agree with the other ranks and write this rank's part. Returns the commit, which the caller runs on rank 0.
+        """Agree with the other ranks and write this rank's part. Returns the commit.
+
+        The caller runs the commit on rank 0, and on each rank with `leads_node`: on one rank for each storage.
 
         Args:
             take: returns the state; an error that it raises is raised on all ranks.
@@ -259,7 +262,8 @@ class Saver:
                 sealed,
             )
             records = bool(self.fingerprint) and self._form.has_manifest and not self.every_node
-            compared = begin_comparison(  # runs while files are written
+            # Sums and digests are computed before this returns; their all-reduce runs while files are written.
+            compared = begin_comparison(
                 plan,
                 taken.locals_by_name,
                 self.coordinator,

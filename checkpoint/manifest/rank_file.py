@@ -163,8 +163,8 @@ class RankFile:
         return struct.pack(f"<{len(self.chunks)}I", *(checksums[chunk] for chunk in self.chunks))
 
     @property
-    def tensor_names(self) -> list[str]:
-        """Names of all entries of the file, for messages; see `names_in`."""
+    def content_names(self) -> list[str]:
+        """Names of all that the file stores behind its header, for messages; see `names_in`."""
         return self.names_in(len(self.header), self.table_start)
 
     def names_in(self, start: int, stop: int) -> list[str]:

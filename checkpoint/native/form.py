@@ -47,8 +47,8 @@ class RankShare(NamedTuple):
     """The data that one rank writes, and where it writes them.
 
     Attributes:
-        locals_by_name: this rank's tensors, except those that the form leaves out; each has the elements of the
-            rank's whole region.
+        locals_by_name: this rank's tensors; each has the elements of the rank's whole region. `async_save` omits
+            tensors that every format leaves out.
         blob: this rank's `PerRank` values, packed into bytes.
         replace: whether an existing folder may be replaced.
         every_node: whether each node has a storage of its own.
@@ -111,9 +111,9 @@ class Form(ABC):
         """
 
     def for_exports(self) -> Form:
-        """Return this form for exports, which it may replace although a failed save then loses the old export.
+        """Return the form that writes exports. It may remove the old export before it writes the new one.
 
-        An export is a second copy: the step itself is saved before.
+        If the save then fails, there is no export. But an export is a second copy: the step itself is saved before.
         """
         return self
 

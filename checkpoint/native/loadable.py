@@ -37,7 +37,8 @@ class Loadable(ABC):
         where: the checkpoint's path or URL.
         metadata: the ``metadata`` argument of `save`; None for other formats.
         warnings: possible problems with the checkpoint's files.
-        may_have_more: whether tensors that the state lacks are no error, unless the load is strict about them.
+        may_have_more: whether ``strict="auto"`` means "missing": extra tensors in the checkpoint are then reported,
+            not an error.
         sums: the recorded word sums of each tensor, by its number in the catalogue; None if there are none.
     """
 

@@ -71,7 +71,7 @@ class RankFileReader:
             return self.corrupt("A file ended early.", f"{self.layout.total_bytes} bytes", str(error))
         return self.corrupt(
             "A file of the checkpoint is missing.",
-            f"{self.layout.total_bytes} bytes with {some(self.layout.tensor_names)}",
+            f"{self.layout.total_bytes} bytes with {some(self.layout.content_names)}",
             "no file" if isinstance(error, _GONE) else str(error),
         )
 
@@ -94,7 +94,7 @@ class RankFileReader:
             raise self.corrupt(
                 "A file's header differs from the one that the manifest implies: it is damaged, or it is another "
                 "checkpoint's file.",
-                f".. {layout.header[around]!r} .. (tensors: {some(self.layout.tensor_names)})",
+                f".. {layout.header[around]!r} .. (tensors: {some(self.layout.content_names)})",
                 f".. {bytes(header[around])!r} .. (first difference: byte {at})",
             )
         self.read_at(layout.table_start, [table])

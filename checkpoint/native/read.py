@@ -72,7 +72,7 @@ _Job = ReadJob[RankFileReader, FileCopy]
 
 
 def _is_far(job: _Job) -> bool:
-    """Return whether the file cannot be mapped: all bytes are then read by one request, and copied."""
+    """Return whether the job is far: its file cannot be mapped, so one request reads all bytes, which are copied."""
     return not job.source.file.looks_in_place
 
 
@@ -237,22 +237,22 @@ class Reads(ABC):
         self.meter = Meter()  # counts the bytes read
 
     def _map(
-        self, doing: str, work: Callable[[T], int], items: Sequence[T], total: int, *, far: bool = False
+        self, doing: str, work: Callable[[T], int], items: Sequence[T], total: int, *, uncached: bool = False
     ) -> None:
         """Call ``work`` for each item in several threads; the storage says how many.
 
         Args:
             work: returns the number of bytes that it has read.
             total: bytes of all items, for the meter.
-            far: the bytes are not in the page cache: use more threads, each for a range of neighboring items.
+            uncached: the bytes are not in the page cache: use more threads, each for a range of neighboring items.
         """
         self.meter.begin(doing, total)
 
-        threads = min(self.storage.far_read_threads if far else self.storage.read_threads, len(items))
+        threads = min(self.storage.far_read_threads if uncached else self.storage.read_threads, len(items))
         self.num_bytes_read += for_each(
             threads,
             work,
-            _interleaved(items, threads) if far and items else items,
+            _interleaved(items, threads) if uncached and items else items,
             name="checkpoint-read",
             advance=self.meter.advance,
         )
@@ -386,7 +386,7 @@ class ReadPlan(Reads):
             jobs,
             sum(job.extent.nbytes for job in jobs),
             # One choice for all jobs: the disk is used if any bytes are not in the page cache.
-            far=any(not job.source.file.is_at_hand(job.extent.offset, job.extent.stop) for job in jobs),
+            uncached=any(not job.source.file.is_at_hand(job.extent.offset, job.extent.stop) for job in jobs),
         )
 
     def _run_shared(self, exchange: TurnExchange[Extent], verify: bool) -> None:

@@ -66,7 +66,7 @@ class ZarrForm(Form):
     may_lose_old: bool = False
 
     def arguments(self) -> Json:
-        """Return the form's name; there are no options."""
+        """Return the form's name. `may_lose_old` is no option: only `for_exports` sets it, on all ranks."""
         return self.name
 
     def for_exports(self) -> Form:
