@@ -37,7 +37,9 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "/": operator.truediv,
 }
 NEGATE = "negate"
-_BLOCK_ITEMS = 1 << 14  # small enough for the cache, and for malloc to reuse the memory of intermediate values
+_BLOCK_ITEMS = (
+    1 << 14
+)  # small enough for the cache, and for malloc to reuse the memory of intermediate values
 
 
 class Scratch(threading.local):
