@@ -194,7 +194,7 @@ def renew_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
     Args:
         model: the root module; `check_renewable` and `check_more` must have accepted model and ``more``.
         more: any nested value, searched through mappings, lists, tuples, modules and what ``state_dict()`` of other
-            objects returns.
+            objects returns; these must not communicate, since ranks that join do not call them.
         mesh: as for `renew_model`.
     """
     modules, tensors = _sharded_in(more)

@@ -102,7 +102,8 @@ class CommContext:
         # On the CPU, all-reduces of replicas in flight: the network sends one while a unit computes.
         self._replicating: deque[tuple[ParamGroup, ReducedShard, Work | None]] = deque()
         self.watches: dict[DeviceMesh, OrderWatch] = {}
-        self._num_forwards = 0  # forwards of the root that have begun
+        self._num_forwards = 0  # forwards of the root that have gathered
+        self._is_uncounted = False  # whether a forward has begun since the last gather
 
     def set_limit(self, unit: object, limit: int | None) -> None:
         """Set how many reductions in flight a unit allows; None: the unit no longer belongs to this context."""
@@ -131,8 +132,11 @@ class CommContext:
             self._home = self.streams.current()
 
     def count_forward(self) -> None:
-        """Count a forward of the root: groups may check their collectives in every N-th one."""
-        self._num_forwards += 1
+        """Count a forward of the root, when it gathers: groups may check their collectives in every N-th one.
+
+        A forward without gathers, which one rank may run alone, must not count: the count is the same on all ranks.
+        """
+        self._is_uncounted = True
 
     def wait_for_compute(self) -> None:
         """Let gathers, and copies from the host, wait for the compute stream's work so far (the optimizer's step)."""
@@ -208,6 +212,8 @@ class CommContext:
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
+                    self._num_forwards += self._is_uncounted
+                    self._is_uncounted = False
                     every = group.comm.settings.check_every
                     group.comm.checks = every > 0 and self._num_forwards % every == 0
                     group.full_owner = here if group in owned else self.gather_stream

@@ -72,6 +72,26 @@ def _flipped(where: str, reshard: bool | int, half: bool) -> tuple[str, ...]:
     return type(caught.value).__name__, str(caught.value.where)
 
 
+def _evaluates_alone() -> list[float]:
+    """Rank 0 alone runs forwards while weights are kept: every second forward of all ranks is checked as before."""
+    model = _model((2,), 2, None, reshard_after_forward=False)
+    losses = []
+    for _ in range(4):
+        model.zero_grad()
+        loss = model(torch.ones(2, 7)).square().sum()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(2, 7))
+        loss.backward()
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_forward_without_gathers_on_one_rank_is_not_counted() -> None:
+    first, second = run_ranks(2, _evaluates_alone, timeout_s=30)
+    assert first == second and len(first) == 4
+
+
 @pytest.mark.parametrize("where", ["before", "after", "padding"])
 def test_flipped_bits_of_a_gather_are_found_on_all_ranks(where: str) -> None:
     """Unit and rank are named: of a flip before the gather, the last of all ranks, since all receive it."""
