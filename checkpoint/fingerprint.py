@@ -1,6 +1,6 @@
 """`fingerprint`: 16 bytes per tensor of a state, which are equal wherever the state is.
 
-Each rank adds up the word sums (`vescale_fsdp.word_sums`) of the regions that it would write to a checkpoint, and one
+Each rank adds up the byte sums (`vescale_fsdp.byte_sums`) of the regions that it would write to a checkpoint, and one
 all-reduce of 16 bytes per tensor gives those of the whole tensors. Nothing is gathered, and a state has the same
 fingerprint on any number of ranks, with any sharding, and in every file format.
 """

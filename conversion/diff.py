@@ -119,7 +119,7 @@ def diff(
         ignore_dtype: compare floats of different dtypes by value.
         model_only: compare only the models.
         model_prefix: the prefix of the model's names; ignored for a side that has no such names. None to detect it.
-        recorded: do not read tensors of which both saves have recorded equal word sums (`fingerprint`). Damage to the
+        recorded: do not read tensors of which both saves have recorded equal byte sums (`fingerprint`). Damage to the
             files is not noticed then.
         progress: called with bytes read since the last call.
 
@@ -268,7 +268,7 @@ def _add_aliases(source: Source, views: Views, others: Views) -> None:
 
 
 def _have_equal_sums(a: TensorView, b: TensorView) -> bool:
-    """Return whether saves have recorded equal word sums of two tensors of one shape and dtype."""
+    """Return whether saves have recorded equal byte sums of two tensors of one shape and dtype."""
     alike = (a.info.shape, a.info.dtype) == (b.info.shape, b.info.dtype)
     return alike and a.recorded_sums is not None and a.recorded_sums == b.recorded_sums
 

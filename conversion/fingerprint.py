@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
+from vescale_fsdp.byte_sums import pack_sums, run_sums
 from vescale_fsdp.checkpoint.manifest.fingerprints import Fingerprint, TensorFingerprint
 from vescale_fsdp.conversion.convert import plan_conversion
 from vescale_fsdp.conversion.convert_options import ConvertOptions
@@ -19,7 +20,6 @@ from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView, p
 from vescale_fsdp.conversion.formats.huggingface.repository import own_config
 from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.errors import ConversionError, as_pattern, format_bytes, option
-from vescale_fsdp.word_sums import pack_sums, run_sums
 
 _READ_BYTES = 4 * 2**20  # 4 MiB
 

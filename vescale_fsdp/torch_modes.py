@@ -1,5 +1,5 @@
 """Modes of torch that this package detects or exits (fake tensors, transforms, inference, profiling);
-functions that are compiled where there is a compiler.
+functions that are compiled where there is a compiler; an operator that needs few other modules.
 
 Most of these names are private to torch. Only this file and `torch_private` use private names. A tag such as
 "torch 2.11-2.13" gives the versions in which the private name was checked.
@@ -32,6 +32,9 @@ from vescale_fsdp.errors import callers_level
 
 Given = ParamSpec("Given")
 T = TypeVar("T")
+
+# torch 2.11-2.15: the product of two matrices of int8 as int32. Its only name is private.
+int8_matmul = torch._int_mm
 
 NULL_CONTEXT = nullcontext()  # re-entrant, so one object can be entered everywhere; steps enter it many times
 

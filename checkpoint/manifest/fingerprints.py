@@ -1,4 +1,4 @@
-"""`Fingerprint`: the word sums of a state's tensors with their names, dtypes and shapes. Does not import torch."""
+"""`Fingerprint`: the byte sums of a state's tensors with their names, dtypes and shapes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TensorFingerprint(NamedTuple):
     Attributes:
         dtype: torch's name of the dtype, such as ``"bfloat16"``.
         shape: shape of the whole tensor.
-        sums: the word sums of the elements, 32 hex digits.
+        sums: the byte sums of the elements, 32 hex digits.
 
     Examples:
         >>> import torch
@@ -41,7 +41,7 @@ class TensorFingerprint(NamedTuple):
 class Fingerprint:
     """The fingerprints of all tensors of a state, by name.
 
-    Two states that are not equal have equal fingerprints with a chance of some 2**-66 at most; on purpose, such states
+    Two states that are not equal have equal fingerprints with a chance of at most 2**-102; on purpose, such states
     can be constructed.
 
     Args:
@@ -95,7 +95,7 @@ def check_cuts(manifest: Manifest, sums: Sequence[str]) -> None:
             raise CheckpointError(
                 "Groups of ranks have different values of a tensor.",
                 expected="equal values, however they are cut",
-                got=f"word sums {some(values)}",
+                got=f"byte sums {some(values)}",
                 where=manifest.entries[indices[0]].label,
                 todo="give all groups the same values: the same seed before sharding, or a broadcast",
             )

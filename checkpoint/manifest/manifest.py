@@ -100,7 +100,7 @@ class Manifest:
             its whole region, because ranks do not share storage.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
         saved: how the checkpoint was saved; None before the commit, in memory, and if a conversion wrote it.
-        sums: the word sums of each tensor, 32 hex digits; None if they were not computed.
+        sums: the byte sums of each tensor, 32 hex digits; None if they were not computed.
     """
 
     save_id: str

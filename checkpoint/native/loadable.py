@@ -39,7 +39,7 @@ class Loadable(ABC):
         warnings: possible problems with the checkpoint's files.
         may_have_more: whether ``strict="auto"`` means "missing": extra tensors in the checkpoint are then reported,
             not an error.
-        sums: the recorded word sums of each tensor, by its number in the catalogue; None if there are none.
+        sums: the recorded byte sums of each tensor, by its number in the catalogue; None if there are none.
     """
 
     where: str

@@ -1,7 +1,7 @@
 """Compare the replicas of tensors before a commit, by one all-reduce of a few numbers, while files are written.
 
 Each replica of a tensor writes a share of the tensor. If replicas differed, the files would contain a mixture that
-existed on no rank. Every rank therefore computes a digest of its replicas: word sums of a strided sample or of all
+existed on no rank. Every rank therefore computes a digest of its replicas: byte sums of a strided sample or of all
 elements.
 The replicas of one region form a ring. Each replica adds a hash W of its digest d and its own number, and subtracts a
 hash of its digest and the next replica's number.
@@ -9,7 +9,7 @@ hash of its digest and the next replica's number.
     replica 0 of 2      + W(d0, 0) - W(d0, 1)
     replica 1 of 2      + W(d1, 1) - W(d1, 0)       the sum over all ranks and regions is 0 if d0 == d1
 
-The comparison's part of the all-reduce has the same size for any number of ranks and tensors; the word sums of tensors,
+The comparison's part of the all-reduce has the same size for any number of ranks and tensors; the byte sums of tensors,
 which are added up in it, take 16 bytes each. Only if the sum is not 0, ranks exchange more data to name tensors and
 ranks. A sample takes 2 us per tensor and 2.5 us per MB: 1.1 ms for 10 tensors of 40 MB, 1.9 ms for
 300 of 2 MB, 2.5 ms for 1,000 of 200 KB, 10 ms for 5,000 of 20 KB (minima of 15 runs on two shared cores).
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from vescale_fsdp.byte_sums import pack_sums, run_sums
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.structure import Entry
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
@@ -36,7 +37,6 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.checksums import digest_of
 from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 from vescale_fsdp.layout.geometry import Range, round_up
-from vescale_fsdp.word_sums import pack_sums, run_sums
 
 CheckReplicas = Literal["all", "sample", False]
 
@@ -103,7 +103,7 @@ def begin_comparison(
 ) -> Callable[[], tuple[str, ...]]:
     """Compute this rank's digests and start the comparison; a collective.
 
-    The word sums of all tensors (`tensor_sums`) are added up in the same all-reduce, if they are asked for.
+    The byte sums of all tensors (`tensor_sums`) are added up in the same all-reduce, if they are asked for.
 
     Args:
         plan: returns the manifest of the save.

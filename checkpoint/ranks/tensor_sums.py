@@ -1,4 +1,4 @@
-"""Word sums of a live state's tensors: each rank adds up the regions that it would store, and ranks are added up."""
+"""Byte sums of a live state's tensors: each rank adds up the regions that it would store, and ranks are added up."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from vescale_fsdp.byte_sums import pack_sums, region_sums
 from vescale_fsdp.checkpoint.manifest.manifest import SPLIT_BYTES, Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.ranks.threads import for_each
 from vescale_fsdp.layout.geometry import Range, boxes_of_range
 from vescale_fsdp.layout.region import Region
-from vescale_fsdp.word_sums import pack_sums, region_sums
 
 _CHUNK_BYTES = 16 << 20  # 16 MiB: tensors that are not contiguous are copied in pieces of this size
 _THREADED_BYTES = 64 << 20  # 64 MiB, some 20 ms of one core: smaller states are summed on the calling thread

@@ -76,7 +76,7 @@ class Source(OpenSource):
         folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
         locate: reads the location of a chunk's items from its file, for formats whose metadata lacks it (the records
             of torch archives); None if the metadata contains all locations.
-        sums: name -> word sums (`vescale_fsdp.word_sums`) that the save has recorded, as hex.
+        sums: name -> byte sums (`vescale_fsdp.byte_sums`) that the save has recorded, as hex.
 
     Examples:
         >>> import torch

@@ -86,7 +86,7 @@ class TensorView(ABC):
 
     @property
     def recorded_sums(self) -> str | None:
-        """The word sums that the save has recorded of these items in this order, as hex; None if unknown."""
+        """The byte sums that the save has recorded of these items in this order, as hex; None if unknown."""
         return None
 
     @property

@@ -27,7 +27,7 @@ LEVELS = (
     ("errors", "lazy", "devices", "torch_modes", "torch_private"),
     ("collectives",),
     ("layout", "checkpoint.storage", "conversion.rules.shipped"),
-    ("word_sums",),
+    ("byte_sums",),
     ("dtensor", "runtime.comm", "checkpoint.manifest", "conversion.quantization.float_codes"),
     ("dtensor.operators", "quantize", "checkpoint.state"),
     ("checkpoint.ranks", "checkpoint.state.matching"),

@@ -1,4 +1,4 @@
-"""Compare what a transfer has stored with its source, by word sums, before the target gets its new version.
+"""Compare what a transfer has stored with its source, by byte sums, before the target gets its new version.
 
 Each sender adds the sums of its source items at their places in the target tensors, and each receiver subtracts those
 of the items that it has stored. Over all ranks the difference is 0 for every tensor whose items are only moved. Tensors
@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from vescale_fsdp.byte_sums import copies_sums, region_sums
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.region import Copy, Region, whole_region
 from vescale_fsdp.transfer.plan import TransferPlan
 from vescale_fsdp.transfer.rank_transfers import copies_between
-from vescale_fsdp.word_sums import copies_sums, region_sums
 
 FlatOf = Callable[[int], torch.Tensor]
 """Returns the items of a tensor of this rank, by its number in a description, in the order of the rank's region."""
@@ -89,7 +89,7 @@ class SumAgreement:
         if differing:
             raise CheckpointError(
                 "The target has stored other values than the source has.",
-                expected="equal word sums of source and target",
+                expected="equal byte sums of source and target",
                 got=f"{len(differing)} tensors that differ",
                 where=some(differing),
                 todo="save the source with check_replicas='all' to compare its replicas; if they are equal, test the "

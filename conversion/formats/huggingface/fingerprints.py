@@ -40,9 +40,9 @@ def recording(plan: OutputPlan) -> OutputPlan:
 
 def _sums_in(file: DataFile, read: Written) -> list[tuple[str, TensorFingerprint]]:
     """Read the tensors of a written file, and return their fingerprints. Each tensor is complete in one file."""
-    import torch  # late: a conversion that records no fingerprints needs neither torch nor `word_sums`
+    import torch  # late: a conversion that records no fingerprints needs neither torch nor `byte_sums`
 
-    from vescale_fsdp.word_sums import pack_sums, run_sums
+    from vescale_fsdp.byte_sums import pack_sums, run_sums
 
     plan, found = file.planned(), []
     for index, items in plan.tensors:

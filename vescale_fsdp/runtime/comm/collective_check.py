@@ -1,4 +1,4 @@
-"""Check that collectives deliver what ranks have sent, by word sums (`fully_shard(check_collectives=N)`).
+"""Check that collectives deliver what ranks have sent, by byte sums (`fully_shard(check_collectives=N)`).
 
     all-gather     the sums of all ranks' slices, as they are before the gather, add up to those of the gathered buffer
     all-reduce     replicas have equal sums of the reduced shard
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.byte_sums import run_sums
 from vescale_fsdp.collectives.operations import all_reduce_at_once, all_reduce_in_place
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.errors import CollectiveError
-from vescale_fsdp.word_sums import run_sums
 
 _HALF = (1 << 32) - 1  # a number and its negative then fit an int64
 
@@ -93,7 +93,7 @@ def _raise_together(
         raise CollectiveError(
             f"A collective has delivered other bits than were sent: {direction}.",
             expected=expected,
-            got="other word sums",
+            got="other byte sums",
             where=f"unit {label}, rank {found - 1}",
             todo="restart from a checkpoint without this rank's node, and test the memory and links of the node",
         )

@@ -1,9 +1,10 @@
-"""Word sums against the specification in integers, and against the changes that simpler sums miss."""
+"""Byte sums against the specification in integers, and against the changes that simpler sums miss."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +14,12 @@ import torch
 from tests.house.conftest import ROOT
 from tests.support.async_device import TYPE, needs_device, run_on_device
 from tests.support.dtype_zoo import DTYPES, make_tensor
+from vescale_fsdp.byte_sums import ROW_BYTES, pack_sums, region_sums, run_sums
 from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.region import Region, whole_region
-from vescale_fsdp.word_sums import ROW_BYTES, pack_sums, region_sums, run_sums
 
 MASK = (1 << 64) - 1
-COLUMNS = 1 << 15
+COLUMNS = 1 << 12
 REGIONS = (
     whole_region((600, 700)),
     Region(Box((0, 0), (600, 700)), Range(12_345, 400_001)),
@@ -29,6 +30,7 @@ REGIONS = (
 )
 
 
+@cache
 def mixed(counter: int) -> int:
     """Number ``counter`` of splitmix64 with seed 0."""
     z = (counter + 1) * 0x9E3779B97F4A7C15 & MASK
@@ -37,17 +39,21 @@ def mixed(counter: int) -> int:
     return z ^ z >> 31
 
 
+@cache
+def weight(k: int, column: int) -> int:
+    """W_k of a column: 8 digits between -64 and 63, of 7 bits each."""
+    z = mixed(k * COLUMNS + column)
+    return sum((((z >> 7 * j) & 127) - 64) << 7 * j for j in range(8))
+
+
 def specified(data: bytes) -> str:
-    """The sums of a tensor's bytes, word by word, in Python's integers."""
-    data += bytes(-len(data) % 8)
+    """The sums of a tensor's bytes, byte by byte, in Python's integers."""
     sums = [0, 0]
-    for j in range(len(data) // 8):
-        x = int.from_bytes(data[8 * j : 8 * j + 8], "little", signed=True)
-        r, c = divmod(j, COLUMNS)
+    for i, byte in enumerate(data):
+        r, c = divmod(i, COLUMNS)
+        x = byte - 256 if byte > 127 else byte
         for k in range(2):
-            row = mixed(((k + 1) << 48) + r) | 1
-            low, high = mixed(2 * k * COLUMNS + c), mixed((2 * k + 1) * COLUMNS + c)
-            sums[k] = (sums[k] + row * (x * low + (x >> 32) * high)) & MASK
+            sums[k] = (sums[k] + (mixed(((k + 1) << 48) + r) | 1) * x * weight(k, c)) & MASK
     return b"".join(each.to_bytes(8, "little") for each in sums).hex()
 
 
@@ -66,7 +72,7 @@ def sums_of(tensor: torch.Tensor) -> str:
 
 
 def vectors() -> Iterator[tuple[bytes, str]]:
-    """The test vectors of the specification: lines of bytes in words, and sums."""
+    """The test vectors of the specification: descriptions of bytes, and sums."""
     spelled = {"none": b"", "`01`": b"\x01", "0, 1, .. 255": bytes(range(256))}
     spelled["i*i mod 251 for i < 300,000"] = bytes(i * i % 251 for i in range(300_000))
     text = (ROOT / "checkpoint" / "FORMAT.md").read_text()
@@ -98,7 +104,7 @@ def cut_at(total: int, rng: random.Random, most: int) -> list[int]:
 def test_sums_of_any_cut_add_up() -> None:
     """Runs at odd offsets, in memory at odd addresses, and of several rows."""
     rng = random.Random(5)
-    data = pattern(5 * ROW_BYTES + 1234)
+    data = pattern(70 * ROW_BYTES + 1234)
     whole = run_sums(data)
     for _ in range(30):
         ends = cut_at(data.numel(), rng, 9)
@@ -147,7 +153,7 @@ def test_a_delta_updates_the_sums() -> None:
 
 
 def _on_device() -> tuple[list[int], list[int], list[int], list[int]]:
-    data = pattern(70 * ROW_BYTES + 77)
+    data = pattern(1100 * ROW_BYTES + 77)
     there = data.to(TYPE)
     odd = data[3:].clone().to(TYPE)
     region = Region.of_box(Box((0, 100), (600, 33)))
@@ -162,7 +168,7 @@ def _on_device() -> tuple[list[int], list[int], list[int], list[int]]:
 
 @needs_device()
 def test_sums_on_a_device_are_those_on_the_host() -> None:
-    data = pattern(70 * ROW_BYTES + 77)
+    data = pattern(1100 * ROW_BYTES + 77)
     region = Region.of_box(Box((0, 100), (600, 33)))
     items = make_tensor((600, 33), torch.float32)
     expected = (
@@ -175,7 +181,7 @@ def test_sums_on_a_device_are_those_on_the_host() -> None:
 
 
 def floats(seed: int = 2) -> torch.Tensor:
-    """Values of a model's weights, four rows of words."""
+    """Values of a model's weights, 2 KiB per row."""
     return make_tensor((512, 512), torch.float32, seed)
 
 
@@ -187,9 +193,9 @@ def negated_at(tensor: torch.Tensor, *places: tuple[int, int]) -> torch.Tensor:
 
 
 def rectangle(tensor: torch.Tensor, amount: int) -> torch.Tensor:
-    """Equal and opposite changes of the bits at the corners of a rectangle, words 256 columns and 1 row apart."""
+    """Equal and opposite changes at the corners of a rectangle: words of 8 bytes, 2,048 columns and 1 row apart."""
     bits = tensor.clone().view(torch.int64).view(-1)
-    for at, sign in ((9, 1), (265, -1), (9 + COLUMNS, -1), (265 + COLUMNS, 1)):
+    for at, sign in ((9, 1), (265, -1), (9 + COLUMNS // 8, -1), (265 + COLUMNS // 8, 1)):
         bits[at] += sign * amount
     return bits.view(torch.float32).view(tensor.shape)
 
@@ -208,18 +214,20 @@ def swapped(tensor: torch.Tensor, a: int, b: int) -> torch.Tensor:
 
 FAMILIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "two signs, one row": lambda t: negated_at(t, (3, 5), (3, 9)),
-    "two signs, words of one column": lambda t: negated_at(t, (3, 5), (131, 5)),
-    "two signs, lanes of one word": lambda t: negated_at(t, (3, 4), (3, 5)),
+    "two signs, one column": lambda t: negated_at(t, (3, 5), (5, 5)),
+    "two signs, next to each other": lambda t: negated_at(t, (3, 4), (3, 5)),
     "x with -x": lambda t: negated_at(t, *((row, 7) for row in range(64))),
     "negated": torch.neg,
     "corners": lambda t: rectangle(t, 1),
     "corners, top bits": lambda t: rectangle(t, -(1 << 63)),
-    "corners, top bits of lower lanes": lambda t: rectangle(t, 1 << 31),
+    "corners, bits of 32": lambda t: rectangle(t, 1 << 31),
     "swapped rows": lambda t: swapped(t, 0, 1),
-    "swapped rows of words": lambda t: swapped(t, 0, 128),
-    "swapped words": lambda t: t.view(-1, 2)[[1, 0, *range(2, t.numel() // 2)]].view(t.shape),
+    "swapped rows of the sums": lambda t: t.view(256, -1)[[1, 0, *range(2, 256)]].view(t.shape),
+    "swapped bytes": lambda t: (
+        t.view(torch.int16).view(-1, 2).flip(1).reshape(-1).view(t.dtype).view(t.shape)
+    ),
     "rolled by 1": lambda t: t.roll(1, 0),
-    "rolled by 128": lambda t: t.roll(128, 0),
+    "rolled by 2": lambda t: t.roll(2, 0),
     "transposed": lambda t: t.t().contiguous(),
     "NaN payloads": lambda t: with_nan(1),
 }
@@ -232,41 +240,33 @@ def test_families_of_changes_are_seen() -> None:
     assert len({*seen.values()}) == len(seen), seen
 
 
-def weights(numbers: range) -> np.ndarray:
-    """splitmix64 of consecutive counters, in numpy's integers."""
-    return np.array([mixed(number) for number in numbers], np.uint64)
+def tables() -> list[np.ndarray]:
+    """W_0 and W_1 in numpy's integers."""
+    return [np.array([weight(k, column) for column in range(COLUMNS)]) for k in range(2)]
 
 
-def test_a_changed_lane_is_never_missed_and_two_signs_in_a_row_neither() -> None:
-    """A property of the fixed tables: what a change of one 32-bit lane, or of two signs, is multiplied with."""
-    signs = []
-    for k in range(2):
-        low = weights(range(2 * k * COLUMNS, (2 * k + 1) * COLUMNS))
-        high = (low << np.uint64(32)) + weights(range((2 * k + 1) * COLUMNS, (2 * k + 2) * COLUMNS))
-        for lanes in (low, high):  # a change of less than 2**32 times this is not 0 modulo 2**64
-            assert np.all(lanes & np.uint64(0xFFFFFFFF))
-        signs.append(np.stack([low, high]).reshape(-1) & np.uint64((1 << 33) - 1))  # 2**31 times this counts
-    plus = set(zip(*(each.tolist() for each in signs), strict=True))
-    minus = {tuple(-number % (1 << 33) for number in pair) for pair in plus}
-    assert len(plus | minus) == 4 * COLUMNS
+def test_one_or_two_changed_bytes_of_a_row_are_never_missed_by_either_sum() -> None:
+    """A property of the fixed tables: two changes of at most 255 times their weights do not cancel out."""
+    for table in tables():
+        changes = table.view(np.uint64)[:, None] * np.arange(1, 256, dtype=np.uint64)
+        assert changes.all()
+        either_sign = np.sort(np.minimum(changes, -changes), axis=None)
+        assert np.all(either_sign[1:] != either_sign[:-1])
 
 
 def test_a_million_random_changes_are_seen() -> None:
-    """By linearity: what a change of one word, or of two, adds to both sums."""
+    """By linearity: what a change of one byte, or of two, adds to both sums."""
     rng = np.random.default_rng(11)
-    tables = [weights(range(t * COLUMNS, (t + 1) * COLUMNS)) for t in range(4)]
-    rows = [weights(range((k + 1) << 48, ((k + 1) << 48) + 64)) | np.uint64(1) for k in range(2)]
+    columns = [table.view(np.uint64) for table in tables()]
+    rows = [np.array([mixed(((k + 1) << 48) + r) | 1 for r in range(64)], np.uint64) for k in range(2)]
 
     def effects(count: int) -> list[np.ndarray]:
-        """What ``count`` flips of random bits in random words add to the sums."""
+        """What ``count`` flips of random bits in random bytes add to the sums."""
         column, row = rng.integers(0, COLUMNS, count), rng.integers(0, 64, count)
-        old = rng.integers(-(1 << 63), (1 << 63) - 1, count)
-        new = old ^ (np.int64(1) << rng.integers(0, 63, count))
-        change, upper = (new - old).view(np.uint64), ((new >> 32) - (old >> 32)).view(np.uint64)
-        return [
-            rows[k][row] * (change * tables[2 * k][column] + upper * tables[2 * k + 1][column])
-            for k in range(2)
-        ]
+        old = rng.integers(0, 256, count)
+        new = old ^ (1 << rng.integers(0, 8, count))
+        change = (new.astype(np.int8).astype(np.int64) - old.astype(np.int8)).view(np.uint64)
+        return [rows[k][row] * change * columns[k][column] for k in range(2)]
 
     for effect in (
         effects(500_000),
