@@ -19,7 +19,7 @@
 #                      same bytes; writes docs/families.md (half an hour)
 # make test-stacks   the examples on training stacks, which it installs into a separate environment
 # make gpu    checks and figures on a machine with a GPU, nine minutes, no installation: gpu_report/gpu.md and gpu.json
-# make demo   a demonstration on real text: train, kill, restart on more ranks, export
+# make demo   a demonstration on real text: train, kill, restart on more ranks, export (RANKS="8 6": on others)
 # make docs   build the site into site/; a broken link or a missing name fails
 # make release-check   build and check wheel and sdist, install in a clean environment, run README's example there
 # make check  only the gate: format, lint, types, import order, fast tests
@@ -153,8 +153,10 @@ test-stacks: $(STACKS_STAMP)
 gpu:
 	$(PYTHON) tools/gpu_run.py --minutes 9 --out gpu_report
 
-demo: venv
-	$(IN_VENV) -m tools.demo
+# In the environment that is active if it has README's packages; else in one that has these alone.
+demo: export TORCH_INDEX := $(TORCH_INDEX)
+demo:
+	$(PYTHON) tools/demo_environment.py -m tools.demo $(if $(RANKS),--ranks $(RANKS))
 
 # Versions are pinned, so that new releases do not break the strict build. The variable hides the theme's advertisement.
 docs: venv
@@ -170,4 +172,4 @@ check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output gpu_report site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-demo .venv-torch-* $(STACKS_VENV) demo_output gpu_report site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

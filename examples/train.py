@@ -186,8 +186,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="train up to this step")
     parser.add_argument("--save-at", type=int, default=0, help="write a checkpoint after this many steps")
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--windows", type=int, default=12, help="of a global batch, which the ranks divide")
     options = parser.parse_args()
-    trainer = Trainer(start_process_group(), Batches(read_corpus()), num_steps=options.steps)
+    batches = Batches(read_corpus(), batch_size=options.windows)
+    trainer = Trainer(start_process_group(), batches, num_steps=options.steps)
     rank, seconds = dist.get_rank(), {"load": 0.0, "save": 0.0}
     (options.out / "pids").mkdir(parents=True, exist_ok=True)
     (options.out / "pids" / str(rank)).write_text(str(os.getpid()))

@@ -68,8 +68,8 @@ def main() -> None:
             cwd=WORK,
         )
     converter = WORK / "venv" / "bin" / "vescale-convert"
-    run(converter, "verify", "run/step-00000020", cwd=WORK)
-    run(converter, "to-torch", "run/step-00000020", "model.pt", cwd=WORK)
+    run(converter, "verify", "run/step-00000200", cwd=WORK)
+    run(converter, "to-torch", "run/step-00000200", "model.pt", cwd=WORK)
     if "--keep" not in sys.argv[1:]:
         shutil.rmtree(WORK)
     print(f"ready: {', '.join(file.name for file in files)}")

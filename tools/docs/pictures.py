@@ -10,11 +10,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tools.demo import loss_picture
 from tools.replay.figures import figures
 from vescale_fsdp import Rows, plan_report
 from vescale_fsdp.layout.pictures import layout_svg
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
+LOSSES = FOLDER.parent / "demo_losses.json"  # written by `make demo RANKS="8 6"`
 BLOCK = {
     "attn.q.weight": (384, 384),
     "attn.k.weight": (384, 384),
@@ -43,6 +45,7 @@ def pictures() -> dict[str, str]:
             block.layout(name, 4), "One transformer block over 4 ranks; 32 rows stay whole"
         ),
         "padding.svg": padding.padding_picture().svg(),
+        "loss.svg": loss_picture(LOSSES).svg(),
         **figures(),
     }
 

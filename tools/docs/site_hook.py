@@ -7,6 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import click
 from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import vescale_fsdp
+from tools.docs.command_examples import outputs
 from vescale_fsdp.conversion.cli.commands import EXIT_CODES, SUMMARIES, cli
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +32,12 @@ _PAGES = {
 
 
 def on_config(config: Any) -> Any:
-    """Add the commands to the navigation, before the API."""
+    """Add the commands to the navigation, and the link to the repository that the package's metadata name."""
     pages = [{name: f"commands/{name}.md"} for name in SUMMARIES]
-    config.nav.insert(-1, {"Commands": [{"Overview": "commands/index.md"}, *pages]})
+    (convert,) = (group["Convert"] for group in config.nav if "Convert" in group)
+    convert.append({"Commands": [{"Overview": "commands/index.md"}, *pages]})
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.repo_url = metadata.get("urls", {}).get("Repository")
     return config
 
 
@@ -46,14 +54,15 @@ def on_files(files: Any, config: Any) -> Any:
         EXIT_CODES,
     ]
     pages = {"index": "\n".join(overview)}
-    pages |= {name: _command_page(name) for name in SUMMARIES}
+    printed = outputs()
+    pages |= {name: _command_page(name, *printed[name]) for name in SUMMARIES}
     for name, text in pages.items():
         files.append(File.generated(config, f"commands/{name}.md", content=text))
     return files
 
 
-def _command_page(name: str) -> str:
-    """The page of a command: usage, description, examples, options and exit codes, as ``--help`` has them."""
+def _command_page(name: str, example: str, output: str) -> str:
+    """The page of a command: what ``--help`` has, and what the first example prints for a model with two layers."""
     command = cli.commands[name]
     context = click.Context(command, info_name=f"vescale-convert {name}")
     usage = command.get_usage(context).removeprefix("Usage: ")
@@ -66,6 +75,8 @@ def _command_page(name: str) -> str:
         [
             *(f"# {name}", "", inspect.cleandoc(command.help or ""), ""),
             *("```sh", usage, "```", "", "Examples:", "", "```sh", *examples, "```", ""),
+            f"For a Llama with two small layers, `vescale-convert {example}` prints:",
+            *("", "```text", *output.splitlines(), "```", ""),
             *("| option | description |", "|---|---|", *rows, "", EXIT_CODES),
         ]
     )
@@ -106,9 +117,12 @@ def _documented(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Insert README, the changes and the public names into their pages."""
+    # A title tells tests why a block is not run. On the site it would be a bar above the block.
+    markdown = re.sub(r'^( *```\w+) title="not run by our tests:[^"]*"', r"\1", markdown, flags=re.MULTILINE)
     match page.file.src_uri:
         case "index.md":
-            return markdown.replace("<!-- README -->", _adapted("README.md"))
+            front, install, rest = _adapted("README.md").partition("## Install")
+            return "\n".join((front, markdown, install + rest))
         case "changes.md":
             return _adapted("CHANGELOG.md")
         case "api/index.md":

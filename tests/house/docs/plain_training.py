@@ -33,7 +33,7 @@ def assert_trained_alike(
     """
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     moments = {name: dict(optimizer.state[param]) for name, param in model.named_parameters()}
-    assert len(moments) > 4 and all(state["step"] > 1 for state in moments.values())
+    assert len(moments) > 2 and all(state["step"] > 1 for state in moments.values())
     kept = {name: {kind: value.clone() for kind, value in state.items()} for name, state in moments.items()}
     with torch.no_grad():
         for param in model.parameters():
