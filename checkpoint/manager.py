@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from vescale_fsdp.checkpoint.state.matching.result import Strict
 from vescale_fsdp.checkpoint.steps.retention import (
     RetentionPolicy,
     StepRecord,
-    read_record,
+    read_records,
     remove_old_steps,
     remove_unpinned,
     retention_of,
@@ -51,7 +50,6 @@ from vescale_fsdp.checkpoint.steps.retention import (
 from vescale_fsdp.checkpoint.steps.run_file import (
     RootHold,
     RunFile,
-    abandoned_steps,
     hold_root,
     manifest_digest,
     read_run_file,
@@ -255,9 +253,7 @@ class CheckpointManager:
 
     def history(self) -> list[StepRecord]:
         """Return a record of each committed step: size, seconds, metric, and whether it is pinned or abandoned."""
-        steps = committed_steps(self._root, abandoned=True)
-        abandoned = abandoned_steps(self._root, steps)
-        return [replace(read_record(self._root, step), abandoned=step in abandoned) for step in steps]
+        return read_records(self._root)
 
     def pin(self, step: int) -> None:
         """Exempt a step from the retention policy; a collective."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vescale_fsdp.checkpoint.manifest.file_names import manifest_file, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.steps.save_policy import BestOf
-from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, list_steps, remove_step
+from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, committed_steps, list_steps, remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ArgumentError, CheckpointError, callers_level, some
 from vescale_fsdp.lazy import set_module
@@ -182,6 +182,13 @@ def read_record(root: Storage, step: int) -> StepRecord:
     if saved is None:
         return StepRecord(step, manifest.num_bytes, pinned=pinned)
     return StepRecord(step, manifest.num_bytes, saved.seconds, saved.unix_s, saved.metric, pinned)
+
+
+def read_records(root: Storage) -> list[StepRecord]:
+    """Read the records of all committed steps, ascending. Steps that a rollback has abandoned are among them."""
+    steps = committed_steps(root, abandoned=True)
+    abandoned = abandoned_steps(root, steps)
+    return [replace(read_record(root, step), abandoned=step in abandoned) for step in steps]
 
 
 def is_pinned(root: Storage, step: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,20 @@ def inspect_command(
     click.echo(
         json.dumps(description, indent=2, default=repr) if as_json else format_description(description)
     )
+
+
+@cli.command("ls")
+@click.argument("run", type=Location())
+@JSON
+def ls_command(run: str, as_json: bool) -> None:
+    """List the steps of RUN, the folder of a CheckpointManager: size, age, seconds of the save, metric and state.
+
+    A step is committed, pinned, abandoned by a rollback, damaged, or incomplete: its save runs or was interrupted.
+    """
+    from vescale_fsdp.conversion.report.describe import describe_run, format_run
+
+    steps = describe_run(run)
+    click.echo(json.dumps(steps, indent=2) if as_json else format_run(steps, time.time()))
 
 
 @cli.command("verify")
@@ -603,6 +618,7 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Print what the checkpoint SRC contains.",
         ("inspect run", "inspect run/step-00000020 --json"),
     ),
+    "ls": ("List the steps of RUN.", ("ls run", "ls s3://bucket/run --json")),
     "verify": (
         "Check that SRC is complete and undamaged.",
         ("verify run/step-00000020", "verify model.safetensors --quick"),

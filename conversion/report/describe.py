@@ -1,4 +1,7 @@
-"""The result of `vescale-convert inspect`: a checkpoint's contents as a table or as JSON. Reads metadata only."""
+"""The results of `vescale-convert inspect` and `ls`: the contents of a checkpoint, or of a run, as a table or as JSON.
+
+Reads metadata only.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from collections import Counter
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.steps.retention import StepRecord, read_records
+from vescale_fsdp.checkpoint.steps.step_folders import list_steps
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.engine.carried_state import find_model
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.errors import ConversionError, format_bytes
@@ -61,6 +67,69 @@ def _plain(source: Source, name: str) -> object:
     return value if isinstance(value, bool | int | float | str | list | tuple | None) else repr(value)
 
 
+def describe_run(url: str) -> list[dict[str, Any]]:
+    """Describe the steps of a run's folder, ascending; reads manifests only.
+
+    The entry ``state`` is "committed", "pinned", "abandoned" by a rollback, "damaged", or "incomplete": the step has no
+    manifest, so a save of it is running or was interrupted.
+
+    Raises:
+        ConversionError: if the folder has no steps.
+    """
+    root = open_storage(url)
+    records = {record.step: record for record in read_records(root)}
+    steps = [step for step, _ in list_steps(root)]
+    if not steps:
+        raise ConversionError(
+            "This folder has no steps to list.",
+            expected="the folder of a run, with folders step-00000000 and so on, which CheckpointManager writes",
+            got="no such folders",
+            where=url,
+            todo="pass the folder that CheckpointManager got, or print one checkpoint: vescale-convert inspect SRC",
+        )
+    found = []
+    for step in steps:
+        record = records.get(step, StepRecord(step))
+        states = {"damaged": record.damage, "abandoned": record.abandoned, "pinned": record.pinned}
+        states |= {"committed": step in records, "incomplete": True}
+        found.append(
+            {
+                "step": step,
+                "bytes": record.num_bytes,
+                "unix_s": record.unix_s,
+                "seconds": record.seconds,
+                "metric": record.metric,
+                "state": next(state for state, holds in states.items() if holds),
+            }
+        )
+    return found
+
+
+def format_run(steps: list[dict[str, Any]], now_s: float) -> str:
+    """Format the result of `describe_run` as a table, with the age of each step at ``now_s``, seconds since 1970."""
+    rows = [("step", "bytes", "age", "saved in", "metric", "state")]
+    for step in steps:
+        rows.append(
+            (
+                f"{step['step']:,}",
+                "-" if step["bytes"] is None else format_bytes(step["bytes"]),
+                "-" if step["unix_s"] is None else _age(now_s - step["unix_s"]),
+                "-" if step["seconds"] is None else f"{step['seconds']:.3g} s",
+                "-" if step["metric"] is None else f"{step['metric']:.6g}",
+                step["state"],
+            )
+        )
+    return "\n".join(_table(rows))
+
+
+def _age(seconds: float) -> str:
+    """Return an age in the largest unit of which there are at least two; "0 s" if clocks differ."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def draw(source: Source, number: int | None = None) -> str:
     """Draw the layout of one group as an SVG picture.
 
@@ -85,6 +154,15 @@ def draw(source: Source, number: int | None = None) -> str:
     return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
 
 
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return rows of text as lines with columns, the first one as a heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
 def format_description(description: dict[str, Any]) -> str:
     """Format the result of `describe` as a table."""
     rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
@@ -93,11 +171,7 @@ def format_description(description: dict[str, Any]) -> str:
         rows.append(
             (t["name"], t["dtype"], shape, format_bytes(t["bytes"]), str(t["chunks"]), str(t["files"]))
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = _table(rows)
     total, stored = description["tensor_bytes"], description["stored_bytes"]
     # Fewer bytes are stored if a stride of 0 repeats items, or if chunks of zeros are absent.
     sizes = format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")

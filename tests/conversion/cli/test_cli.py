@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from tests.support.processes import run_command
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint import CheckpointManager, save
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
+from vescale_fsdp.errors import ConversionError
 
 
 @pytest.fixture
@@ -60,6 +62,38 @@ def test_inspect_prints_a_table_in_natural_order(source: str) -> None:
     assert found["kind"] == "dcp" and found["model_prefix"] == "model."
     sizes = {tensor["name"]: tensor["bytes"] for tensor in found["tensors"]}
     assert sizes["model.layers.0.w"] == 128 and sizes["optimizer.state.layers.0.w.exp_avg"] == 128
+
+
+def test_ls_lists_the_steps_of_a_run(tmp_path: Path) -> None:
+    """Steps of all states are listed in order, with size, metric and age; JSON has the same values."""
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        for step in (5, 10, 200, 1000):
+            manager.save(step, {"w": torch.ones(250)}, metric=step / 2)
+        manager.pin(10)
+    (root / "step-00001500").mkdir()
+    (root / "step-00000200" / "manifest.json").write_text("{")
+    found = json.loads(_run("ls", str(root), "--json").stdout)
+    assert [(each["step"], each["state"]) for each in found] == [
+        (5, "committed"),
+        (10, "pinned"),
+        (200, "damaged"),
+        (1000, "committed"),
+        (1500, "incomplete"),
+    ]
+    assert [each["metric"] for each in found] == [2.5, 5.0, None, 500.0, None]
+    assert found[0]["bytes"] >= 1000 and abs(found[0]["unix_s"] - time.time()) < 600
+    rows = [line.split() for line in _run("ls", str(root)).stdout.splitlines()]
+    assert [row[0] for row in rows[2:]] == ["5", "10", "200", "1,000", "1,500"]
+    assert [row[-1] for row in rows[2:]] == [each["state"] for each in found]
+    assert "1" in rows[2] and rows[5][-2] == "500" and rows[6][1:4] == ["-", "-", "-"]
+
+
+def test_ls_of_a_checkpoint_says_what_it_wants(source: str) -> None:
+    """A folder without steps is refused, with the command that prints a checkpoint."""
+    result = _run("ls", source)
+    assert isinstance(result.exception, ConversionError)
+    assert result.exception.where == source and "inspect" in str(result.exception.todo)
 
 
 def test_inspect_answers_what_a_script_asks(tmp_path: Path) -> None:
@@ -149,6 +183,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
 
 FLAGS = {
     "inspect": "--from --json --layout --step --svg --trust-pickle",
+    "ls": "--json",
     "verify": "--from --json --quick --quiet --step --trust-pickle",
     "report": "--against --from --out --quiet --step --trust-pickle",
     "rules": "--from --model-prefix --step --suggest --trust-pickle",
