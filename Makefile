@@ -138,6 +138,7 @@ $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	BUILD_CUDA_EXT=0 $(INSTALL_STACKS) --no-deps --no-build-isolation auto_gptq==0.7.1 autoawq==0.2.9
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL_STACKS) --no-deps --no-build-isolation deepspeed==0.19.8
 	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
+	$(INSTALL_STACKS) tensorboard wandb
 	$(INSTALL_STACKS) cloudpickle codetiming dill orjson protobuf pyvers
 	$(INSTALL_STACKS) --no-deps ray==2.60.0 tensordict==0.15.3 verl==0.9.1
 	$(INSTALL_STACKS) --no-deps adam-mini==1.1.1 apollo-torch==1.0.3 came-pytorch==0.1.3 galore-torch==1.0 \

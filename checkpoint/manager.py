@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from vescale_fsdp.checkpoint.state.matching.result import Strict
 from vescale_fsdp.checkpoint.steps.retention import (
     RetentionPolicy,
     StepRecord,
+    read_record,
     read_records,
     remove_old_steps,
     remove_unpinned,
@@ -194,6 +196,9 @@ class CheckpointManager:
         self._is_new_run = True  # until the first restore or save: later steps on disk are an older run's
         self._has_begun = False  # whether a save has locked the root since the last restore
         self._run: RunFile | None = None  # the root's run file, only with a RAM tier; the same on all ranks
+        self._stall_s: float | None = None  # see `metrics`
+        self._committed: int | None = None  # the newest step that this manager has committed to disk
+        self._record: StepRecord | None = None  # of a step that `metrics` has read
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -254,6 +259,36 @@ class CheckpointManager:
     def history(self) -> list[StepRecord]:
         """Return a record of each committed step: size, seconds, metric, and whether it is pinned or abandoned."""
         return read_records(self._root)
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about the last save, for TensorBoard, W&B or another logger; not a collective.
+
+        The numbers of bytes and seconds come from the manifest of the step, which the call reads once per step.
+
+        Returns:
+            Empty before the first save; then
+
+            * "checkpoint/stall_seconds": for how long the last call of `save` that saved a step held this rank. An
+              asynchronous save holds it for the copy of the state, and for the end of the previous save
+            * "checkpoint/step": the newest step that is committed to disk
+            * "checkpoint/bytes": size of all tensors and per-rank values of this step
+            * "checkpoint/save_seconds": duration of the save of this step, until its commit
+
+        Examples:
+            >>> import torch
+            >>> with CheckpointManager("watched") as manager:
+            ...     _ = manager.save(7, {"w": torch.zeros(4)})
+            >>> sorted(manager.metrics())
+            ['checkpoint/bytes', 'checkpoint/save_seconds', 'checkpoint/stall_seconds', 'checkpoint/step']
+        """
+        found: dict[str, float | None] = {"checkpoint/stall_seconds": self._stall_s}
+        if (step := self._committed) is not None:
+            if self._record is None or self._record.step != step:
+                self._record = read_record(self._root, step)
+            found["checkpoint/step"] = step
+            found["checkpoint/bytes"] = self._record.num_bytes
+            found["checkpoint/save_seconds"] = self._record.seconds
+        return {name: value for name, value in found.items() if value is not None}
 
     def pin(self, step: int) -> None:
         """Exempt a step from the retention policy; a collective."""
@@ -367,6 +402,7 @@ class CheckpointManager:
             CheckpointError: if this save or the previous asynchronous one failed, or ranks pass different steps.
             TypeError: if the step is not an integer, or a policy returns something other than a bool.
         """
+        start_s = time.monotonic()
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
         targets = self._targets(decision)
@@ -397,6 +433,8 @@ class CheckpointManager:
             if not (is_copying and targets):
                 is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
+            if to_ram:
+                self._stall_s = time.monotonic() - start_s
             return None
         self._sweep()
         also = f"step {step} is saved in memory, from where restore takes it" if is_in_ram else None
@@ -411,6 +449,7 @@ class CheckpointManager:
             save_to_ram()
         if decision.is_due:
             self._schedule.saved(decision)
+        self._stall_s = time.monotonic() - start_s
         return self._handle
 
     def _begin_branch(self, step: int) -> None:
@@ -552,6 +591,7 @@ class CheckpointManager:
 
     def _conclude(self, decision: Decision, coordinator: Coordinator) -> None:
         """Apply the retention policy after the commit of a step, on rank 0. A collective."""
+        self._committed = decision.step
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:

@@ -43,6 +43,22 @@ def _damage(root: Path, step: int) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_metrics_are_those_of_the_last_save(tmp_path: Path, asynchronous: bool) -> None:
+    """Empty at first; then step, bytes and seconds of the newest committed step, and how long its save took here."""
+    with CheckpointManager(tmp_path, save_policy=EverySteps(5), asynchronous=asynchronous) as manager:
+        assert manager.metrics() == {}
+        for step in range(1, 12):
+            manager.save(step, _state(step))
+            if step == 4:
+                assert manager.metrics() == {}
+    found, record = manager.metrics(), manager.history()[-1]
+    assert found["checkpoint/step"] == 10 == record.step
+    assert found["checkpoint/bytes"] == record.num_bytes and record.num_bytes >= 50 * 40 * 4
+    assert found["checkpoint/save_seconds"] == record.seconds
+    assert 0 < found["checkpoint/stall_seconds"] < 60
+
+
 def test_intervals_and_retention(tmp_path: Path) -> None:
     """Only due steps are saved; the newest and every n-th stay; foreign folders are left alone."""
     (tmp_path / "mine").mkdir()
