@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.verified_reads import StripedFile, VerifiedReads
-from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError, format_bytes
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, run_start, whole_box
+from vescale_fsdp.layout.pictures import layouts_html
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +51,9 @@ def check_source(given: object, call: str) -> None:
             got=repr(given) if isinstance(given, str) else f"a value of type {type(given).__name__}",
             todo=call,
         )
+
+
+_SHOWN = 20  # tensors in a notebook
 
 
 @dataclass
@@ -169,6 +174,14 @@ class Source(OpenSource):
                 for name, each in infos.items()
             }
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the tensors and the largest layouts, as a notebook shows them."""
+        infos = [tensor.info for tensor in self.tensors.values()]
+        rows = [f"{i.name}  {i.dtype.name} {'x'.join(map(str, i.shape)) or 'scalar'}" for i in infos[:_SHOWN]]
+        rows += [f"... {len(infos) - _SHOWN} more tensors"] if len(infos) > _SHOWN else []
+        head = f"{self.kind} at {self.url}: {len(infos)} tensors, {format_bytes(self.nbytes)}"
+        return f"<pre>{escape(chr(10).join([head, '', *rows]))}</pre>\n{layouts_html(self.layouts)}"
 
     @property
     def nbytes(self) -> int:

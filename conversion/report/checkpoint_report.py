@@ -26,9 +26,11 @@ from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView, r
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import natural_key
+from vescale_fsdp.layout.pictures import distinct_layouts, layout_svg, layout_title
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, read at a time from each checkpoint
 _SAMPLED_PIECES = 4  # number of pieces that are read from a sampled tensor
+_MOST_LAYOUTS = 24  # maximum number of pictures; an SVG document takes some 20 kB
 _MOST_STEPS = 10_000  # maximum number of steps in the history; older steps are left out
 _VALUE_CHARS = 200  # maximum length of a value's text; the rest is cut off
 
@@ -78,7 +80,7 @@ def checkpoint_report(
         "tensors": tensors,
         "values": values,
         "files": files.names,
-        "layouts": [layout_to_json(layout) for layout in source.layouts],
+        "layouts": pictures_of(source.layouts),
         "history": _history(source),
         **({} if against is None else _against(against, left, right)),
     }
@@ -208,13 +210,14 @@ def holders_of(tensor: StoredTensor, files: FileNumbers) -> list[list[int]]:
     return runs[:_MOST_RUNS]
 
 
-def layout_to_json(layout: GroupLayout) -> dict[str, object]:
-    """Describe a layout for the page: the offset of each slot in the buffer, and the runs of scattered slots."""
-    slots = [
-        [slot.fqn, slot.offset, slot.numel, slot.block_numel, [list(run) for run in slot.runs]]
-        for slot in layout.slots
+def pictures_of(layouts: Sequence[GroupLayout]) -> list[dict[str, str]]:
+    """Draw the distinct layouts, the largest first: a title and an SVG document of each, at most `_MOST_LAYOUTS`."""
+    kinds = distinct_layouts(layouts)[:_MOST_LAYOUTS]
+    titles = [layout_title(layout, count) for layout, count in kinds]
+    return [
+        {"title": title, "svg": layout_svg(layout, title)}
+        for title, (layout, _) in zip(titles, kinds, strict=True)
     ]
-    return {"shards": layout.num_shards, "size": layout.shard_numel, "slots": slots}
 
 
 _PLACE = "REPORT_DATA"  # the text in page.html that is replaced by the JSON of the report

@@ -6,6 +6,7 @@ Reads metadata only.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
@@ -139,7 +140,7 @@ def draw(source: Source, number: int | None = None) -> str:
     Raises:
         ConversionError: if there is no such layout.
     """
-    from vescale_fsdp.layout.pictures import layout_svg
+    from vescale_fsdp.layout.pictures import layout_svg, layout_title
 
     layouts = source.layouts
     if not layouts or (number is not None and number >= len(layouts)):
@@ -151,10 +152,10 @@ def draw(source: Source, number: int | None = None) -> str:
             todo="choose another layout, or convert the checkpoint first: vescale-convert to-vescale SRC OUT --ranks N",
         )
     chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
-    return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
+    return layout_svg(layouts[chosen], layout_title(layouts[chosen]))
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows of text as lines with columns, the first one as a heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

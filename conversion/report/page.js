@@ -196,51 +196,18 @@ function choose(tensor) {
   draw();
 }
 
-// -- lanes: a band of pixels per rank, for any number of ranks -----------------------------------------
-function lanes() {
-  const layout = report.layouts[$("layout").value], canvas = $("lanes"), scale = window.devicePixelRatio || 1;
-  const width = (canvas.width = Math.round(canvas.clientWidth * scale)), height = (canvas.height = Math.round(canvas.clientHeight * scale));
-  const paint = canvas.getContext("2d"), lane = height / layout.shards, hue = (i) => `hsl(${(i * 47) % 360} 50% 58%)`;
-  paint.clearRect(0, 0, width, height);
-  let held = 0;
-  layout.slots.forEach(([, offset, size, , runs], i) => {
-    paint.fillStyle = hue(i);
-    held += size;
-    const piece = (rank, start, count) => paint.fillRect((start / layout.size) * width, rank * lane, Math.max(1, (count / layout.size) * width), Math.max(1, lane - (lane > 4 ? 1 : 0)));
-    if (runs.length) for (const [first, ranks, count, start] of runs) for (let r = 0; r < ranks; r++) piece(first + r, start, count);
-    else for (let at = offset; at < offset + size; ) {
-      const rank = Math.floor(at / layout.size), stop = Math.min(offset + size, (rank + 1) * layout.size);
-      piece(rank, at - rank * layout.size, stop - at);
-      at = stop;
-    }
-  });
-  const padding = layout.shards * layout.size - held;
-  $("lanetext").textContent = `${layout.shards} ranks, ${layout.size} items each, ${number((100 * padding) / Math.max(1, held))} % padding; a row per rank, a color per tensor`;
-}
-function under(event) {
-  const layout = report.layouts[$("layout").value], box = $("lanes").getBoundingClientRect();
-  const rank = Math.min(layout.shards - 1, Math.floor(((event.clientY - box.top) / box.height) * layout.shards));
-  const start = Math.floor(((event.clientX - box.left) / box.width) * layout.size), at = rank * layout.size + start;
-  const slot = layout.slots.find(([, offset, size, , runs]) => runs.length
-    ? runs.some(([first, ranks, count, from]) => rank >= first && rank < first + ranks && start >= from && start < from + count)
-    : at >= offset && at < offset + size);
-  $("hover").textContent = `rank ${rank}: ` + (slot ? `${slot[0]}, blocks of ${slot[3]}` : "padding");
-}
+// -- layouts: drawn by the library, as `vescale-convert plan` draws them -------------------------------
 function showLayouts() {
   if (!report.layouts.length) return;
   $("layouts").hidden = false;
   report.layouts.forEach((layout, i) => {
-    const first = layout.slots.length ? layout.slots[0][0] : "empty";
-    const option = element("option", "", `${first}${layout.slots.length > 1 ? ` and ${layout.slots.length - 1} more` : ""}`);
+    const option = element("option", "", layout.title);
     option.value = i;
     $("layout").append(option);
   });
-  const size = (layout) => layout.shards * layout.size;
-  $("layout").value = report.layouts.reduce((best, layout, i, all) => (size(layout) > size(all[best]) ? i : best), 0);
-  $("layout").addEventListener("change", lanes);
-  $("lanes").addEventListener("pointermove", under);
-  addEventListener("resize", lanes);
-  lanes();
+  const show = () => ($("picture").innerHTML = report.layouts[$("layout").value].svg); // all texts in it are escaped
+  $("layout").addEventListener("change", show);
+  show();
 }
 
 // -- steps, values, head ---------------------------------------------------------------------------------
@@ -248,13 +215,16 @@ function curve(title, key, show) {
   const points = report.history.filter((step) => step[key] !== null).map((step) => [step.step, step[key]]);
   if (!points.length) return null;
   const [x0, x1] = [points[0][0], points[points.length - 1][0]], ys = points.map((p) => p[1]);
-  const low = Math.min(...ys), high = Math.max(...ys), spread = high - low || Math.abs(high) || 1;
+  // Seconds and bytes start at zero. A metric has at least a tenth of its size as its range: noise is no cliff.
+  const high = Math.max(...ys), least = Math.min(...ys), size = Math.max(Math.abs(high), Math.abs(least));
+  const low = key === "metric" ? Math.min(least, high - 0.1 * size) : 0, spread = high - low || 1;
   const at = ([x, y]) => [60 + (320 * (x - x0)) / (x1 - x0 || 1), 110 - (90 * (y - low)) / spread];
   const line = points.map((p) => at(p).join(",")).join(" ");
   const dots = points.length > 200 ? [] : points.map((p) => `<circle cx="${at(p)[0]}" cy="${at(p)[1]}" r="2.5" fill="var(--accent)"/>`);
   const figure = element("figure");
   figure.append(element("figcaption", "", title), svg(400, 132, [
     `<polyline points="${line}" fill="none" stroke="var(--accent)" stroke-width="1.5"/>`, ...dots,
+    `<line x1="60" x2="380" y1="110" y2="110" stroke="var(--rule)"/>`,
     high === low ? "" : `<text x="54" y="24" text-anchor="end">${show(high)}</text>`,
     `<text x="54" y="112" text-anchor="end">${show(low)}</text>`,
     `<text x="60" y="128">step ${x0}</text><text x="380" y="128" text-anchor="end">${x1}</text>`]));

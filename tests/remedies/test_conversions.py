@@ -512,7 +512,7 @@ def test_a_difference_of_nothing(tmp_path: Path) -> None:
     command(*commands(refused(command, "diff", empty, empty)), empty)
 
 
-@runs("conversion/report/describe.py::draw")
+@runs("conversion/engine/describe.py::draw")
 def test_no_layout_to_draw(tmp_path: Path) -> None:
     """A conversion with the command of the remedy has one."""
     source = torch_file(tmp_path / "a.pt", MODEL)

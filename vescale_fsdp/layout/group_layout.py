@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.geometry import Range, RunLengths, numel_of
+from vescale_fsdp.layout.pictures import layouts_html
 from vescale_fsdp.lazy import set_module
 
 
@@ -496,6 +497,10 @@ class ModelLayout:
         """Padding of all groups as a fraction of their payload."""
         payload = sum(group.payload_numel for _, group in self.groups)
         return sum(group.numel for _, group in self.groups) / payload - 1 if payload else 0.0
+
+    def _repr_html_(self) -> str:
+        """Return pictures of the largest layouts, as a notebook shows them."""
+        return layouts_html(layout for _, layout in self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values for `from_json`."""

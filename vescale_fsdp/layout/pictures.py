@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+if TYPE_CHECKING:
+    from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
 PADDING = "padding"  # a fill that is hatched instead of a color; also the id of the SVG pattern
 PAPER, HATCH_PAPER, HATCH_INK, INK = "#ffffff", "#f8f9fb", "#98a2b3", "#1d2433"
@@ -158,6 +159,44 @@ def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Can
     _draw_legend(canvas, layouts[0].num_shards, padded, top - 28)
     canvas.height_px = top + 4
     return canvas
+
+
+def distinct_layouts(layouts: Iterable[GroupLayout]) -> list[tuple[GroupLayout, int]]:
+    """Return layouts that differ in more than the names of their tensors, each with its number; the largest first.
+
+    The layers of a model usually have one layout, of which the first layer's is returned.
+    """
+    kinds: dict[tuple[object, ...], list[GroupLayout]] = {}
+    for layout in layouts:
+        slots = tuple(
+            (slot.shape, slot.dtype, slot.block_numel, slot.offset, slot.runs) for slot in layout.slots
+        )
+        kinds.setdefault((layout.num_shards, layout.shard_numel, slots), []).append(layout)
+    alike = [(same[0], len(same)) for same in kinds.values()]
+    return sorted(alike, key=lambda each: -each[0].numel)
+
+
+def unit_name(layout: GroupLayout) -> str:
+    """Return the leading parts that the names of all tensors have in common; "(root)" if there are none."""
+    names = [slot.fqn.split(".")[:-1] for slot in layout.slots]
+    shared = [parts[0] for parts in zip(*names, strict=False) if len(set(parts)) == 1]
+    return ".".join(shared) or "(root)"
+
+
+def layouts_html(layouts: Iterable[GroupLayout], most: int = 4) -> str:
+    """Return pictures of the largest distinct layouts, one below the other, for a notebook."""
+    kinds = distinct_layouts(layouts)
+    pictures = [layout_svg(layout, layout_title(layout, count)) for layout, count in kinds[:most]]
+    more = len(kinds) - most
+    rest = f"<p>{more} more layouts are smaller.</p>" if more > 0 else ""
+    # A notebook has one document: its styles must not depend on the order of pictures, which all have the same.
+    return "\n".join((*pictures, rest))
+
+
+def layout_title(layout: GroupLayout, count: int = 1) -> str:
+    """Return the headline of a layout: its unit, its ranks, and how many units more have this layout."""
+    more = f", and {count - 1:,} more units" if count > 1 else ""
+    return f"{unit_name(layout)} on {layout.num_shards:,} ranks{more}"
 
 
 def rank_color(rank: int, num_shards: int, *, shade: bool = False) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import ParamShape, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.padding import PaddingPolicy, find_remedies, remedy_texts
-from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_picture
+from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, layouts_html, padding_picture
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
 from vescale_fsdp.lazy import set_module
 
@@ -106,6 +107,11 @@ class PlanReport:
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
+
+    def _repr_html_(self) -> str:
+        """Return the tables and the largest layouts, as a notebook shows them."""
+        layouts = [layout for group in self.groups for planned in group.layouts[-1:] for layout in planned]
+        return f"<pre>{escape(str(self))}</pre>\n{layouts_html(layouts)}"
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:

@@ -107,7 +107,8 @@ def test_holders_layouts_and_history(tmp_path: Path) -> None:
 
     held = {found["files"][first]: numel for first, _, numel in weight["held"]}
     assert len(held) == 2 and sum(held.values()) == 64 * 64 and min(held.values()) > 0
-    assert layout["shards"] == 2 and {slot[0] for slot in layout["slots"]} == {"weight", "bias"}
+    assert layout["title"] == "(root) on 2 ranks" and "rank 1" in layout["svg"]
+    assert "weight" in layout["svg"] and "bias" in layout["svg"]
     assert [(step["step"], step["metric"]) for step in found["history"]] == [(10, 0.1), (20, 0.05)]
     assert found["values"] == {"step": "20"}
 

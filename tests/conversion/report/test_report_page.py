@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.processes import run_command
-from vescale_fsdp.conversion.report.checkpoint_report import report_page
+from vescale_fsdp.conversion.report.checkpoint_report import pictures_of, report_page
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(
@@ -43,7 +44,9 @@ def _report() -> dict[str, Any]:
         }
         for i in range(TENSORS)
     ]
-    slots = [[row["name"], i * numel, numel, 1024, []] for i, row in enumerate(tensors[:10])]
+    layout = plan_group(
+        [TensorSpec(row["name"], (4096, 1024), "bfloat16", 1024) for row in tensors[:10]], RANKS
+    )
     steps = [
         {"step": s, "bytes": 10**9, "seconds": 2 + s % 3, "metric": None, "pinned": False}
         for s in (10, 20, 30)
@@ -56,7 +59,7 @@ def _report() -> dict[str, Any]:
         "tensors": tensors,
         "values": {"step": "30", "<b>": "'<i>x</i>'"},
         "files": [f"data-0/{rank:05d}-of-{RANKS:05d}.safetensors" for rank in range(RANKS)],
-        "layouts": [{"shards": RANKS, "size": 10 * numel // RANKS, "slots": slots}],
+        "layouts": pictures_of([layout, layout]),
         "history": steps,
         "against": "/run/step-00000020",
         "only_there": ["model.lost.weight"],
@@ -103,11 +106,12 @@ def test_opens_with_totals_tree_and_lanes(page: Path) -> None:
     )
     assert rows_of(document)[:4] == ["model.", "model.layers.", "model.layers.0.", "model.layers.1."]
     assert 20 < len(rows_of(document)) < 60
-    assert f"{RANKS} ranks, " in document and "a color per tensor" in document
+    assert "model.layers.0 on 1,024 ranks, and 1 more units</option>" in document
+    assert "rank 1,023" in document and "end of a block" in document
     assert "seconds of a save" in document and "metric</figcaption>" not in document
     assert "<dt>&lt;b&gt;</dt>" in document
     constant = document.partition(">bytes</figcaption>")[2].partition("</svg>")[0]
-    assert re.findall(">([^<]+)</text>", constant) == ["1 GB", "step 10", "30"]
+    assert re.findall(">([^<]+)</text>", constant) == ["1 GB", "0 B", "step 10", "30"]
 
 
 def test_searches_sorts_and_shows_a_tensor(page: Path) -> None:

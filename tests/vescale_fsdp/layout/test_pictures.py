@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tools.bench.parts.model_shapes import LAYERS
+from vescale_fsdp import plan_report
+from vescale_fsdp.checkpoint import save
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.pictures import BODY_PX, DARK, PAPER, layout_svg, rank_color, short_names
+from vescale_fsdp.layout.pictures import (
+    BODY_PX,
+    DARK,
+    PAPER,
+    distinct_layouts,
+    layout_svg,
+    layout_title,
+    rank_color,
+    short_names,
+)
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -109,3 +123,26 @@ def test_a_picture_has_the_colors_of_a_dark_scheme() -> None:
     assert f"[fill='{PAPER}']{{fill:{DARK[PAPER]}}}" in style and f"[stroke='{PAPER}']" in style
     labels = [text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "rank 1"]
     assert {label.attrib["fill"] in DARK for label in labels} == {True, False}  # beside a lane, and in a band
+
+
+def test_equal_layouts_are_drawn_once() -> None:
+    """Layers differ in names only: the first one is drawn, and its headline says how many more there are."""
+    layers = [
+        plan_group([TensorSpec(f"layers.{i}.{name}", (64, 8), "float32", 8) for name in ("up", "down")], 4)
+        for i in range(5)
+    ]
+    other = plan_group([TensorSpec("embed", (640, 8), "float32", 8)], 4)
+    kinds = distinct_layouts([*layers, other])
+
+    assert [(layout, count) for layout, count in kinds] == [(other, 1), (layers[0], 5)]
+    assert layout_title(*kinds[1]) == "layers.0 on 4 ranks, and 4 more units"
+    assert layout_title(*kinds[0]) == "(root) on 4 ranks"
+
+
+def test_notebooks_show_plans_and_checkpoints(tmp_path: Path) -> None:
+    """A plan and an opened checkpoint are tables with the picture of the layout; names of tensors stay text."""
+    report = plan_report({"<b>.weight": (64, 8)}, [4])
+    save(tmp_path / "saved", {"w<i>": torch.ones(64, 8)})
+    for html in (report._repr_html_(), open_source(str(tmp_path / "saved"))._repr_html_()):
+        assert html.startswith("<pre>") and "<b>" not in html and "<i>" not in html
+    assert "rank 3" in report._repr_html_() and report._repr_html_().count("<svg") == 1
