@@ -15,7 +15,6 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -37,27 +36,28 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "/": operator.truediv,
 }
 NEGATE = "negate"
-_BLOCK_ITEMS = (
-    1 << 14
-)  # small enough for the cache, and for malloc to reuse the memory of intermediate values
+_BLOCK_ITEMS = 1 << 16  # small enough for the cache
 
 
 class Scratch(threading.local):
-    """Memory of each thread for the bytes of a view's inputs, since allocating it for each read takes time."""
+    """Memory of each thread for a view's inputs and intermediate values, since allocating it takes time."""
 
     buffer: np.ndarray | None = None
 
-    def arrays(self, numel: int, dtypes: Sequence[DType]) -> list[np.ndarray]:
-        """Return arrays of ``numel`` raw items each, valid until the thread's next call."""
+    def arrays(self, wanted: Sequence[tuple[int, DType]]) -> list[np.ndarray]:
+        """Return an array of raw items for each (number of items, dtype), valid until the thread's next call."""
         import numpy as np
 
-        offsets = [*accumulate((round_up(numel * dtype.itemsize, 16) for dtype in dtypes), initial=0)]
+        sizes = [numel * dtype.itemsize for numel, dtype in wanted]
+        offsets = [*accumulate((round_up(size, 64) for size in sizes), initial=0)]
         if self.buffer is None or self.buffer.nbytes < offsets[-1]:
             self.buffer = None  # freed before the larger one is allocated
             self.buffer = np.empty(offsets[-1], dtype=np.uint8)
-        starts = zip(offsets, dtypes, strict=False)  # the last offset is the end
         return [
-            self.buffer[start : start + numel * dtype.itemsize].view(dtype.raw) for start, dtype in starts
+            self.buffer[start : start + size].view(dtype.raw)
+            for start, size, (_, dtype) in zip(
+                offsets, sizes, wanted, strict=False
+            )  # the last offset is the end
         ]
 
 
@@ -92,25 +92,33 @@ class CombinedView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.conversion.quantization.float_codes import cast_array, cast_into
+        from vescale_fsdp.conversion.quantization.float_codes import cast_into
 
         dtypes = [view.info.dtype for view in self.inputs]
-        raws = self.scratch.arrays(box.numel, dtypes)
+        registers = min(box.numel, _BLOCK_ITEMS), self.compute_dtype
+        arrays = self.scratch.arrays(
+            [*((box.numel, dtype) for dtype in dtypes), *[registers] * _depth(self.steps)]
+        )
+        raws, stack = arrays[: len(dtypes)], arrays[len(dtypes) :]
         for view, raw in zip(self.inputs, raws, strict=True):
             view.read_into(box, raw.reshape(box.sizes))
         flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
         number = np.dtype(self.compute_dtype.name).type
-        lost, stored = 0, [*zip(raws, dtypes, strict=True)]
-
-        def load(block: slice, index: int) -> np.ndarray:
-            """Return a block of an input, converted where it is used, so that few values are in the cache."""
-            raw, dtype = stored[index]
-            return cast_array(raw[block], dtype, self.compute_dtype).view(number)
-
+        lost = 0
         with np.errstate(over="ignore", invalid="ignore"):  # as in torch
             for start in range(0, box.numel, _BLOCK_ITEMS):
                 block = slice(start, start + _BLOCK_ITEMS)
-                values = _run(self.steps, partial(load, block), number)
+
+                def load(index: int, into: np.ndarray, block: slice = block) -> np.ndarray:
+                    """Return a block of an input, converted where it is used, so that few values are in the cache."""
+                    raw, dtype = raws[index][block], dtypes[index]
+                    if dtype == self.compute_dtype:
+                        return raw.view(number)
+                    cast_into(raw, dtype, into.view(self.compute_dtype.raw), self.compute_dtype)
+                    return into
+
+                numel = min(_BLOCK_ITEMS, box.numel - start)
+                values = _run(self.steps, load, number, [each[:numel].view(number) for each in stack])
                 result = values.view(self.compute_dtype.raw)
                 lost += cast_into(result, self.compute_dtype, flat[block], self.dtype)
         if not out.flags.c_contiguous:
@@ -125,8 +133,9 @@ class CombinedView(TensorView):
     @property
     def scratch_buffers(self) -> int:
         ratios = [view.info.dtype.itemsize / self.dtype.itemsize for view in self.inputs]
-        # The bytes of all inputs at the same time, and the scratch buffers of the input that is being read.
-        own = sum(ratios) + max(ratios) * max(view.scratch_buffers for view in self.inputs)
+        # The bytes of all inputs at the same time, the scratch buffers of the input that is being read, and one buffer
+        # for intermediate values, which take less.
+        own = sum(ratios) + max(ratios) * max(view.scratch_buffers for view in self.inputs) + 1
         return math.ceil(own)
 
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
@@ -141,16 +150,38 @@ class CombinedView(TensorView):
         return f"{self.steps} in {self.compute_dtype.name} as {self.dtype.name} of {inputs}"
 
 
+def _depth(steps: Sequence[Step]) -> int:
+    """Return the largest number of values that a program has at the same time."""
+    changes = (0 if step == NEGATE else -1 if isinstance(step, str) else 1 for step in steps)
+    return max(accumulate(changes))
+
+
 def _run(
-    steps: tuple[Step, ...], load: Callable[[int], np.ndarray], number: Callable[[float], Any]
+    steps: tuple[Step, ...],
+    load: Callable[[int, np.ndarray], np.ndarray],
+    number: Callable[[float], Any],
+    registers: Sequence[np.ndarray],
 ) -> np.ndarray:
-    """Run a program; ``load`` returns the values of an input, and ``number`` a number in the type of operations."""
+    """Run a program.
+
+    Args:
+        load: returns the values of an input, in the array that it is passed or in another one.
+        number: returns a number in the type of operations.
+        registers: memory for the values at each level of the stack.
+    """
+    import numpy as np
+
+    functions = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}
     stack: list[Any] = []
     for step in steps:
         if isinstance(step, str):
             right = stack.pop()
-            stack.append(-right if step == NEGATE else OPERATORS[step](stack.pop(), right))
+            if step == NEGATE:
+                stack.append(np.negative(right, out=registers[len(stack)]))
+            else:
+                left = stack.pop()
+                stack.append(functions[step](left, right, out=registers[len(stack)]))
         else:
-            stack.append(load(step) if isinstance(step, int) else number(step))
+            stack.append(load(step, registers[len(stack)]) if isinstance(step, int) else number(step))
     (result,) = stack
     return result
