@@ -207,7 +207,9 @@ def load(
         check_choices(verify, read)
         if strict not in (True, False, "missing", "auto"):
             expected = "True, False, 'missing' or 'auto'"
-            raise ArgumentError("strict has an unknown value.", expected=expected, got=repr(strict))
+            raise ArgumentError(
+                "strict has an unknown value.", expected=expected, got=repr(strict), where="load(strict=..)"
+            )
         patterns = None if include is None else _as_tuple(include)
         casts = _as_tuple(dtype)
         alike |= {"dtype": list(casts), "source": None if source is None else asdict(source)}
@@ -621,10 +623,14 @@ def check_choices(verify: str, read: str) -> None:
     """
     if verify not in get_args(Verify):
         expected = "'before', 'while', 'never' or 'end-to-end'"
-        raise ArgumentError("verify has an unknown value.", expected=expected, got=repr(verify))
+        raise ArgumentError(
+            "verify has an unknown value.", expected=expected, got=repr(verify), where="load(verify=..)"
+        )
     if read not in get_args(Read):
         expected = "'once', 'each' or 'auto'"
-        raise ArgumentError("read has an unknown value.", expected=expected, got=repr(read))
+        raise ArgumentError(
+            "read has an unknown value.", expected=expected, got=repr(read), where="load(read=..)"
+        )
 
 
 def _check_choices_of_views(verify: str, read: str, path: object) -> None:

@@ -797,4 +797,5 @@ def _step_number(step: object) -> int:
             got=repr(step) if isinstance(step, (str, float)) else f"a value of type {type(step).__name__}",
             todo="pass the number first: manager.save(step, state), manager.should_save(step), manager.pin(step); to "
             "restore, manager.restore(state, step=5)",
+            where="the argument `step`",
         ) from error

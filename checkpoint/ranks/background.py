@@ -117,7 +117,12 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
     """
     # Not `< 0`, which is False for NaN.
     if not isinstance(exit_timeout_s, (int, float)) or not exit_timeout_s >= 0:
-        raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
+        raise ArgumentError(
+            "exit_timeout_s is not a time.",
+            expected=">= 0",
+            got=exit_timeout_s,
+            where="the argument exit_timeout_s",
+        )
 
 
 # Weak references, because the thread of an unreferenced object ends.

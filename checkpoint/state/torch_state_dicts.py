@@ -92,7 +92,11 @@ def _check_model(model: object, call: str) -> None:
     """Raise ArgumentError for a state in the place of the model."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            "The model comes first.", expected="an nn.Module", got=type(model).__name__, todo=f"call {call}"
+            "The model comes first.",
+            expected="an nn.Module",
+            got=type(model).__name__,
+            todo=f"call {call}",
+            where="the first argument",
         )
 
 

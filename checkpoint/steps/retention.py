@@ -49,10 +49,15 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         for name, limit in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if limit is not None and limit < 1:
-                raise ArgumentError(f"{name} cannot be {limit}.", expected="at least 1", got=limit)
+                raise ArgumentError(
+                    f"{name} cannot be {limit}.", expected="at least 1", got=limit, where="RetentionPolicy"
+                )
         if not isinstance(self.keep_best, BestOf | None):
             raise ArgumentError(
-                "keep_best is not a BestOf.", expected="such as BestOf(3)", got=repr(self.keep_best)
+                "keep_best is not a BestOf.",
+                expected="such as BestOf(3)",
+                got=repr(self.keep_best),
+                where="RetentionPolicy",
             )
 
 

@@ -330,4 +330,4 @@ def shape_of(policy: SavePolicy) -> str:
 def _check(is_true: bool, problem: str, expected: str, got: object) -> None:
     """Raise an ArgumentError unless a condition is true."""
     if not is_true:
-        raise ArgumentError(problem, expected=expected, got=got)
+        raise ArgumentError(problem, expected=expected, got=got, where="the arguments of a save policy")

@@ -392,6 +392,7 @@ class SignalWatch:
                 "Signals can be handled in the main thread only.",
                 expected="a manager with OnSignal() to be created in the main thread",
                 got=f"thread {threading.current_thread().name}",
+                where="OnSignal",
             )
         for name in names:
             number = signal.Signals[name]

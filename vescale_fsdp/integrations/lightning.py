@@ -312,6 +312,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
             expected="a dict with one sharded model, such as {'model': model, 'optimizer': optimizer}",
             got=", ".join(key for key, _ in models) or "none",
             todo="set up the model with this strategy first; save several models in several checkpoints",
+            where="the state of Fabric.save or Fabric.load",
         )
     return models[0]
 

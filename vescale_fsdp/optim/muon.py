@@ -128,6 +128,7 @@ class Muon(StructuredOptimizer):
                 expected="a number",
                 got=f"{len(lr)} values",
                 todo="Muon(matrices, lr=0.02, adamw_params=others): other parameters are named",
+                where="Muon(lr=..)",
             )
         # Momentum must be in [0, 1), like a beta. float, since a learning rate may be a tensor.
         check_rates(float(lr), (momentum, 0.0), eps, weight_decay)

@@ -395,6 +395,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             expected="an iterable of parameters or param groups",
             got=type(params).__name__,
             todo="pass model.parameters()",
+            where="the argument `params`",
         )
     if isinstance(params, torch.Tensor):
         raise LayoutError(
@@ -410,6 +411,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             expected="an iterable of parameters or param groups",
             got=f"{len(items)} lists",
             todo="matrices, others = Muon.split_params(model); Muon(matrices, adamw_params=others)",
+            where="the argument `params`",
         )
     if items and isinstance(items[0], dict):
         return [dict(group) for group in items]  # copies, since torch adds defaults to the dicts

@@ -270,6 +270,7 @@ def _check(model: nn.Module, optimizer: str, param_dtype: torch.dtype) -> None:
             expected=f"one of {', '.join(get_args(OptimizerName))}",
             got=repr(optimizer),
             todo="pass the one whose state is most like yours",
+            where="the argument `optimizer`",
         )
     if not isinstance(param_dtype, torch.dtype) or not param_dtype.is_floating_point:
         raise ArgumentError(

@@ -254,6 +254,7 @@ class FSDPModule(_Base):
                 "set_reshard_after_forward takes True or False, not a number of ranks.",
                 expected="True or False",
                 got=repr(reshard_after_forward),
+                where="set_reshard_after_forward",
             )
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
@@ -326,6 +327,7 @@ class FSDPModule(_Base):
                 "max_input_buffers must be a positive number of reductions.",
                 expected="at least 1" if is_int else "an int",
                 got=repr(max_input_buffers),
+                where="the argument max_input_buffers",
             )
         for state in self._states(recurse):
             state.max_reductions = max_input_buffers
@@ -501,7 +503,10 @@ def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
         raise ArgumentError(
-            "All modules must be sharded modules.", expected="modules created by fully_shard", got=got
+            "All modules must be sharded modules.",
+            expected="modules created by fully_shard",
+            got=got,
+            where="the list of modules",
         )
     return states
 
