@@ -119,6 +119,25 @@ def _part_sums(numbers: torch.Tensor, column: int) -> torch.Tensor:
     return (weights * numbers.to(torch.int64)).sum(1).view(1, 2)
 
 
+def bytes_sums(raw: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return what single bytes, such as those of changed items, add to the two sums of their tensor.
+
+    Args:
+        raw: the bytes, 1D uint8.
+        places: int64, offset of each byte in the tensor's row-major bytes, in any order.
+
+    Returns:
+        As `run_sums`.
+    """
+    if not raw.numel():
+        return torch.zeros(2, dtype=torch.int64, device=raw.device)
+    rows, columns = places // ROW_BYTES, places % ROW_BYTES
+    first, last = (int(row) // _CHUNK_ROWS for row in rows.aminmax())
+    factors = torch.cat([_row_factors(chunk, raw.device) for chunk in range(first, last + 1)])
+    products = _weights(raw.device).index_select(1, columns) * raw.view(torch.int8).to(torch.int64)
+    return (products * factors.index_select(0, rows - first * _CHUNK_ROWS).t()).sum(1)
+
+
 @cache
 def _has_int8_kernels() -> bool:
     """Return whether the host's processor multiplies matrices of int8 fast; torch has a plain loop for others."""

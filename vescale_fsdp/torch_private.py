@@ -80,6 +80,9 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 # torch 2.11-2.13: the placement of a dim that both FSDP and tensor parallelism cut; checkpoints treat it unlike Shard.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+# torch 2.11-2.15: a weak reference to a tensor's memory; weak references to tensors end with views.
+from torch.multiprocessing.reductions import StorageWeakRef
+
 # torch 2.11-2.13: Muon's iteration, learning-rate rule and constants; imported so that they stay equal to torch's.
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C
 from torch.optim._muon import DEFAULT_NS_STEPS as MUON_STEPS
@@ -383,6 +386,17 @@ def storage_id(tensor: torch.Tensor) -> int:
 def storage_ids(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return `storage_id` of thousands of tensors (torch 2.11-2.13), at the cost of one call."""
     return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def memory_mark(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a value that is equal as long as a tensor has the same memory and nothing has written to it.
+
+    Does not keep the memory alive. Writes that autograd does not see (`tensor.data`) are not detected, and none of
+    those to inference tensors.
+    """
+    version = None if tensor.is_inference() else tensor._version
+    # A weak reference keeps the storage's number, not its memory: no other storage gets the number.
+    return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride(), version
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:

@@ -14,7 +14,7 @@ import torch
 from tests.house.conftest import ROOT
 from tests.support.async_device import TYPE, needs_device, run_on_device
 from tests.support.dtype_zoo import DTYPES, make_tensor
-from vescale_fsdp.byte_sums import ROW_BYTES, pack_sums, region_sums, run_sums
+from vescale_fsdp.byte_sums import ROW_BYTES, bytes_sums, pack_sums, region_sums, run_sums
 from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.region import Region, whole_region
 
@@ -274,3 +274,11 @@ def test_a_million_random_changes_are_seen() -> None:
     ):
         missed = np.logical_and(*(each == 0 for each in effect))
         assert not missed.any()
+
+
+def test_single_bytes_are_summed_at_their_places() -> None:
+    """In any order, over several rows and chunks, as the run that they are."""
+    raw, start = pattern((1 << 22) + 12_345), 77
+    order = torch.randperm(raw.numel(), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(bytes_sums(raw[order], start + order), run_sums(raw, start))
+    assert bytes_sums(raw[:0], order[:0]).tolist() == [0, 0]

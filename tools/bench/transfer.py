@@ -6,6 +6,7 @@
 
     dense           a Llama's tensors, to shards of rows and of columns
     experts         fused experts [experts, in, out] to transposed [experts, out, in], shards of out
+    deltas          dense, of which some items have changed at random: only these are sent (`Transfer(delta=True)`)
     small tensors   1,000 tensors of 16 kB, cut by rows, to shards of columns
 
 Alternatives: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
@@ -18,6 +19,7 @@ ranks.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import shutil
@@ -60,6 +62,7 @@ from vescale_fsdp.transfer.transfer import Transfer
 HIDDEN, INTER, VOCAB, EXPERTS = 1024, 2816, 16384, 8
 NUM_SMALL = 1000
 RANKS, TRAINERS = 4, 2
+FRACTIONS = (0.001, 0.01, 0.03, 0.1)  # of items that change between two transfers with `delta`
 MIB = 1 << 20
 State = dict[str, Any]
 
@@ -259,8 +262,77 @@ def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None
                 seconds[name].append(took_s)
     measured = (bench.dense, bench.coded, bench.experts, bench.small)
     sent = [sending.plan.total_bytes for sending in measured]
-    torch.save((seconds, extra, sent, needed(bench), bench.planning_s), f"{folder}/rank{rank}")
+    deltas = measured_deltas(bench.dense, rounds)
+    torch.save((seconds, extra, sent, needed(bench), bench.planning_s, deltas), f"{folder}/rank{rank}")
     dist.destroy_process_group()
+
+
+class Deltas(NamedTuple):
+    """What one rank measures of a transfer of changes.
+
+    Attributes:
+        numel: items that all ranks send in a whole transfer, of 2 bytes.
+        own_numel: items that this rank sends or receives.
+        sent_bytes: bytes that this rank sends, by fraction of changed items.
+        seconds: CPU time of this rank, by fraction.
+        floor_s: CPU time for reading this rank's tensors, and a copy of them, once.
+    """
+
+    numel: int
+    own_numel: int
+    sent_bytes: dict[float, int]
+    seconds: dict[float, float]
+    floor_s: float
+
+
+def measured_deltas(sending: Sending, rounds: int) -> Deltas:
+    """Change some items at random, and send them: bytes, and CPU time without the other ranks."""
+    transfer = Transfer(sending.plan, delta=True)
+    transfer.run(sending.state, sending.into)
+    locals_ = [tensor.to_local() for tensor in (sending.state or sending.into or {}).values()]
+    sent: dict[float, int] = {}
+    seconds: dict[float, list[float]] = {fraction: [] for fraction in FRACTIONS}
+    for fraction in FRACTIONS * rounds:
+        if sending.state is not None:
+            for local in locals_:
+                is_changed = torch.rand(local.shape) < fraction
+                local.view(torch.int16).bitwise_xor_(is_changed.to(torch.int16))
+        dist.barrier()
+        start_s = time.process_time()
+        transfer.run(sending.state, sending.into)
+        seconds[fraction].append(time.process_time() - start_s)
+        assert transfer.delta is not None
+        sent[fraction] = transfer.delta.sent_bytes
+    copies = [local.clone() for local in locals_]
+    floors = []
+    for _ in range(rounds):
+        start_s = time.process_time()
+        for local, copy in zip(locals_, copies, strict=True):
+            # Reads to the end, since they are equal.
+            torch.equal(local.view(torch.int64), copy.view(torch.int64))
+        floors.append(time.process_time() - start_s)
+    part = RankTransfers(sending.plan, sending.rank)
+    numel = sum(stream.nbytes // 2 for stream in (part.sends or part.receives).values())
+    medians = {fraction: statistics.median(each) for fraction, each in seconds.items()}
+    return Deltas(sending.plan.total_bytes // 2, numel, sent, medians, statistics.median(floors))
+
+
+def delta_rows(ranks: list[Deltas]) -> list[Row]:
+    """Rows of `measured_deltas`: bytes beside the entropy of positions and 16 bits per change; CPU time per item."""
+    rows = []
+    for fraction in FRACTIONS:
+        case = f"delta, {100 * fraction:g} % changed"
+        nbytes = sum(each.sent_bytes[fraction] for each in ranks)
+        entropy = -fraction * math.log2(fraction) - (1 - fraction) * math.log2(1 - fraction)
+        least = ranks[0].numel * (entropy + 16 * fraction) / 8
+        rows.append(Row(case, "bytes sent", "MB", nbytes / 1e6, least / 1e6, "entropy and values", "<= 1.3"))
+        for side, own in (("trainer", ranks[:TRAINERS]), ("engine", ranks[TRAINERS:])):
+            ns, floor = (
+                1e9 * statistics.median(each / rank.own_numel for each, rank in zip(times, own, strict=True))
+                for times in ([rank.seconds[fraction] for rank in own], [rank.floor_s for rank in own])
+            )
+            rows.append(Row(case, f"CPU time per item, {side}", "ns", ns, floor, "reading shard and base"))
+    return rows
 
 
 def packing_rows() -> list[Row]:
@@ -445,7 +517,7 @@ def _measured(layers: int, rounds: int, folder: str, start_method: str) -> list[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.start_processes(measure, (layers, rounds, port, folder), nprocs=RANKS, start_method=start_method)
-    return [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+    return [torch.load(f"{folder}/rank{rank}", weights_only=False) for rank in range(RANKS)]
 
 
 def main() -> None:
@@ -482,7 +554,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     case = "4096 to 1024 ranks, 1000 tensors"
-    rows = [*rows_of(ranks, 64 * MIB), *packing_rows()]
+    rows = [*rows_of(ranks, 64 * MIB), *delta_rows([rank[5] for rank in ranks]), *packing_rows()]
     rows.append(Row(case, "plan and totals", "CPU s", plan_s, None, None, "<= 10"))
     rows.append(Row(case, "plan and totals", "MiB", plan_mib, None, None, "<= 1024"))
     print_table(rows)

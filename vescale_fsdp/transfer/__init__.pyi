@@ -1,5 +1,6 @@
 """The public names of the package. Type checkers and `vescale_fsdp.lazy` read this list."""
 
+from vescale_fsdp.transfer.delta import Delta as Delta
 from vescale_fsdp.transfer.description import (
     StateDescription as StateDescription,
     describe_states as describe_states,

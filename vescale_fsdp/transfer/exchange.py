@@ -127,13 +127,7 @@ class Exchange:
         in_place: list[_Started] = []
         staged: dict[bool, deque[_Started]] = {True: deque(), False: deque()}  # by direction
         for message in messages:
-            if message.in_place is not None:
-                in_place.append(self._start(message))
-                continue
-            queue = staged[message.is_sent]
-            if len(queue) == self.pool.each_way:  # bounds the memory of buffers in use
-                self._finish(queue.popleft())
-            queue.append(self._start(message))
+            self._take_turn(message, in_place, staged)
         for queue in staged.values():
             while queue:
                 self._finish(queue.popleft())
@@ -143,6 +137,18 @@ class Exchange:
         if self.verify:
             self._compare_checksums()
         self.errors.raise_kept()
+
+    def _take_turn(
+        self, message: Message, in_place: list[_Started], staged: dict[bool, deque[_Started]]
+    ) -> None:
+        """Start a message, and add it to the messages that have been started."""
+        if message.in_place is not None:
+            in_place.append(self._start(message))
+            return
+        queue = staged[message.is_sent]
+        if len(queue) == self.pool.each_way:  # bounds the memory of buffers in use
+            self._finish(queue.popleft())
+        queue.append(self._start(message))
 
     def _start(self, message: Message) -> _Started:
         """Start to send or receive a message. A message to send is packed first, unless the message is in place."""
@@ -154,16 +160,19 @@ class Exchange:
             buffer = self.pool.take()
             data = buffer[: message.nbytes]
             if message.is_sent:
-                self.errors.attempt(lambda: _each(self.origin.pack, message.batches, data))
+                self.errors.attempt(lambda: each_batch(self.origin.pack, message.batches, data))
         if message.is_sent:
             self._note_checksum(message, data)
         return _Started(message, self._begin(data, message.peer, message.is_sent), data, buffer)
 
-    def _begin(self, data: torch.Tensor, peer: int, is_sent: bool) -> Work | None:
+    def _begin(
+        self, data: torch.Tensor, peer: int, is_sent: bool, group: dist.ProcessGroup | None = None
+    ) -> Work | None:
         """Start to send or receive ``data``. Returns None if the connection to ``peer`` is lost."""
-        assert self.group is not None
+        group = group or self.group
+        assert group is not None
         with self._noting_loss_of(peer):
-            return (send_async if is_sent else receive_async)(data, self.group, peer)
+            return (send_async if is_sent else receive_async)(data, group, peer)
         return None  # `_noting_loss_of` has suppressed an error
 
     @contextmanager
@@ -190,7 +199,9 @@ class Exchange:
             wait_for(started.work)
         if not message.is_sent:
             if started.buffer is not None:
-                self.errors.attempt(lambda: _each(self.destination.unpack, message.batches, started.data))
+                self.errors.attempt(
+                    lambda: each_batch(self.destination.unpack, message.batches, started.data)
+                )
             self._note_checksum(message, started.data)
         if started.buffer is not None:
             self.pool.give_back(started.buffer)
@@ -204,12 +215,12 @@ class Exchange:
         buffer = self.pool.take()
         for batches in kept:
             data = buffer[: sum(batch.nbytes for batch in batches)]
-            _each(self.origin.pack, batches, data)
-            checksum = _checksum_of(data) if self.verify else 0
-            _each(self.destination.unpack, batches, data)
+            each_batch(self.origin.pack, batches, data)
+            checksum = checksum_of_bytes(data) if self.verify else 0
+            each_batch(self.destination.unpack, batches, data)
             if self.verify:
-                _each(self.destination.read_back, batches, data)
-                if _checksum_of(data) != checksum:
+                each_batch(self.destination.read_back, batches, data)
+                if checksum_of_bytes(data) != checksum:
                     raise self._differs(self.rank, [item for batch in batches for item in batch.sent])
         self.pool.give_back(buffer)
 
@@ -219,9 +230,9 @@ class Exchange:
             return
         if not message.is_sent and message.in_place is None:
             # Read back what `unpack` has stored, so that the checksum covers that copy too.
-            self.errors.attempt(lambda: _each(self.destination.read_back, message.batches, data))
+            self.errors.attempt(lambda: each_batch(self.destination.read_back, message.batches, data))
         noted = self._checksums.setdefault((message.peer, message.is_sent), [])
-        noted.append(_Checksum(message.number, _checksum_of(data), message.copies))
+        noted.append(_Checksum(message.number, checksum_of_bytes(data), message.copies))
 
     def _compare_checksums(self) -> None:
         """Send the checksums of sent messages to their receivers, and compare those of received messages."""
@@ -259,7 +270,9 @@ class Exchange:
         )
 
 
-def _each(work: Callable[[Batch, torch.Tensor], None], batches: Iterable[Batch], data: torch.Tensor) -> None:
+def each_batch(
+    work: Callable[[Batch, torch.Tensor], None], batches: Iterable[Batch], data: torch.Tensor
+) -> None:
     """Call ``work`` with each batch and the batch's bytes in ``data``, the bytes of a message."""
     start = 0
     for batch in batches:
@@ -267,6 +280,6 @@ def _each(work: Callable[[Batch, torch.Tensor], None], batches: Iterable[Batch],
         start += batch.nbytes
 
 
-def _checksum_of(data: torch.Tensor) -> int:
+def checksum_of_bytes(data: torch.Tensor) -> int:
     """Return the checksum of a tensor's bytes."""
     return checksum_of(data.cpu().numpy().data) >> 1  # 63 bits, since it is sent in a tensor of int64

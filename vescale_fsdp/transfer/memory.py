@@ -29,6 +29,7 @@ from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
 from vescale_fsdp.transfer.links import CodedKey, SourceTensor
 from vescale_fsdp.transfer.packing import gather, scatter
+from vescale_fsdp.transfer.patches import Change, bits_of, put
 from vescale_fsdp.transfer.plan import ALIGN_BYTES, TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Batch, LeafCopy
 
@@ -95,7 +96,7 @@ def local_pieces(
     return locals_by_number
 
 
-def _in_order(local: torch.Tensor) -> torch.Tensor:
+def in_order(local: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory has the items in order: the tensor, or a copy if its memory has another order."""
     if _is_plain_memory(local):
         return local
@@ -233,14 +234,19 @@ class SourceWatch:
         """`storage_id` of each tensor; computed if an optimizer steps, which is rare during a transfer."""
         return storage_ids(self._locals)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a version counter has changed, or an optimizer has begun a step."""
+        return self.is_stepped or versions_of(self._watched) != self._versions
+
     def check(self) -> None:
         """Check that no tensor was written to since the watch was created.
 
         Raises:
             CheckpointError: if a version counter changed or an optimizer began a step; names the number of tensors.
         """
-        versions = versions_of(self._watched)
-        if versions != self._versions or self.is_stepped:
+        if self.is_written:
+            versions = versions_of(self._watched)
             changed = sum(now != before for now, before in zip(versions, self._versions, strict=True))
             raise CheckpointError(
                 "The source was written to while it was sent.",
@@ -344,7 +350,7 @@ class Origin:
         self._flats = dict(stage.flats)
         for number, local in locals_by_number.items():
             if number not in stage.starts:
-                self._flats[number] = _in_order(local)
+                self._flats[number] = in_order(local)
         self._scales: dict[CodedKey, torch.Tensor] = {}
         self.coded: dict[CodedKey, CodedTensor] = {}
         for key, source in _coded_sources(plan).items():
@@ -418,8 +424,9 @@ class Destination:
         stage.fit(locals_by_number)
         self._stage = stage
         self._flats = dict(stage.flats)
-        # The tensors that have a second copy, each with the copy.
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # The tensors that have a second copy: number, tensor, copy. And those whose copy is filled.
+        self._copies: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._copied = self._copies
         for number, local in locals_by_number.items():
             if number in stage.starts:
                 continue
@@ -430,11 +437,42 @@ class Destination:
             if number not in copies:
                 copies[number] = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
             self._flats[number] = copies[number]
-            self._copied.append((local, copies[number]))
+            self._copies.append((number, local, copies[number]))
 
     def flat(self, number: int) -> torch.Tensor:
         """Return what this rank has received of target tensor ``number``, contiguous."""
         return self._flats[number]
+
+    def begin_patches(self, *, keep_old: bool) -> None:
+        """Prepare for patches, which have only changed items: copy the target into second copies.
+
+        Args:
+            keep_old: into all second copies. Else patches are stored in the target, where its memory has the items in
+                order, and other tensors and staged ones are copied.
+        """
+        self._stage.fill(self._locals)
+        self._copied = []
+        for number, local, copied in self._copies:
+            if keep_old or not _is_plain_memory(local):
+                self._copied.append((number, local, copied))
+                self._flats[number] = copied
+                _as_carrier(copied).copy_(_as_carrier(in_order(local)).view(-1))
+            else:
+                self._flats[number] = local
+
+    def put(self, change: Change) -> None:
+        """Store changed items in the target or its second copy, cast if planned."""
+        placed = change.copy[0]
+        flat = self._flats[placed.target]
+        put(change, bits_of(flat), self.stored_bits(change), is_source=False)
+
+    def stored_bits(self, change: Change) -> torch.Tensor:
+        """Return the bits of changed items as the target stores them."""
+        placed = change.copy[0]
+        if not placed.widened:
+            return change.values
+        dtype = self._plan.target.dtypes[placed.target]
+        return bits_of(change.values.view(dtype_named(placed.wire_dtype)).to(dtype))
 
     def bytes_of(self, run: LeafCopy) -> torch.Tensor:
         """Return a view of the bytes of a run of items to fill, 1D."""
@@ -464,7 +502,7 @@ class Destination:
         """Copy second copies, if there are any, into the target, and reset `is_mixed`."""
         self.is_mixed = True  # an interruption between two copies leaves a mixture
         self._stage.empty(self._locals)
-        for local, copied in self._copied:
+        for _, local, copied in self._copied:
             _as_carrier(local).copy_(_as_carrier(copied).view(local.shape))
         self.is_mixed = False
 

@@ -131,11 +131,15 @@ class OrderedCopies:
             for part in _between(copy, first // placed.itemsize, stop // placed.itemsize):
                 yield placed, part
 
-    def messages(self, message_bytes: int) -> list[tuple[LeafCopy, ...]]:
-        """Return the copies of each message: at most ``message_bytes``; a large copy has messages of its own."""
+    def messages(self, message_bytes: int, *, is_coded: bool = False) -> list[tuple[LeafCopy, ...]]:
+        """Return the copies of each message: at most ``message_bytes``.
+
+        Args:
+            is_coded: whether messages are encoded. Else a large copy has messages of its own, which may need no buffer.
+        """
         edges = [0]  # bytes of the stream at which a message must end
         for item, (start, stop) in zip(self.copies, pairwise((0, *self._stops)), strict=True):
-            if _is_sent_alone(*item):
+            if not is_coded and _is_sent_alone(*item):
                 edges += [start, stop]
         edges.append(self.nbytes)
         return [
@@ -221,7 +225,7 @@ class RankTransfers:
     def kept_batches(self) -> list[tuple[Batch, ...]]:
         """Return the copies within this rank's own memory, in chunks that fit a CPU cache."""
         chunks = OrderedCopies(self.kept).messages(min(_CACHED_BYTES, self.plan.message_bytes))
-        return [self._batches(each, (True, False)) for each in chunks]
+        return [self.batches(each, (True, False)) for each in chunks]
 
     def messages(self) -> list[Message]:
         """Return this rank's messages, in the order in which this rank starts them: by round, number and sender.
@@ -239,14 +243,14 @@ class RankTransfers:
                 # In a round, each sender has one receiver, and each receiver one sender.
                 round_number = (targets[receiver] - sources[sender]) % num_rounds
                 for number, copies in enumerate(stream.messages(plan.message_bytes)):
-                    in_place = _in_place(copies, is_sent)
-                    batches = () if in_place is not None else self._batches(copies, (is_sent,))
+                    in_place = as_run(copies, is_sent)
+                    batches = () if in_place is not None else self.batches(copies, (is_sent,))
                     message = Message(peer, is_sent, number, copies, batches, nbytes_of(copies), in_place)
                     ordered.append(((round_number, number, sources[sender]), message))
         ordered.sort(key=lambda item: item[0])  # keys are unique: round and sender determine the receiver
         return [message for _, message in ordered]
 
-    def _batches(self, copies: Sequence[LeafCopy], sides: Sequence[bool]) -> tuple[Batch, ...]:
+    def batches(self, copies: Sequence[LeafCopy], sides: Sequence[bool]) -> tuple[Batch, ...]:
         """Divide the copies of a message into batches, in their order.
 
         Args:
@@ -397,7 +401,7 @@ class RankTransfers:
         return self._target_regions[key]
 
 
-def _in_place(copies: Sequence[LeafCopy], is_sent: bool) -> LeafCopy | None:
+def as_run(copies: Sequence[LeafCopy], is_sent: bool) -> LeafCopy | None:
     """Return copies as one run, if this rank stores their bytes in one tensor, exactly as they are sent; else None."""
     placed, first = copies[0]
     # A cast or a codec computes new bytes, which need a buffer.

@@ -27,6 +27,9 @@ With ``keep_old``, the target has its old weights after a failure, but each rank
 an inference engine rarely has. Without ``keep_old``, the target is filled in place, and a failure poisons it: all
 floats become NaN. A mixture of old and new weights would be worse than an error: the model would run, and its answers
 would be wrong.
+
+With ``delta``, ranks of the target that have the weights of the last committed transfer get patches, which are stored
+in step 6: see `delta`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,7 @@ from vescale_fsdp.runtime.comm.streams import Stream, streams_of
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_ids
 from vescale_fsdp.transfer.agreement import SumAgreement
+from vescale_fsdp.transfer.delta import Agreed, Delta, DeltaExchange, DeltaPlan
 from vescale_fsdp.transfer.description import Ranks, named_tensors, transfer_ranks
 from vescale_fsdp.transfer.exchange import Exchange, StagingPool
 from vescale_fsdp.transfer.memory import (
@@ -60,7 +64,7 @@ from vescale_fsdp.transfer.memory import (
     regions_of,
 )
 from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import RankTransfers
+from vescale_fsdp.transfer.rank_transfers import Batch, Message, RankTransfers
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
 _POISONED = "the target was filled in part and is unusable: all values are NaN until a transfer succeeds"
@@ -126,6 +130,12 @@ class Transfer:
             a transfer. Default: a gloo group of ``ranks``, for tensors on the CPU.
         pool: buffers for messages; transfers that never run at the same time can share a pool. Default: a new pool.
         version: the version of the weights that this rank has already, such as from an earlier Transfer.
+        delta: send only the items whose bits have changed since the last committed transfer. True, or the `delta` of an
+            earlier Transfer. Ranks of the target that do not have the weights of that transfer get all items: in the
+            first run, after a failure that has changed the target, and if other code has written to it.
+
+    Attributes:
+        delta: what this rank remembers for the next run; None without ``delta``.
 
     Examples:
         >>> from vescale_fsdp.transfer import describe_states, plan_transfer
@@ -145,17 +155,25 @@ class Transfer:
         group: dist.ProcessGroup | None = None,
         pool: StagingPool | None = None,
         version: int | None = None,
+        delta: bool | Delta = False,
     ) -> None:
         self.plan = plan
+        self.delta = Delta() if delta is True else delta or None
         self._coordinator = own = transfer_ranks(ranks)
         self._keep_old = keep_old
         self._verify = verify
         self._on_cpu_only = group is None  # the coordinator's group is gloo
         # A coordinator of a single process has no group, and sends no messages.
-        self._group = group or (own.group if isinstance(own, GroupCoordinator) else None)
+        self._headers = own.group if isinstance(own, GroupCoordinator) else None
+        self._group = group or self._headers
         self._pool = StagingPool() if pool is None else pool
         # Compared between ranks here and in each run: ranks with different plans would wait for each other's messages.
-        self._alike = {"plan": plan.digest, "keep_old": keep_old, "verify": verify}
+        self._alike = {
+            "plan": plan.digest,
+            "keep_old": keep_old,
+            "verify": verify,
+            "delta": self.delta is not None,
+        }
         with own.together("planning a transfer", _UNTOUCHED, self._alike):
             self._read_regions = regions_of(
                 plan.source, (leaf.source.number for leaf in plan.leaves), own.rank
@@ -173,6 +191,11 @@ class Transfer:
             self._buffer_bytes = max([*packed, plan.message_bytes if self._kept else 0])
             self._cut_blocks = CutBlocks(plan)
             self._agreement = SumAgreement(plan, own.rank, self._filled_regions) if verify else None
+            self._deltas: DeltaPlan | None = None
+            if self.delta is not None:
+                regions, stages = self._filled_regions, self._stages
+                self._deltas = DeltaPlan(plan, transfers, stages, regions, self.delta, self._agreement)
+                self._buffer_bytes = max(self._buffer_bytes, self._deltas.buffer_bytes)
         self._name = own.new_name()  # in the keys of this transfer's decisions in the ranks' store
         # Second copies of target tensors, by tensor number; the next run fills the same memory.
         self._copies: dict[int, torch.Tensor] = {}
@@ -325,25 +348,33 @@ class Transfer:
             if isinstance(read, Exception):
                 raise read
             tensors, watch = read
-            origin, destination = self._bind(tensors, into)
+            origin, destination, targets = self._bind(tensors, into)
+            words = [] if self._deltas is None else self._deltas.words(targets, self._pool.device)
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
             error = caught
+            words = [0] * (0 if self._deltas is None else self._deltas.num_words)
+        exchange: Exchange | None = None
         try:
-            version = self._agreed_version(version, error)
+            version, words = self._agreed_version(version, error, words)
             assert destination is not None  # else `_agreed_version` has raised the error
+            agreed = None if self._deltas is None else self._deltas.agreed(words)
             with self._decided_together(version):
                 self._cut_blocks.agree(origin.coded, own)
-                if not self._keep_old:
-                    self._version, destination.is_mixed = None, True
-                memory = origin, destination
-                exchange = Exchange(self.plan, own.rank, *memory, self._group, self._pool, self._verify)
+                # Patches are kept outside of the target.
+                if not self._keep_old and (agreed is None or own.rank not in agreed.patched):
+                    self._begin_in_place(destination)
+                exchange, messages, kept = self._exchange(agreed, origin, destination)
                 with self._agreeing(origin, destination):
-                    exchange.run(self._messages, self._kept)
+                    exchange.run(messages, kept)
                     # Inside of this block, so that a write to the source fails the run on all ranks.
                     if watch is not None:
                         watch.check()
             self._version = None  # until all of the target is new
-            destination.commit()
+            if isinstance(exchange, DeltaExchange):
+                assert self._deltas is not None and agreed is not None
+                self._deltas.commit(exchange, agreed, targets, watch)
+            else:
+                destination.commit()
             self._version = self._last_version = version
         except Exception as failure:  # any class: the error raised says what the target contains
             if isinstance(failure, UnreachableError):
@@ -351,8 +382,36 @@ class Transfer:
             is_mixed = destination is not None and destination.is_mixed
             raise self._error(failure, version, is_mixed=is_mixed) from failure
         finally:
+            if self.delta is not None and isinstance(exchange, DeltaExchange):
+                self.delta.sent_bytes = exchange.close()
             if destination is not None and destination.is_mixed:
                 destination.poison()
+
+    def _begin_in_place(self, destination: Destination) -> None:
+        """Note that the target is changed from now on."""
+        self._version, destination.is_mixed = None, True
+        if self.delta is not None:
+            self.delta.target_run = None
+
+    def _exchange(
+        self, agreed: Agreed | None, origin: Origin, destination: Destination
+    ) -> tuple[Exchange, Sequence[Message], Sequence[Sequence[Batch]]]:
+        """Return the exchange of one run, with its messages and its local copies."""
+        memory, pool = (origin, destination), self._pool
+        if self._deltas is None or agreed is None:
+            plan, rank = self.plan, self._coordinator.rank
+            return Exchange(plan, rank, *memory, self._group, pool, self._verify), self._messages, self._kept
+
+        def spill() -> None:
+            if self._keep_old:
+                destination.begin_patches(keep_old=True)
+            else:
+                self._begin_in_place(destination)
+
+        groups = self._group, self._headers
+        exchange = self._deltas.exchange(agreed, memory, groups, pool, verify=self._verify, spill=spill)
+        kept = () if exchange.is_patched else self._kept
+        return exchange, cast("list[Message]", self._deltas.turns(self._messages, agreed)), kept
 
     @contextmanager
     def _agreeing(self, origin: Origin, destination: Destination) -> Iterator[None]:
@@ -370,7 +429,11 @@ class Transfer:
         numbers = [0] * (2 * len(self.plan.target.entries))
         try:
             yield
-            numbers = self._agreement.numbers(origin.flat, destination.flat)
+            deltas = self._deltas
+            stored = (
+                self._agreement.stored_sums(destination.flat) if deltas is None else deltas.sums(destination)
+            )
+            numbers = self._agreement.numbers(origin.flat, stored)
         except UnreachableError:  # connections are closed: other ranks do not wait
             raise
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: other ranks wait for this one
@@ -379,6 +442,8 @@ class Transfer:
         if failure is not None:
             raise failure
         if not num_failed:  # else another rank raises, and the collective that follows reports it
+            if self.delta is not None and any(total):
+                self.delta.forget()
             self._agreement.check(total)
 
     def _leave(self, rank: int | None) -> None:
@@ -415,10 +480,12 @@ class Transfer:
             todo=f"{again}; {own}",
         )
 
-    def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
+    def _bind(
+        self, read: Mapping[str, torch.Tensor], into: Any | None
+    ) -> tuple[Origin, Destination, dict[int, torch.Tensor]]:
         """Check this rank's tensors of both states against the plan, and bind them to the plan for one run.
 
-        Also gives the pool buffers of the right size on the tensors' device.
+        Also gives the pool buffers of the right size on the tensors' device. Returns the target's local tensors too.
 
         Raises:
             CheckpointError: if a state or a device does not fit, or the states share memory and ``keep_old`` is False.
@@ -453,17 +520,23 @@ class Transfer:
         self._pool.fit(self._buffer_bytes, devices.pop(), budget_bytes)
         keep_old, copies = self._keep_old, self._copies
         destination = Destination(plan, targets, keep_old=keep_old, copies=copies, stage=to_stage)
-        return Origin(plan, rank, sources, from_stage), destination
+        return Origin(plan, rank, sources, from_stage), destination, targets
 
-    def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
-        """Return the version of this run, equal on all ranks, or raise ``error`` on all ranks. The first collective."""
+    def _agreed_version(
+        self, version: int | None, error: BaseException | None, words: Sequence[int]
+    ) -> tuple[int, list[int]]:
+        """Return the version of this run, equal on all ranks, or raise ``error`` on all ranks. The first collective.
+
+        Args:
+            words: numbers of which the largest of all ranks are returned too.
+        """
         # The collective returns maxima over ranks. So the smallest version is passed as a negative number.
         given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
-        most, minus_least, last = self._coordinator.raise_together(
-            error, "starting a transfer", _UNTOUCHED, self._alike, [*given, self._last_version]
+        most, minus_least, last, *largest = self._coordinator.raise_together(
+            error, "starting a transfer", _UNTOUCHED, self._alike, [*given, self._last_version, *words]
         )
         if most == -_NO_VERSION:  # no rank passes a version
-            return last + 1
+            return last + 1, largest
         if most != -minus_least:
             raise CheckpointError(
                 "Ranks pass different versions.",
@@ -472,7 +545,7 @@ class Transfer:
                 where=f"rank {self._coordinator.rank}",
                 todo=f"start the transfer when all ranks have done the same steps; {_UNTOUCHED}",
             )
-        return most
+        return most, largest
 
     @contextmanager
     def _decided_together(self, version: int) -> Iterator[None]:

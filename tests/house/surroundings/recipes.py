@@ -28,7 +28,7 @@ from vescale_fsdp import conversion as conv
 from vescale_fsdp.checkpoint import data as ck_data
 from vescale_fsdp.checkpoint import dcp as ck_dcp
 from vescale_fsdp.checkpoint import state_dict as ck_state
-from vescale_fsdp.transfer import Transfer, describe_states, plan_transfer
+from vescale_fsdp.transfer import Delta, Transfer, describe_states, plan_transfer
 from vescale_fsdp.transfer import links as links_of
 
 Call = Callable[[], Any]
@@ -338,13 +338,17 @@ def transfers(folder: Path) -> Call:
     def call() -> Any:
         plan = plan_transfer(*describe_states(trained, served))
         same = plan_transfer(*describe_states(trained, served)).to_json() == plan.to_json()
-        moving = Transfer(plan)
+        moving = Transfer(plan, delta=Delta(on_host=True))
         moving.run(trained, served)
+        whole = moving.delta.sent_bytes, moving.delta.base_bytes  # type: ignore[union-attr]  # given above
+        moving.run(trained, served)
+        moving.delta.forget()  # type: ignore[union-attr]
         handle = moving.start(trained, served)
         handle.wait(timeout_s=60)
         return [
             same,
             served,
+            whole,
             handle.done(),
             moving.version,
             plan.total_bytes,
