@@ -124,6 +124,7 @@ class Delta:
 
     @property
     def base_bytes(self) -> int:
+        """Memory for the sent bits on this rank: of the tensors that it sends, as wide as they are sent."""
         return 0 if self.bits is None else self.bits.nbytes
 
     def forget(self) -> None:
