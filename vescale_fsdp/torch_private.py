@@ -412,24 +412,30 @@ def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
 
 
 def flatten_mesh(
-    mesh: DeviceMesh, name: str, make_group: Callable[[list[int]], dist.ProcessGroup]
+    mesh: DeviceMesh,
+    name: str,
+    make_group: Callable[[list[int]], dist.ProcessGroup],
+    *,
+    last_first: bool = False,
 ) -> DeviceMesh:
     """Flatten all axes of a slice of a named mesh to a 1-D mesh (torch 2.11-2.15).
 
     Args:
         mesh: the slice.
+        last_first: whether ranks are listed with the coordinate of the first axis changing fastest, not of the last.
         name: name of the axis of the new mesh.
         make_group: returns the process group of the given ranks; not called if the mesh was flattened before. torch
             would name the group by the number of groups of this process, or split the default group.
     """
     layout: Any = mesh._layout
     if "collapse" in vars(type(layout)):
-        flat = type(layout)([layout.collapse()])
+        axes = [layout[axis] for axis in range(mesh.ndim)]
+        flat = type(layout)([type(layout)(axes[::-1] if last_first else axes).collapse()])
     else:  # torch 2.11 and 2.12
-        flat = layout.coalesce()
+        flat = type(layout)(layout.shape[::-1], layout.stride[::-1]) if last_first else layout
+        flat = flat.coalesce()
         flat = flat.nest() if len(flat) > 1 else flat
-    _add_flattened(mesh, flat, name, make_group)
-    return mesh._flatten(name)
+    return _add_flattened(mesh, flat, name, make_group)
 
 
 def mesh_of_one(

@@ -471,8 +471,9 @@ def _entry_problems(manifest: Manifest, index: int, entry: Entry) -> Iterator[st
 
 def _is_valid_cut(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
     """Return whether a cut fits the tensor and the axis. Called before any code lists the cut's pieces."""
-    # The formula for coordinates divides by the stride.
-    if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
+    # The formula for coordinates divides by the strides, and by the size of the faster digit.
+    faster, step = axis.minor
+    if not 1 <= axis.size <= manifest.world_size or min(axis.stride, faster, step) < 1 or axis.size % faster:
         return False
     if isinstance(cut, ShardCut):
         return 0 <= cut.dim < len(entry.shape)

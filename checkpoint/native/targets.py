@@ -21,6 +21,7 @@ import torch
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
 from vescale_fsdp.layout.region import Copy
+from vescale_fsdp.torch_private import increment_versions
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -87,6 +88,8 @@ class LoadTarget:
     def finish(self) -> None:
         """Complete the tensor after the last read: copy the temporary buffer, if there is one, into the tensor."""
         self.is_overwritten = self._filled.numel() > 0  # an empty tensor has nothing to overwrite
+        if self.memory is not None and not self._tensor.is_inference():
+            increment_versions([self._tensor])  # the memory was filled without an operator of torch
         if self.stream is not None:
             self.stream.hold_compute()  # kernels that are queued later must see the copied values
         if self._is_lazy:

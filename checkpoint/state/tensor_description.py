@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.checkpoint.manifest.state_tree import dotted_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
+from vescale_fsdp.dtensor.spec import group_ranks_in, is_in_group_order, ranks_by_group_rank
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.distribution import (
     Axes,
@@ -87,7 +87,7 @@ class _MeshPosition(NamedTuple):
     mesh: DeviceMesh  # kept alive: the key of this entry is the mesh's id, which could be reused
     axes: Axes | None  # None if this rank is outside the mesh
     coordinates: tuple[int, ...]
-    disordered: frozenset[int] = frozenset()  # axes whose ranks are not in ascending order
+    disordered: frozenset[int] = frozenset()  # axes whose coordinates are not group ranks
 
 
 class Describer:
@@ -238,7 +238,7 @@ class Describer:
         if known is None:
             known = _MeshPosition(mesh, None, ())
             if mesh.get_coordinate() is not None:  # None: this rank is outside the mesh
-                disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
+                disordered = frozenset(axis for axis in range(mesh.ndim) if not is_in_group_order(mesh, axis))
                 known = _MeshPosition(
                     mesh, axes_of_mesh(mesh, self._rank_of), group_ranks_in(mesh), disordered
                 )
@@ -272,11 +272,18 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
     axes = []
     for dim, size in enumerate(numbers.shape):
         first = np.moveaxis(numbers, dim, 0)
-        # The stride of one pair of neighbors; the rules below are checked for all ranks.
-        stride = int((first[1] - first[0]).flat[0]) if size > 1 else 1
+        # The strides of a few neighbors; the rules below are checked for all ranks.
+        line = first.reshape(size, -1)[:, 0]
+        stride = int(line[1] - line[0]) if size > 1 else 1
         wanted = coordinates[dim].reshape(-1).tolist()
         # Base 0 first, because it needs no entry in the manifest.
         rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
+        # In a hybrid cut, the coordinate counts nodes first and ranks in a node then: the first step that is not like
+        # the one before is from the last node to the next rank of the first node.
+        nodes = 1 + int(np.argmax(np.diff(line, append=line[:1]) != stride))
+        if 1 < nodes < size and size % nodes == 0 and line[nodes] > line[0] and stride > 0:
+            outer = int(line[nodes] - line[0])
+            rules += [Axis(size, outer, base, None, (nodes, stride)) for base in (0, min(flat))]
         fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
         table = tuple(sorted(zip(flat, wanted, strict=True)))  # sorted, to be equal on all ranks
         axes.append(fitting[0] if fitting else Axis(size, 1, 0, table))

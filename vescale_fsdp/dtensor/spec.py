@@ -14,15 +14,18 @@ and the rank's *piece* is a flat range of the inner box::
 In the flat order of the full tensor, rank 0 of the ragged axis then owns two runs, not one. `make_spec` records this by
 replacing the placement with a `StridedRaggedShard`, whose ``split_factor`` is the number of runs.
 
-Ranks out of order. torch (2.11-2.15) makes the process groups of a mesh from ranks in ascending order. If a mesh lists
-its ranks in another order, a rank's coordinate differs from its *group rank*, its number in the process group of an
-axis. Collectives use the group rank::
+The order of ranks. A rank's *group rank* is its number in the process group of a mesh axis. Collectives use it, and so
+do pieces: the rank with group rank r owns piece r, whatever its global rank. `ranks_by_group_rank` is the one place
+that knows these numbers of other ranks. Two kinds of groups have another order than global ranks or coordinates:
 
-    DeviceMesh("cpu", [1, 0])     rank 0: listed second, coordinate 1     first of its group, group rank 0
+    DeviceMesh("cpu", [1, 0])     torch (2.11-2.15) makes groups of ascending ranks, so rank 0, which is listed second
+                                  and has coordinate 1, has group rank 0
+    the mesh of a hybrid cut      its group lists ranks as the mesh does (`runtime.data_mesh`), such as 0, 2, 1, 3, so
+                                  group ranks are the coordinates
 
 FSDP2 and this library distribute and gather shards by group rank. torch's ``redistribute`` cuts a ``Shard`` by
-coordinate, but ``full_tensor`` gathers it by group rank, and DCP takes offsets from coordinates. So chunks come back
-swapped, also from FSDP2's checkpoints (torch 2.13). This library refuses a stock ``Shard`` on such an axis.
+coordinate, but ``full_tensor`` gathers it by group rank, and DCP takes offsets from coordinates. Where the two differ,
+chunks come back swapped, also from FSDP2's checkpoints (torch 2.13). This library refuses a stock ``Shard`` there.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
@@ -49,10 +53,19 @@ def ranks_in(mesh: DeviceMesh) -> list[Any]:
         return mesh.mesh.tolist()
 
 
-def ascends(mesh: DeviceMesh, axis: int) -> bool:
-    """Return whether ranks are in ascending order along an axis, so that coordinates equal group ranks."""
+def is_in_group_order(mesh: DeviceMesh, axis: int) -> bool:
+    """Return whether coordinates along an axis equal group ranks."""
     with outside_fake_mode():  # under a fake mode, tensors have no values to read
-        return bool((mesh.mesh.diff(dim=axis) > 0).all())
+        return bool((mesh.mesh.diff(dim=axis) > 0).all()) or _lists_as_mesh(mesh, axis)
+
+
+def _lists_as_mesh(mesh: DeviceMesh, axis: int) -> bool:
+    """Return whether the process group of an axis lists this rank's line in the order of the mesh, not ascending."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # a rank outside the mesh has none of its groups
+        return False
+    line = mesh.mesh[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
+    return line != sorted(line) and line == dist.get_process_group_ranks(mesh.get_group(axis))
 
 
 def group_ranks_in(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -70,6 +83,8 @@ def ranks_by_group_rank(mesh: DeviceMesh) -> torch.Tensor:
     with outside_fake_mode():  # under a fake mode, tensors have no values to read
         ranks = mesh.mesh
         for axis in range(mesh.ndim):
+            if _lists_as_mesh(mesh, axis):
+                continue
             # For each line along the axis, the order that sorts its ranks: one column per line.
             order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
             if not torch.equal(order, order[:, :1].expand_as(order)):
@@ -181,7 +196,7 @@ def _canonical(
                 where=f"mesh axis {other} of {placements}",
                 todo="redistribute that axis first",
             )
-        if not ascends(mesh, other):
+        if not is_in_group_order(mesh, other):
             raise PlacementError(
                 "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by coordinate and "
                 "gathers it by group rank.",

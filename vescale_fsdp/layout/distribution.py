@@ -126,19 +126,25 @@ class Axis:
         size: number of ranks along the axis.
         stride: the coordinate is ``(rank - base) // stride % size``.
         base: lowest rank of the mesh, for meshes that do not start at a multiple of their extent; else 0.
-        table: (rank, coordinate) of every rank, for a mesh that does not follow this formula; else None.
+        table: (rank, coordinate) of every rank, for a mesh that follows no formula; else None.
+        minor: (size, stride) of the coordinate's faster digit, in a hybrid cut: (nodes, ranks per node). With (n, s)
+            the coordinate is ``(rank - base) // stride % (size // n) * n + (rank - base) // s % n``.
     """
 
     size: int
     stride: int
     base: int = 0
     table: tuple[tuple[int, int], ...] | None = None
+    minor: tuple[int, int] = (1, 1)
 
     def coordinates(self, ranks: Sequence[int]) -> list[int]:
         """Return the coordinate of each rank; -1 for ranks that the table leaves out."""
         if self.table is None:
-            base, stride, size = self.base, self.stride, self.size
-            return [(rank - base) // stride % size for rank in ranks]
+            base, stride, (faster, step) = self.base, self.stride, self.minor
+            slower = self.size // faster
+            return [
+                (rank - base) // stride % slower * faster + (rank - base) // step % faster for rank in ranks
+            ]
         known = dict(self.table)
         return [known.get(rank, -1) for rank in ranks]
 
@@ -149,6 +155,8 @@ class Axis:
             data["base"] = self.base
         if self.table is not None:
             data["table"] = [list(pair) for pair in self.table]
+        if self.minor != (1, 1):
+            data["minor"] = list(self.minor)
         return data
 
     @classmethod
@@ -156,7 +164,10 @@ class Axis:
         """Return the value that `to_json` has described."""
         table = data.get("table")
         pairs = None if table is None else tuple((int(rank), int(coordinate)) for rank, coordinate in table)
-        return cls(int(data["size"]), int(data["stride"]), int(data.get("base", 0)), pairs)
+        faster, step = data.get("minor", (1, 1))
+        return cls(
+            int(data["size"]), int(data["stride"]), int(data.get("base", 0)), pairs, (int(faster), int(step))
+        )
 
 
 Axes = tuple[Axis, ...]

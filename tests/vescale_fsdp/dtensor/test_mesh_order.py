@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.dtensor.spec import ascends, group_ranks_in, ranks_by_group_rank
+from vescale_fsdp.collectives.process_groups import new_group
+from vescale_fsdp.dtensor import redistribute
+from vescale_fsdp.dtensor.spec import group_ranks_in, is_in_group_order, ranks_by_group_rank
 from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.torch_private import flatten_mesh
 
 # Ranks, and whether each axis ascends.
 MESHES = {
@@ -55,7 +59,7 @@ def trained(shard: object, mesh: DeviceMesh) -> list[torch.Tensor]:
 def train_beside_fsdp2(name: str, folder: Path) -> None:
     ranks, ascending = MESHES[name]
     mesh = mesh_of(ranks)
-    assert tuple(ascends(mesh, axis) for axis in range(mesh.ndim)) == ascending
+    assert tuple(is_in_group_order(mesh, axis) for axis in range(mesh.ndim)) == ascending
     assert ranks_by_group_rank(mesh)[group_ranks_in(mesh)] == dist.get_rank()
     for ours, theirs in zip(trained(fully_shard, mesh), trained(torch_fully_shard, mesh), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -92,6 +96,43 @@ def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
 def test_training_and_checkpoints(name: str, tmp_path: Path) -> None:
     """FSDP2's losses, parameters and gradients; a checkpoint that another mesh reads unchanged."""
     run_ranks(torch.tensor(MESHES[name][0]).numel(), train_beside_fsdp2, name, tmp_path)
+
+
+def numbered_as_listed(folder: Path) -> None:
+    """A mesh whose group lists ranks as the mesh does: ranks own, gather, reduce and save pieces in this order."""
+    grid = cpu_mesh(2, 2, names=("node", "local"))
+    mesh = flatten_mesh(grid, "listed", partial(new_group, grid.get_group(0)), last_first=True)
+    ranks = [0, 2, 1, 3]
+    assert mesh.mesh.tolist() == ranks_by_group_rank(mesh).tolist() == ranks
+    assert group_ranks_in(mesh) == (ranks.index(dist.get_rank()),) and is_in_group_order(mesh, 0)
+    full = torch.arange(240.0).view(12, 20)
+    ragged = (RaggedShard((0,), (1, 2, 4, 5)),)
+    weight = distribute_tensor(full, mesh, ragged)
+    assert weight.numel() == 240 and weight.boxes[0].offsets[0] == (0, 1, 3, 7)[ranks.index(dist.get_rank())]
+    assert torch.equal(weight.full_tensor(), full)
+    stock = weight.redistribute(placements=[Shard(0)])
+    assert torch.equal(stock.full_tensor(), full) and torch.equal(
+        redistribute(stock, ragged).full_tensor(), full
+    )
+    one = distribute_tensor(full * (dist.get_rank() + 1), mesh, ragged, src_data_rank=1)
+    assert torch.equal(one.full_tensor(), full * 3)  # rank 2 is the second of the group
+    partial_sums = DTensor.from_local(full, mesh, [Partial()], run_check=False)
+    assert torch.equal(redistribute(partial_sums, ragged).full_tensor(), full * 4)
+    save(folder / "native", {"w": weight, "s": stock})
+    dcp.save({"w": weight, "s": stock}, checkpoint_id=folder / "dcp")
+    for read in (
+        lambda state: dcp.load(state, checkpoint_id=folder / "dcp"),
+        lambda state: load(folder / "native", state),
+    ):
+        even = (RaggedShard((0,), (3, 3, 3, 3)),)
+        state = {name: distribute_tensor(torch.zeros(12, 20), cpu_mesh(), even) for name in ("w", "s")}
+        read(state)
+        assert all(torch.equal(target.full_tensor(), full) for target in state.values())
+
+
+def test_a_group_that_lists_ranks_as_the_mesh_does(tmp_path: Path) -> None:
+    """The order of a hybrid cut."""
+    run_ranks(4, numbered_as_listed, tmp_path)
 
 
 def from_one_source() -> None:

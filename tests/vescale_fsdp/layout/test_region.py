@@ -267,6 +267,10 @@ def test_axes_of_meshes() -> None:
     assert axes_of_ranks(world) == (Axis(2, 12), Axis(3, 4), Axis(4, 1))
     assert sub[0] == sub[1] == (Axis(2, 12), Axis(4, 1))
     assert axes_of_ranks(np.array([1, 2])) == (Axis(2, 1, 1),)
+    hybrid = axes_of_ranks(12 + np.arange(24).reshape(2, 6, 2).transpose(1, 0, 2).reshape(12, 2))
+    assert hybrid == (Axis(12, 2, 12, None, (2, 12)), Axis(2, 1))
+    assert hybrid[0].coordinates([12, 13, 24, 14, 35]) == [0, 0, 1, 2, 11]
+    assert Axis.from_json(hybrid[0].to_json()) == hybrid[0] != Axis(12, 2, 12)
     assert odd[0].table == ((1, 1), (5, 0), (7, 2))
     assert odd[0].coordinates([5, 6, 7]) == [0, -1, 2]
     assert Axis.from_json(odd[0].to_json()) == odd[0]
