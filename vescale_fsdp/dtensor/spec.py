@@ -64,7 +64,9 @@ def _lists_as_mesh(mesh: DeviceMesh, axis: int) -> bool:
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a rank outside the mesh has none of its groups
         return False
-    line = mesh.mesh[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
+    index: list[Any] = [*coordinate]
+    index[axis] = slice(None)
+    line = mesh.mesh[tuple(index)].tolist()
     return line != sorted(line) and line == dist.get_process_group_ranks(mesh.get_group(axis))
 
 

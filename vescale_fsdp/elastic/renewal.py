@@ -34,7 +34,7 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_buffers
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
 from vescale_fsdp.runtime.comm.group_comm import separate_reductions
-from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
+from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding, data_mesh
 from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
@@ -78,17 +78,23 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: the root module; `check_renewable` must have accepted it.
-        mesh: the new mesh, 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
+        mesh: the new mesh, 1-D (shard) or 2-D (replicate, shard), of any number of ranks. Units with
+            ``shard_optimizer_over`` have a hybrid cut on a mesh of two axes, and are sharded over a mesh of one axis.
     """
-    data = DataMesh(mesh)
     states = states_of(model)
+    meshes = {
+        over: data_mesh(mesh, over=over)
+        for over in dict.fromkeys(group.data.over for state in states for group in state.groups)
+    }
     for state in states:
         # Groups of one unit that were planned together must be planned together again: the planner may divide the same
         # parameters into other groups for another number of ranks.
         together: dict[tuple[str, ...], list[ParamGroup]] = {}
         for group in state.groups:
             together.setdefault(group.together, []).append(group)
-        state.renew([group for olds in together.values() for group in _renewed(olds, data)])
+        state.renew(
+            [group for olds in together.values() for group in _renewed(olds, meshes[olds[0].data.over])]
+        )
     groups = [group for state in states for group in state.groups]
     # One call for all units, so that groups over the same ranks share one new communicator.
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from vescale_fsdp.collectives.operations import all_gather_each
+from vescale_fsdp.collectives.operations import all_gather_each, all_reduce_at_once
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
@@ -32,7 +32,7 @@ from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
 from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import adopt_replaced_params
-from vescale_fsdp.torch_modes import NULL_CONTEXT, outside_modes
+from vescale_fsdp.torch_modes import NULL_CONTEXT, is_fake, outside_modes
 
 _MOST_REPLICATING = 2  # all-reduces of replicas in flight on the CPU: one on the network, and the next one
 
@@ -121,6 +121,7 @@ class CommContext:
     reduce_stream = cached_property(_new_stream)  # reductions, and the work on reduced shards
     replica_stream = cached_property(_new_stream)  # all-reduces of replicas, during the next unit's reduction
     copy_stream = cached_property(_new_stream)  # shards from the host, during the last unit's all-gather
+    agreement_stream = cached_property(_new_stream)  # messages that the host reads, behind no other work
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
         """Return a context that runs work on a stream; on the CPU a null context."""
@@ -188,6 +189,26 @@ class CommContext:
         for watch in self.watches.values():
             watch.explain(failure)
 
+    def agree_on_kept(self, groups: Iterable[ParamGroup]) -> None:
+        """Let ranks agree which kept parts of hybrid cuts are gathered over nodes next; groups without are ignored.
+
+        A collective. The host waits for one message per set of ranks: no rank may gather over nodes alone.
+        """
+        by_ranks: dict[dist.ProcessGroup, list[ParamGroup]] = {}
+        for group in groups:
+            if group.comm.cut_group is not None:
+                by_ranks.setdefault(group.comm.cut_group, []).append(group)
+        for ranks, members in by_ranks.items():
+            stale = [group.is_kept_stale() for group in members]
+            with self._on(self.agreement_stream), outside_modes():
+                flags = torch.tensor(stale, dtype=torch.uint8, device=members[0].device)
+                if ranks.size() > 1 and not is_fake(flags):
+                    all_reduce_at_once(flags, dist.ReduceOp.MAX, ranks)
+                    stale = [bool(flag) for flag in flags.tolist()]
+            for group, is_stale in zip(members, stale, strict=True):
+                assert group.kept is not None
+                group.kept.is_due = is_stale
+
     # -- gather ---------------------------------------------------------------------------------------
 
     def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
@@ -217,7 +238,8 @@ class CommContext:
                     every = group.comm.settings.check_every
                     group.comm.checks = every > 0 and self._num_forwards % every == 0
                     group.full_owner = here if group in owned else self.gather_stream
-                    group.note_start("gather")
+                    is_due = group.kept is not None and group.kept.is_due
+                    group.note_start("gather between nodes" if is_due else "gather")
                     self._ahead.add(group)
                     adopt_replaced_params(group)
             brought = self._bring(groups)
@@ -256,7 +278,14 @@ class CommContext:
         Returns:
             The copies, which the caller must keep until the gather has read them.
         """
-        offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
+        # A kept part that is not due is gathered without the shard.
+        offloaded = [
+            group
+            for group in groups
+            if group.is_offloaded
+            and group.state is GroupState.SHARDED
+            and (group.kept is None or group.kept.is_due)
+        ]
         if not offloaded or self.copy_stream is None or self.gather_stream is None:
             return []
         _release(self._brought, most=1)  # keep copies of at most two units in memory
@@ -432,7 +461,8 @@ class CommContext:
             else:
                 buffer.free()
             # Listed before `start_replicate`, which drops the sums while another stream may still read them.
-            kept = [] if stream is None else [reduced.shard, reduced.home, *group.unreplicated_sums()]
+            sums = [reduced.part, reduced.shard, reduced.home, *group.unreplicated_sums()]
+            kept = [] if stream is None else sums
             with self._on(stream):
                 started = group.start_replicate(reduced)
                 if started is not None:
@@ -508,7 +538,11 @@ class CommContext:
         stream = self._wait_until_reduced(reduction)
         if reduction.result_owner is not None and stream is not None:
             self._reduced.append(
-                _InUse([reduction.reduced.shard], reduction.result_owner, stream.record_event())
+                _InUse(
+                    [reduction.reduced.part, reduction.reduced.shard],
+                    reduction.result_owner,
+                    stream.record_event(),
+                )
             )
 
     def _join_streams(self) -> None:

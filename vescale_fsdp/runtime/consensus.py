@@ -131,6 +131,7 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
             f"{where}: mp_policy {type(policy).__name__}{dtypes}, "
             f"offload {type(group.offload).__name__ if group.offload else None}, "
             f"reshard_after_forward {group.comm.part_size or unit.reshard_after_forward}, "
+            f"shard_optimizer_over {group.data.over}, "
             f"on meta {group.shard.is_meta}, replaced {group.adopted}"
         ),
         (

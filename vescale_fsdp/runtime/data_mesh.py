@@ -3,10 +3,20 @@
     the user's argument                       the mesh of a group's collectives
     mesh of one axis                          (shard,)
     mesh of two axes                          (replicate, shard): HSDP
+    and shard_optimizer_over                  the same two axes, and a flat mesh over which pieces are cut: hybrid
     mesh and dp_mesh_dims                     the named axes of a full mesh; several sharding axes are flattened into
                                               one, several replicating axes too; without a sharding axis (DDP), the
                                               mesh is (replicate, shard of one rank)
     ShardPlacementResult for one parameter    the mesh of its mesh_info
+
+The hybrid cut of N nodes with L ranks each, by `DataMesh.cut`: the buffer of a group has N * L slices, and local rank l
+of node k owns slice l * N + k. So the ranks with local rank l, one per node, together own one contiguous part::
+
+    N = 2, L = 3     node 0, ranks 0, 1, 2      slices 0 . 2 . 4 .        local ranks 0, 1, 2 of all nodes
+                     node 1, ranks 3, 4, 5      slices . 1 . 3 . 5        own the parts [0, 2), [2, 4), [4, 6)
+
+Each rank keeps its part in the compute dtype between optimizer steps (`runtime.kept_part`). So gathers over one node
+fill the buffer. The optimizer steps slices, and one gather over the nodes follows each step.
 
 Tensor or expert parallelism shards a parameter first; `fully_shard` cuts the part on this rank (`PriorSharding`):
 
@@ -46,7 +56,7 @@ from vescale_fsdp.collectives.process_groups import new_group
 from vescale_fsdp.devices import current_device
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec, ranks_by_group_rank, spec_with
-from vescale_fsdp.errors import LifecycleError, PlacementError
+from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import (
@@ -90,8 +100,10 @@ class DataMesh:
     """The ranks that share a group of parameters.
 
     Args:
-        mesh: 1-D (shard,) or 2-D (replicate, shard).
+        mesh: 1-D (shard,) or 2-D (replicate, shard): the ranks of gathers and reductions.
         spmd: with ``dp_mesh_dims``: the full mesh, and the axes of ``mesh`` in it.
+        cut: in a hybrid cut, the 1-D mesh of all ranks in the order of their slices; else None.
+        over: the user's ``shard_optimizer_over``, for meshes that an elastic job makes later.
 
     Raises:
         PlacementError: if replicas would get different shards.
@@ -99,6 +111,8 @@ class DataMesh:
 
     mesh: DeviceMesh
     spmd: SpmdAxes | None = None
+    cut: DeviceMesh | None = None
+    over: str | None = None
 
     def __post_init__(self) -> None:
         ranks_by_group_rank(self.mesh)  # raises if replicas would get different shards
@@ -106,9 +120,15 @@ class DataMesh:
             inherit_timeout(self.mesh.get_group(axis))
 
     @property
+    def mesh_of_pieces(self) -> DeviceMesh:
+        """The mesh of sharded parameters, whose last axis cuts them."""
+        return self.mesh if self.cut is None else self.cut
+
+    @property
     def num_shards(self) -> int:
-        """Number of ranks that share one copy of the parameters."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        """Number of pieces that a parameter is cut into."""
+        mesh = self.mesh_of_pieces
+        return mesh.size(mesh.ndim - 1)
 
     @property
     def is_replicated_only(self) -> bool:
@@ -147,15 +167,19 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return current_device(mesh.device_type)
 
 
-def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """Return the data-parallel axes of a mesh. With ``dims`` this may create process groups: a collective call.
+def data_mesh(mesh: DeviceMesh, dims: Any = None, over: str | None = None) -> DataMesh:
+    """Return the data-parallel axes of a mesh. It may create process groups: a collective call.
 
     Args:
         mesh: 1-D or 2-D; with ``dims``, a mesh of any number of named axes.
         dims: a `DataParallelMeshDims` of torch, or None.
+        over: the replicating axis of a 2-D mesh over which the optimizer is sharded too (a hybrid cut), or None. On a
+            mesh of one axis it changes nothing.
 
     Raises:
-        PlacementError: if ``mesh`` is not a mesh, does not contain this rank, or lacks axes that ``dims`` names.
+        PlacementError: if ``mesh`` is not a mesh, does not contain this rank, or lacks axes that ``dims`` or ``over``
+            names.
+        UnsupportedOpError: if ``dims`` and ``over`` are both given.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlacementError(
@@ -179,7 +203,16 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
                 got=f"{mesh.ndim} axes: {mesh}",
                 todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
             )
-        return DataMesh(mesh)
+        if over is None or mesh.ndim == 1:
+            return DataMesh(mesh, over=over)
+        return DataMesh(mesh, None, _mesh_by_slices(mesh, over), over)
+    if over is not None:
+        raise UnsupportedOpError(
+            "dp_mesh_dims cannot be combined with shard_optimizer_over.",
+            expected="a mesh of the two data-parallel axes",
+            got=f"dp_mesh_dims={dims}, shard_optimizer_over={over!r}",
+            todo="pass the data-parallel axes alone as mesh=, and leave dp_mesh_dims out",
+        )
     axes = _spmd_axes(mesh, dims)
     if not dims.shard_names:
         # Replication only is handled as HSDP, with a sharding axis of one rank.
@@ -190,6 +223,29 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
     if not dims.replicate_names:
         return DataMesh(sharded, axes)
     return DataMesh(concatenate_meshes(_one_axis(mesh, dims.replicate_names), sharded), axes)
+
+
+def _mesh_by_slices(mesh: DeviceMesh, over: str) -> DeviceMesh:
+    """Return the 1-D mesh of a hybrid cut, whose coordinates are the numbers of slices. A collective call."""
+    names = mesh.mesh_dim_names
+    if names is None or names[0] != over:
+        raise PlacementError(
+            "shard_optimizer_over must name the replicating axis of the mesh.",
+            expected=f"the name of the first of two axes: {(names or ('an axis of a mesh with names',))[0]}",
+            got=repr(over),
+            where=str(mesh),
+            todo="init_device_mesh(device_type, (nodes, ranks_per_node), mesh_dim_names=('node', 'local')), and "
+            "shard_optimizer_over='node'",
+        )
+
+    def group_of(ranks: list[int]) -> dist.ProcessGroup:
+        """Return a group that lists the ranks in this order: an axis's, if there is one rank per node or one node."""
+        for axis in range(mesh.ndim):
+            if dist.get_process_group_ranks(mesh.get_group(axis)) == ranks:
+                return mesh.get_group(axis)
+        return new_group(mesh.get_group(0), ranks)
+
+    return flatten_mesh(mesh, f"{names[1]}_by_{names[0]}", group_of, last_first=True)
 
 
 def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
@@ -306,7 +362,7 @@ class PriorSharding:
             shape: global shape.
             dtype: dtype of the shard.
         """
-        mesh = self.data.mesh
+        mesh = self.data.mesh_of_pieces
         own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)  # the last axis shards
         if self.spec is None:
             return make_spec(mesh, own, shape, dtype)

@@ -136,6 +136,7 @@ class FSDPModule(_Base):
             if not state.agreed:
                 reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()  # the optimizer may have written the shards just now
+        state.comm.agree_on_kept(group for group in state.groups if group.state.is_sharded)
         state.schedule.gather(state)
         handle = UnshardHandle(state.comm, state.groups)
         if async_op:
@@ -334,7 +335,11 @@ class FSDPModule(_Base):
             state.comm.set_limit(state, max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards all-reduce over replicas (HSDP). False: each replica keeps its own sums."""
+        """Set whether backwards reduce over the axis that replicates. False: each replica keeps its own sums.
+
+        For HSDP, and for a hybrid cut (``shard_optimizer_over``), where the replicas are the nodes: call it with False
+        before all micro-batches of a step but the last, whose backward then sends the sums over the network once.
+        """
         _change(self._groups(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
@@ -439,6 +444,14 @@ class FSDPModule(_Base):
     def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
         """Return the unit's groups, or raise an error about ``method`` if the groups are over several meshes."""
         groups = self._state().groups
+        if method != "set_all_reduce_hook" and any(group.kept is not None for group in groups):
+            raise UnsupportedOpError(
+                f"{method} cannot be combined with shard_optimizer_over, whose gathers and reductions take two steps.",
+                expected="collectives of this package",
+                got=f"{method} of a module with kept parts",
+                where=type(self).__name__,
+                todo=f"leave the call of {method} out, or shard_optimizer_over",
+            )
         meshes = list(dict.fromkeys(group.data.mesh for group in groups))
         if len(meshes) > 1:
             raise ArgumentError(

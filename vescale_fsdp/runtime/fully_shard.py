@@ -22,6 +22,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError, callers_level
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
+from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 from vescale_fsdp.runtime.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
@@ -42,6 +43,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    shard_optimizer_over: str | None = ...,
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
     padding_policy: PaddingPolicy = ...,
@@ -59,6 +61,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    shard_optimizer_over: str | None = ...,
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
     padding_policy: PaddingPolicy = ...,
@@ -75,6 +78,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    shard_optimizer_over: str | None = None,
     dp_mesh_dims: Any = None,
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
@@ -88,6 +92,10 @@ def fully_shard(
         reshard_after_forward: whether to free full parameters after the forward. None: free them, but keep the root's
             in a forward with gradients, because the backward begins with the root. A number n: between forward and
             backward, each group of n ranks together keeps one copy of the full parameters.
+        shard_optimizer_over: name of axis 0 of a 2-D mesh, which has the nodes: a hybrid cut. The parameters that are
+            gathered stay sharded over axis 1, as with HSDP, but the stored weights, gradients and optimizer states are
+            sharded over all ranks of the mesh. See "Which sharding for which cluster" on the page "Where memory goes".
+            With a mesh of one axis it changes nothing. Parameters with a mesh of their own keep that mesh.
         shard_placement_fn: as in torch, called for each parameter. The results ``None`` and ``Shard(dim)`` change
             nothing; the units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of
             its own.
@@ -140,8 +148,15 @@ def fully_shard(
         )
     ignored = _ignored(ignored_params)
     check_policies(mp_policy, offload_policy)
-    data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims, shard_optimizer_over)
     reshard = _reshard_choice(reshard_after_forward, data)
+    if data.cut is not None and isinstance(mp_policy, GatherPolicy):
+        raise UnsupportedOpError(
+            "A gather policy cannot be combined with shard_optimizer_over: it gathers over all ranks at once.",
+            expected="torch's own MixedPrecisionPolicy, or no shard_optimizer_over",
+            got=f"{type(mp_policy).__name__} and shard_optimizer_over={shard_optimizer_over!r}",
+            todo="use only one of the two",
+        )
     device = device_of(data.mesh)
     check_patterns(granularity, _names(modules))  # a pattern without a match would silently do nothing
     _check_unmixed(modules)
@@ -261,6 +276,13 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
             expected="True, False or None",
             got=wanted,
             todo="pass the data-parallel axes alone as mesh=",
+        )
+    if data.cut is not None and wanted != 1:
+        raise UnsupportedOpError(
+            "reshard_after_forward cannot be a number with shard_optimizer_over, which keeps gathers inside nodes.",
+            expected="True, False or None",
+            got=wanted,
+            todo="pass True: the gathers of the backward do not leave the node either",
         )
     if wanted == 1:
         warnings.warn(

@@ -96,6 +96,38 @@ def _before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 
 
+class ShardWrites:
+    """Finds writes to the shard of a group since its last `note`.
+
+    Attributes:
+        epoch: as of the last note, three numbers for each parameter, of which a write raises at least one; empty before
+            the first note, after which everything counts as a write.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: list[int] = []
+        self._raw = self._step = 0  # number of writes through ``.data``; number of the last step
+        self._accepts_versions = False
+
+    def note(self, params: Sequence[ManagedParam]) -> None:
+        """Note that the shard is read now."""
+        self.epoch, self._raw, self._step = _epoch_of(params), _raw_writes_to(params), _steps.last
+        self._accepts_versions = False
+
+    def accept_versions(self) -> None:
+        """Let the operator that has written before the last note raise versions of sharded parameters after it."""
+        self._accepts_versions = True
+
+    def found(self, params: Sequence[ManagedParam]) -> bool:
+        """Return whether the shard was written since the last note."""
+        epoch = _epoch_of(params)
+        if self._accepts_versions and epoch[len(params) :] == self.epoch[len(params) :]:
+            self.epoch = epoch  # a later write has counted itself, or calls `accept_versions` again
+        if epoch != self.epoch or _raw_writes_to(params) != self._raw:
+            return True
+        return self._step != _steps.last and _steps.have_written(params, self._step)
+
+
 class GatheredWrites:
     """What one group knows of writes to its parameters.
 
@@ -106,15 +138,11 @@ class GatheredWrites:
 
     def __init__(self) -> None:
         self.is_compared = self.was_written_raw = False
-        # When the last gather began: `_epoch_of` the parameters, and the number of the last step.
-        self._epoch: list[int] = []
-        self._raw = 0  # number of writes through ``.data`` of the sharded parameters
-        self._step = 0
+        self._shard = ShardWrites()  # since the last gather began
         # When the unsharded parameters were set on the modules: their versions, and a digest of the values of a
         # group that does not gather its shard's values.
         self._opened: list[int] = []
         self._digest: str | None = None
-        self._accepts_versions = False
         # Notes for the watch, which begins with the first forward; in their order.
         self._unnoted: dict[str, None] = {}
         self._valid: list[int] = []  # versions at the last reshard: those of tensors that autograd has saved
@@ -134,29 +162,23 @@ class GatheredWrites:
         if self._unnoted and group.comm.watch is not None:
             notes, self._unnoted = list(self._unnoted), {}
             self._note(group, notes)
-        epoch = _epoch_of(params)
-        if self._valid and epoch != self._epoch:
-            moved = [now != before for now, before in zip(epoch, self._epoch, strict=True)]
+        last = self._shard.epoch
+        self._shard.note(params)
+        if self._valid and self._shard.epoch != last:
+            moved = [now != before for now, before in zip(self._shard.epoch, last, strict=True)]
             size = len(params)
             self._valid = [
                 version + (moved[at] or moved[at + size] or moved[at + 2 * size])
                 for at, version in enumerate(self._valid)
             ]
-        self._epoch, self._raw, self._step = epoch, _raw_writes_to(params), _steps.last
-        self._accepts_versions = False
 
     def accept_versions(self) -> None:
-        """Let the operator that has written before the last gather raise versions of sharded parameters after it."""
-        self._accepts_versions = True
+        """As `ShardWrites.accept_versions`."""
+        self._shard.accept_versions()
 
     def is_stale(self, params: Sequence[ManagedParam]) -> bool:
         """Return whether sharded parameters were written since the last gather began to read them."""
-        epoch = _epoch_of(params)
-        if self._accepts_versions and epoch[len(params) :] == self._epoch[len(params) :]:
-            self._epoch = epoch  # a later write has counted itself, or calls `accept_versions` again
-        if epoch != self._epoch or _raw_writes_to(params) != self._raw:
-            return True
-        return self._step != _steps.last and _steps.have_written(params, self._step)
+        return self._shard.found(params)
 
     def open(self, group: ParamGroup, unsharded: Sequence[torch.Tensor]) -> None:
         """Note that modules get the unsharded parameters now."""
@@ -233,7 +255,7 @@ class GatheredWrites:
         raw = group.write_back(touched)
         if not touched and not raw and not self.is_compared:
             return None, []
-        self._epoch, self._raw = _epoch_of(group.params), _raw_writes_to(group.params)
+        self._shard.note(group.params)
         self.was_written_raw |= bool(raw)
         if group.compute_dtype != group.shard.dtype and (touched or raw):
             _warn_of_rounding(group)

@@ -277,14 +277,17 @@ class _PlacementWishes:
 def _check_hooked(data: DataMesh, names: Iterable[str], part_size: int | None) -> None:
     """Raise for settings that parameters with all-gather hooks do not support."""
     problem = None
-    if part_size is not None:
+    if data.cut is not None:
+        problem = f"shard_optimizer_over={data.over!r}: hooks gather all rows over all ranks"
+    elif part_size is not None:
         problem = f"reshard_after_forward={part_size}: hooks gather all rows or none"
     elif data.mesh.ndim == 2 and not data.mesh.mesh_dim_names:
         problem = "a mesh without names: hooks get the sharding axis as a mesh, which is sliced by name"
     if problem is not None:
         raise UnsupportedOpError(
             "These settings do not support parameters whose class has all-gather hooks.",
-            expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
+            expected="reshard_after_forward True, False or None, no shard_optimizer_over, and names for the axes of a "
+            "2-D mesh",
             got=problem,
             where=", ".join(names),
         )

@@ -7,6 +7,7 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
     full buffer          1-D [m*S]  compute dtype    DBuffer that the all-gather fills
     unsharded parameter  ND         compute dtype    view of the full buffer; if scattered, a copy from it
     gradient buffer      1-D [m*S]  `grad_dtype`     DBuffer that unsharded gradients are written into
+    kept part            1-D        compute dtype    in a hybrid cut: see `kept_part`
     reduced shard        1-D [S]    reduce dtype     result of the reduce-scatter
     sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the reduced shard
 
@@ -58,6 +59,7 @@ from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard, UnshardedGra
 from vescale_fsdp.runtime.data_mesh import GatheredDTensor, PriorSharding, local_part
 from vescale_fsdp.runtime.gathered_writes import GatheredWrites, bits_of, digest_of, note_exposed
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, note_gathered, policy_of_group
+from vescale_fsdp.runtime.kept_part import KeptPart
 from vescale_fsdp.torch_modes import is_fake, profiled, without_grad
 from vescale_fsdp.torch_private import (
     REDUCES_AS_STORED,
@@ -358,7 +360,8 @@ class ParamGroup:
         self.layout = plan.layout
         self.data, self.scatter, self.wanted_part_size = plan.data, plan.scatter, plan.wanted_part_size
         self.together = plan.together
-        self.comm = GroupComm(plan.data.mesh, plan.part_size)
+        self.comm = GroupComm(plan.data.mesh, plan.part_size, plan.data.cut)
+        self.kept = KeptPart(plan.layout, self.comm) if plan.data.cut is not None else None
         self.mp_policy = mp_policy = policy_of_group(mp_policy, plan.param_dtype)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.device = device
@@ -578,10 +581,15 @@ class ParamGroup:
         assert self.full is not None
         shard = self.shard if self._brought is None else self._brought
         checks = self.comm.checks and not is_fake(self.shard)
-        if self.state is GroupState.PARTLY_SHARDED:
+        if self.kept is not None:
+            part = self.kept.start(shard, self.full, self.params, self.label[1:-1])
+            if not self.kept.is_whole:
+                begin = self._begin_check if checks else None
+                self.full.start_gather(part, self.comm.gather, before=begin)
+        elif self.state is GroupState.PARTLY_SHARDED:
             assert self._part is not None
-            begin = functools.partial(self._begin_check, is_part=True) if checks else None
-            self.full.start_gather(self._part, self.comm.gather_parts, before=begin)
+            begin_part = functools.partial(self._begin_check, is_part=True) if checks else None
+            self.full.start_gather(self._part, self.comm.gather_parts, before=begin_part)
         elif self.policy_gather is not None:
             self.full.start_gather(shard, self.policy_gather)
         else:
@@ -676,10 +684,16 @@ class ParamGroup:
 
     def is_stale(self) -> bool:
         """Return whether the shard was written since the last gather."""
-        if self.writes.is_stale(self.params):
-            return True
-        replaced = [piece_in(param.sharded) is not param.piece for param in self.params]  # p.data = tensor
-        return True in replaced
+        return self.writes.is_stale(self.params) or self._has_new_pieces()
+
+    def is_kept_stale(self) -> bool:
+        """Return whether the shard was written on this rank since the kept part was gathered over nodes."""
+        return self.kept is not None and (self.kept.is_stale(self.params) or self._has_new_pieces())
+
+    def _has_new_pieces(self) -> bool:
+        return True in [
+            piece_in(param.sharded) is not param.piece for param in self.params
+        ]  # p.data = tensor
 
     def check_not_stale(self, phase: str) -> None:
         """Raise if the shard was written while the unit's forward or backward computed with the gathered values."""
@@ -738,8 +752,10 @@ class ParamGroup:
             report()
 
     def forget_full(self) -> None:
-        """Drop the full buffer and its views; the next gather creates a new buffer."""
+        """Drop the full buffer and its views; the next gather creates a new buffer. All ranks must call this."""
         self.full = None
+        if self.kept is not None:
+            self.kept.forget()
 
     def follow_shard(self) -> None:
         """Drop the full buffer after `new_shard`, unless it has the right dtype and device.
@@ -829,6 +845,10 @@ class ParamGroup:
             increment_versions([param.piece for param in self.params if param.slot.fqn in touched])
         for param in found:
             _copy_written(self._gathered_piece(param), param.piece)
+        if self.kept is not None and not self.is_offloaded:
+            self.kept.follow(self.full, self.params)
+        elif self.kept is not None and touched:
+            self.kept.forget()
         return [
             param.slot.fqn for param in found if param.slot.fqn not in touched and not param.slot.is_scattered
         ]
@@ -854,7 +874,8 @@ class ParamGroup:
 
     def free_full(self) -> None:
         """Free the memory of the full buffer, unless `set_keep_unsharded_storage` keeps it."""
-        if self.full is not None and not self.comm.settings.keeps_full:
+        is_kept = self.comm.settings.keeps_full or (self.kept is not None and self.kept.is_whole)
+        if self.full is not None and not is_kept:
             self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
@@ -945,8 +966,7 @@ class ParamGroup:
         fqn = param.slot.fqn
         self.grads.drop_one(fqn)
         if self._unreplicated is not None:
-            with without_grad():
-                self._unreplicated.shard[param.local].zero_()
+            self._zero_unreplicated(param)
             self._unreplicated = self._unreplicated._replace(used=self._unreplicated.used - {fqn})
         if self._unreported_used is not None:
             self._unreported_used -= {fqn}
@@ -954,15 +974,24 @@ class ParamGroup:
     def zero_waiting(self, fqn: str) -> None:
         """Set a gradient that waits to zeros, and the reduced gradient to which it will be added."""
         param = next(param for param in self.params if param.slot.fqn == fqn)
+        self._zero_unreplicated(param)
         with without_grad():
             self.grads.zero(param.slot)
-            if self._unreplicated is not None:
-                self._unreplicated.shard[param.local].zero_()
             waiting = None if param.waiting is None else waiting_in(param.waiting[0])
             if waiting is not None:
                 waiting.added = None
                 if waiting.reduced is not None:
                     waiting.reduced.zero_()
+
+    def _zero_unreplicated(self, param: ManagedParam) -> None:
+        """Set the sums of a parameter's gradient that are not yet reduced over replicas to zeros."""
+        if self._unreplicated is None:
+            return
+        first, num = (self.comm.rank, 1) if self.kept is None else (self.kept.first, self.kept.nodes)
+        with without_grad():
+            for number, slice_ in enumerate(self._unreplicated.part.view(num, -1)):
+                piece = self.layout.piece(param.slot, first + number)
+                slice_[piece.local_offset : piece.local_offset + piece.numel].zero_()
 
     def _new_grads(self, dtype: torch.dtype) -> DBuffer:
         flat = self.comm.allocate_grads(self.layout.numel, dtype, self.device)
@@ -990,29 +1019,35 @@ class ParamGroup:
                 foreach_zero_(buffer.padding())
             return buffer
 
-    def allocate_reduced(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate, on the current stream, the result of a reduction, and the result in the dtype of the shard.
+    def allocate_reduced(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Allocate, on the current stream, the results of a reduction.
 
         Returns:
-            Two 1-D tensors [shard_numel]; one twice, if the dtypes are equal. Under CPU offload the second is on the
-            host, and is allocated later.
+            ``part``, ``shard`` and ``home`` of a `ReducedShard`. Under CPU offload the tensor on the host is allocated
+            later.
         """
-        shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
+        size, dtype = self.layout.shard_numel, self.reduce_dtype
+        shard = self.comm.allocate_grads(size, dtype, self.device)
+        part = shard
+        if self.kept is not None:
+            part = self.comm.allocate_grads(self.kept.nodes * size, dtype, self.device)
         is_home = self.is_offloaded or shard.dtype is self.shard.dtype
-        return shard, shard if is_home else torch.empty_like(shard, dtype=self.shard.dtype)
+        return part, shard, shard if is_home else torch.empty_like(shard, dtype=self.shard.dtype)
 
-    def start_reduce(self, source: DBuffer, shard: torch.Tensor, home: torch.Tensor) -> ReducedShard:
+    def start_reduce(
+        self, source: DBuffer, part: torch.Tensor, shard: torch.Tensor, home: torch.Tensor
+    ) -> ReducedShard:
         """Start the reduction of the buffer from `complete_grads`, on the current stream.
 
         Args:
             source: the buffer.
-            shard, home: from `allocate_reduced`, written.
+            part, shard, home: from `allocate_reduced`, written.
         """
         used = self.grads.hand_over()
         self.owes_reduction = False
         # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
-        return ReducedShard(shard, home, source, self.comm.reduce_scatter(shard, source.flat), used)
+        return ReducedShard(part, shard, home, source, self.comm.reduce_scatter(part, source.flat), used)
 
     def start_replicate(self, reduced: ReducedShard) -> tuple[ReducedShard, Work | None] | None:
         """Start to reduce the result of a reduction over replicas. The caller must have waited for the reduction.
@@ -1021,15 +1056,14 @@ class ParamGroup:
             What to `deliver`, and the work to wait for before; None if the result is kept until a later reduction.
         """
         if self._unreplicated is not None:  # the sum of earlier reductions that were not all-reduced
-            reduced.shard.add_(self._unreplicated.shard)
+            reduced.part.add_(self._unreplicated.part)
             reduced = reduced._replace(used=reduced.used | self._unreplicated.used)
             self._unreplicated = None
         if not self._delivers:
-            self._unreplicated = reduced._replace(
-                home=reduced.shard
-            )  # nothing is delivered to the other tensor
+            # Nothing is delivered to the other tensors.
+            self._unreplicated = reduced._replace(shard=reduced.part, home=reduced.part)
             return None
-        return reduced, self.comm.all_reduce(reduced.shard)
+        return reduced, self.comm.finish_sum(reduced.part, reduced.shard)
 
     def deliver(self, reduced: ReducedShard) -> None:
         """Add the result of a reduction, over replicas too, to the sharded gradients."""
@@ -1094,7 +1128,7 @@ class ParamGroup:
 
     def unreplicated_sums(self) -> list[torch.Tensor]:
         """Return the results that are not yet reduced over replicas, which the next reduction adds to its own."""
-        return [] if self._unreplicated is None else [self._unreplicated.shard]
+        return [] if self._unreplicated is None else [self._unreplicated.part]
 
     @property
     def _delivers(self) -> bool:
@@ -1194,6 +1228,8 @@ def _note_write(group: weakref.ref[ParamGroup], written: torch.Tensor) -> None:
     increment_versions([each for each in sharded if each is written or is_view_of(written, each)])
     alive.schedule.gather_again(alive)
     alive.writes.accept_versions()
+    if alive.kept is not None:
+        alive.kept.accept_versions()
 
 
 def _zero_grad_of(param: weakref.ref[ManagedParam]) -> None:

@@ -130,6 +130,9 @@ class Schedule:
         """Start the all-gathers of a unit; return False if the unit is gathered or its gathers are in flight."""
         for group in unit.groups:
             if group.state.is_sharded:
+                if group.kept is not None and not group.kept.is_due and group.is_kept_stale():
+                    # Written since ranks have agreed. A rank that gathered over nodes alone would wait for ever.
+                    self._meet_to_gather_again(group)
                 continue
             # An optimizer or a load has written the shard since the gather, or a user has set ``p.data = tensor``: its
             # values must be in the buffer before autograd saves the parameter.
@@ -151,7 +154,10 @@ class Schedule:
     def _meet_to_gather_again(self, group: ParamGroup) -> None:
         """Let ranks compare that all of them have written: a gather by one rank alone would end its process."""
         if not is_fake(group.shard):
-            meet([group.comm.shard_group], f"gather of {group.label[1:-1]} after a write to its parameters")
+            ranks = group.comm.cut_group or group.comm.shard_group
+            meet([ranks], f"gather of {group.label[1:-1]} after a write to its parameters")
+        if group.kept is not None and group.is_kept_stale():
+            group.kept.is_due = True
 
     def gather_again(self, group: ParamGroup) -> None:
         """Gather a group whose shard was written while its unit's forward or backward runs.
@@ -205,6 +211,7 @@ class Schedule:
         self._guessed.clear()
         self._forget_order()
         self._trace = Trace(self._trace.number + 1)
+        self.comm.agree_on_kept(group for unit in self.units for group in unit.groups)
 
     def _forget_order(self) -> None:
         """Store which unit followed which in this forward, and clear the order."""

@@ -3,7 +3,7 @@
     mesh            1-D (shard) or 2-D (replicate, shard); axis ``shard_axis`` shards one copy of the parameters
     gather          all-gather over the sharding axis, or a user's all-gather
     reduce_scatter  reduction over the sharding axis, on a communicator of its own if the user asks for it
-    all_reduce      reduction over the replicating axis (HSDP)
+    finish_sum      reduction over the replicating axis: an all-reduce (HSDP), or a reduce-scatter (a hybrid cut)
 
 Gradients are divided as in torch 2.13's FSDP2: fp32 and bf16 use AVG. With a user's factor, with forced sums, and for
 fp16, SUM is used and the sum is divided. fp16 is also divided *before* the sum, by a power of two near the square root
@@ -172,24 +172,32 @@ class GroupComm:
         mesh: 1-D (shard) or 2-D (replicate, shard).
         part_size: number of ranks that together keep one copy of the full parameters between forward and backward; a
             divisor of the number of shards. None: no copy is kept in parts.
+        cut: in a hybrid cut, the 1-D mesh of all ranks in the order of their slices. The replicating axis of ``mesh``
+            has the nodes then.
 
     Attributes:
         shard_axis: index of the axis that shards, the last one.
         num_shards: number of ranks along this axis.
-        rank: this rank's index along this axis.
-        shard_group: ranks that share one copy of the parameters.
-        replicate_group: ranks with the same shard, or None without replication.
+        local_rank: this rank's index along this axis.
+        rank: number of this rank's slice of the buffer: ``local_rank``, unless the cut is hybrid.
+        shard_group: ranks that share one copy of the full parameters.
+        replicate_group: ranks with the same shard, or None without replication; in a hybrid cut, those with the same
+            part, one of each node.
+        cut_group: all ranks of a hybrid cut, or None.
     """
 
-    def __init__(self, mesh: DeviceMesh, part_size: int | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, part_size: int | None = None, cut: DeviceMesh | None = None) -> None:
         self.mesh = mesh
         self.part_size = part_size
         # Stored, because reading these values from a mesh is slow, and each step reads them several times per unit.
         self.shard_axis = mesh.ndim - 1
         self.num_shards = mesh.size(self.shard_axis)
-        self.rank = mesh.get_local_rank(self.shard_axis)
+        self.rank = self.local_rank = mesh.get_local_rank(self.shard_axis)
         self.shard_group = mesh.get_group(self.shard_axis)
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.cut_group: dist.ProcessGroup | None = None
+        if cut is not None:
+            self.rank, self.cut_group = cut.get_local_rank(0), cut.get_group(0)
         self.settings = GroupSettings()
         self.watch: OrderWatch | None = None
         self.checks = False  # whether collectives of this root forward are checked; the same on all ranks
@@ -211,7 +219,7 @@ class GroupComm:
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Return all process groups of this group's collectives."""
-        used = (self.shard_group, self.replicate_group, self.reduce_group, self._part_group)
+        used = (self.shard_group, self.replicate_group, self.cut_group, self.reduce_group, self._part_group)
         return [group for group in used if group is not None]
 
     def set_nodes(self, per_node: int) -> None:
@@ -237,18 +245,21 @@ class GroupComm:
         return None
 
     def begin_check(
-        self, full: torch.Tensor, own: torch.Tensor, *, is_part: bool = False
+        self, full: torch.Tensor, own: torch.Tensor, *, is_part: bool = False, over_nodes: bool = False
     ) -> GatherCheck | None:
         """Return the check of the gather that is about to start, if this step is checked.
 
         Args:
             full, own: as for the gather.
             is_part: whether the gather is `gather_parts`.
+            over_nodes: whether the gather is `gather_over_nodes`.
         """
-        if not self.checks or self.num_shards == 1:
-            return None
-        group, rank = (self._part_group, self.part_rank) if is_part else (self.shard_group, self.rank)
+        group, rank = (self._part_group, self.part_rank) if is_part else (self.shard_group, self.local_rank)
+        if over_nodes:
+            group, rank = self.replicate_group, self.mesh.get_local_rank(0)
         assert group is not None
+        if not self.checks or group.size() == 1:
+            return None
         replicas = [] if self.replicate_group is None else [self.replicate_group]
         check = GatherCheck(group, [self.shard_group, *replicas], rank)
         check.begin(full, own)
@@ -256,8 +267,15 @@ class GroupComm:
 
     def check_reduced(self, shard: torch.Tensor, label: str) -> None:
         """Check that replicas have equal reduced shards, if this step is checked."""
+        if self.cut_group is not None:  # no two ranks have the same shard
+            return
         if self.checks and self.replicate_group is not None and self.replicate_group.size() > 1:
             check_replicas(shard, [self.replicate_group, self.shard_group], label)
+
+    def gather_over_nodes(self, part: torch.Tensor, own: torch.Tensor) -> Work | None:
+        """Start the all-gather of slices of all nodes into 1-D ``part``, of which ``own`` is a view (a hybrid cut)."""
+        assert self.replicate_group is not None
+        return all_gather_into(part, own, self.replicate_group)
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
         """Start the all-gather of the parts that ``part_size`` ranks kept between forward and backward."""
@@ -321,8 +339,12 @@ class GroupComm:
         group = self.reduce_group or self.shard_group
         return self.settings.custom_reduce_scatter is None and reduces_beside(group, device.type)
 
-    def all_reduce(self, shard: torch.Tensor) -> Work | None:
-        """Reduce over the replicating axis, in place; a no-op on a mesh without such an axis.
+    def finish_sum(self, part: torch.Tensor, shard: torch.Tensor) -> Work | None:
+        """Reduce over the replicating axis what `reduce_scatter` has left; a no-op on a mesh without such an axis.
+
+        Args:
+            part: result of the reduction over shards; read, and undefined afterwards unless it is ``shard``.
+            shard: written: ``part`` itself, reduced over replicas, or in a hybrid cut this rank's slice of the sum.
 
         Returns:
             On the CPU, if replicas are on several nodes, the work to wait for. Else None: the current stream has
@@ -331,6 +353,8 @@ class GroupComm:
         if self.replicate_group is None:
             return None
         op = self._op(shard.dtype, self.mesh.size(0))
+        if self.cut_group is not None:
+            return reduce_scatter_into(shard, part, op, self.replicate_group)
         if reduces_beside(self.replicate_group, shard.device.type):
             return all_reduce_in_place(shard, op, self.replicate_group)
         all_reduce_at_once(shard, op, self.replicate_group)

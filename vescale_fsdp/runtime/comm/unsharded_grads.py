@@ -178,6 +178,9 @@ class UnshardedGrads:
 class ReducedShard(NamedTuple):
     """The reduction of one gradient buffer: its result, its source, and the work object to wait on."""
 
+    # Result of the reduction over shards, in the reduce dtype: ``shard``; in a hybrid cut 1-D [S * nodes], reduced over
+    # one node.
+    part: torch.Tensor
     shard: torch.Tensor  # 1-D [S], reduce dtype, the result
     home: torch.Tensor  # 1-D [S], the shard's dtype, what becomes gradients; ``shard`` if dtypes are equal
     source: DBuffer  # the gradient buffer, which must live until the reduction has read it
@@ -185,7 +188,7 @@ class ReducedShard(NamedTuple):
     used: frozenset[str]  # names of parameters that have a gradient on this rank
 
     def wait(self) -> None:
-        """Wait until ``shard`` is written and ``source`` is read. On an accelerator the current stream waits."""
+        """Wait until ``part`` is written and ``source`` is read. On an accelerator the current stream waits."""
         wait_for(self.work)
 
 

@@ -17,6 +17,7 @@ from tests.vescale_fsdp.runtime.fuzz.program import Block, Micro, Program, Step
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads, UsedFlags
+from vescale_fsdp.runtime.kept_part import KeptPart
 from vescale_fsdp.runtime.param_group import ParamGroup
 
 
@@ -78,6 +79,10 @@ def _rolled(comm: GroupComm, full: torch.Tensor, shard: torch.Tensor) -> None:
     full.copy_(full.view(comm.num_shards, -1).roll(1, 0).reshape(-1))
 
 
+def _swapped(comm: GroupComm, part: torch.Tensor, own: torch.Tensor) -> None:
+    part.copy_(part.view(2, -1).flip(0).reshape(-1))
+
+
 def _overwrite(grads: UnshardedGrads, slot: Any, grad: torch.Tensor) -> None:
     grads._written.discard(slot.fqn)
 
@@ -103,7 +108,22 @@ MUTANTS = {
         Program(steps=(Step((Micro(sync="no_sync"), Micro())),)),
     ),
     "replicas differ": Mutant(
-        lambda: mock.patch.object(GroupComm, "all_reduce", return_value=None), Program(mesh=(2, 2))
+        lambda: mock.patch.object(GroupComm, "finish_sum", return_value=None), Program(mesh=(2, 2))
+    ),
+    "a part of the weights before the step": Mutant(
+        lambda: mock.patch.object(KeptPart, "is_stale", return_value=False), Program(mesh=(2, 2), spread=True)
+    ),
+    "a slice of the wrong node": Mutant(
+        _behind(GroupComm, "gather_over_nodes", _swapped), Program(mesh=(2, 2), spread=True)
+    ),
+    "a sum over one node is lost": Mutant(
+        lambda: mock.patch.object(ParamGroup, "owes_replicas", False),
+        Program(
+            mesh=(2, 2),
+            spread=True,
+            blocks=(Block(runs="odd steps"), Block(spare="odd steps")),
+            steps=(Step(), Step((Micro(sync="no_all_reduce"),)), Step(), Step()),
+        ),
     ),
     "what nobody used gets zeros": Mutant(
         lambda: mock.patch.object(UsedFlags, "anywhere", lambda self: [True] * len(self._used)),

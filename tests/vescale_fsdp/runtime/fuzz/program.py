@@ -97,6 +97,7 @@ class Program(Printed):
 
     Args:
         mesh: (shard,), (replicate, shard), and with ``tp`` the ranks of tensor parallelism last.
+        spread: whether the optimizer is sharded over replicas too.
         blocks, steps: see there.
         tied: whether the head's matrix is the embedding's.
         positions: whether rows have learned positions.
@@ -111,6 +112,7 @@ class Program(Printed):
 
     mesh: tuple[int, ...] = (2,)
     tp: bool = False
+    spread: bool = False
     blocks: tuple[Block, ...] = (Block(),)
     steps: tuple[Step, ...] = (Step(), Step())
     tied: bool = False
@@ -246,6 +248,15 @@ def draw(seed: int) -> Program:
         program = replace(program, switches=tuple(name for name in program.switches if name != "prefetch"))
     if not tp and program.reshard in (None, True, False) and dice.random() < 0.25:
         program = replace(program, moves=dice.choice(_MESHES))
+    nodes = random.Random(f"nodes {seed}")
+    if len(mesh) - tp == 2 and program.reshard != 2 and nodes.random() < 0.6:
+        program = replace(program, spread=True)
+        if program.moves and nodes.random() < 0.5:
+            program = replace(program, moves=nodes.choice(_NODES))
+    elif not tp and nodes.random() < 0.25:
+        program = replace(
+            program, spread=True, mesh=nodes.choice(_NODES), reshard=program.reshard == 2 or program.reshard
+        )
     if any(
         step.micros[-1].sync != "sync" for step in program.steps
     ):  # what waits is of those that were trained
@@ -255,6 +266,7 @@ def draw(seed: int) -> Program:
 
 
 _MESHES = [(1,), (2,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]
+_NODES = [(2, 2), (2, 2), (2, 1), (3, 1), (1, 2)]
 _TP_MESHES = [(2, 2), (1, 2), (2, 1), (2, 1, 2), (1, 2, 2)]
 _SWITCHES = {
     "streams": 0.4,

@@ -160,6 +160,7 @@ def _options(program: Program, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
     )
     return {
         "mesh": mesh,
+        "shard_optimizer_over": "replicate" if program.spread else None,
         "reshard_after_forward": program.reshard,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if program.offload else OffloadPolicy(),

@@ -157,6 +157,8 @@ class _Sharded(Engine):
             data = data["data"]
         offload = CPUOffloadPolicy(pin_memory=False) if program.unit == "offloaded" else OffloadPolicy()
         options = {"mesh": data, "reshard_after_forward": program.reshard, "offload_policy": offload}
+        if program.unit in ("hybrid", "zero1") and isinstance(self, Ours):
+            options["shard_optimizer_over"] = "replicate"
         for unit in _units(model, program):
             type(self).fully_shard(unit, **options)
         return [module for module in model.modules() if type(self).is_unit(module)]
@@ -201,7 +203,8 @@ ENGINES: dict[str, type[Engine]] = {"plain": Plain, "ours": Ours, "fsdp2": FSDP2
 
 
 def _mesh(program: Program) -> DeviceMesh:
-    names = {"hsdp": ("replicate", "shard"), "tp": ("data", "tp")}.get(program.unit, ("shard",))
+    pair = ("data", "tp") if program.unit == "tp" else ("replicate", "shard")
+    names = pair if len(program.mesh) == 2 else ("shard",)
     return init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
 
 

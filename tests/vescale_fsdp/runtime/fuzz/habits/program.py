@@ -6,6 +6,7 @@ runs: paste it into `kept.py`. ``smaller(program)`` yields the programs that hav
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -63,7 +64,7 @@ HABITS = (
     *FREEZES,
     *DIRECT,
 )
-UNITS = (
+_DRAWN = (
     "plain",
     "norm_head",
     "emb_head",
@@ -74,6 +75,7 @@ UNITS = (
     "offloaded",
     "self_gathering",
 )
+UNITS = (*_DRAWN, "hybrid", "zero1")  # the optimizer is sharded over two nodes: of two ranks, of one rank
 PARAMS = (
     "emb.weight",
     "blocks.0.up.weight",
@@ -195,12 +197,12 @@ class Program(Printed):
     @property
     def mesh(self) -> tuple[int, ...]:
         """Sizes of the mesh."""
-        return (2, 2) if self.unit in ("hsdp", "tp") else (2,)
+        return {"hsdp": (2, 2), "hybrid": (2, 2), "tp": (2, 2), "zero1": (2, 1)}.get(self.unit, (2,))
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return 4 if self.unit in ("hsdp", "tp") else 2
+        return math.prod(self.mesh)
 
     def replica(self, rank: int) -> int:
         """Which inputs a rank has."""
@@ -250,13 +252,17 @@ def is_sound(program: Program) -> bool:
             program.unit == "tp" and any(event.alone and not event.meets for event in program.events),
             program.penalty and (program.reader == "reentrant" or program.tiles),
             program.penalty and program.loss in ("aside", "chunked", "by_hand", "early"),
-            program.sync == "no_all_reduce" and (program.unit != "hsdp" or program.micros == 1),
+            program.sync == "no_all_reduce" and (not _replicates(program) or program.micros == 1),
             program.backward == "ahead" and (program.micros == 1 or bool(program.breaks)),
             program.backward == "twice" and (program.reader in ("recompute", "reentrant") or program.tiles),
             program.backward == "twice" and program.loss == "chunked",
             program.zeros == "nothing" and program.optimizer != "sgd",
         )
     )
+
+
+def _replicates(program: Program) -> bool:
+    return program.unit in ("hsdp", "hybrid", "zero1")
 
 
 def _is_sound_event(program: Program, event: Event) -> bool:
@@ -330,7 +336,15 @@ def draw(seed: int) -> Program:
     while True:
         program = _draw(dice)
         if is_sound(program):
-            return program
+            break
+    other = random.Random(
+        f"nodes {seed}"
+    ).random()  # of its own, so that the rest of the programs stays as it was
+    if program.unit == "hsdp" and other < 0.6:
+        return replace(program, unit="hybrid")
+    if program.unit == "plain" and not program.is_alone and other < 0.1:
+        return replace(program, unit="zero1")
+    return program
 
 
 def _draw(dice: random.Random) -> Program:
@@ -340,7 +354,7 @@ def _draw(dice: random.Random) -> Program:
 
     micros = often(0.4, 1, 2)
     program = Program(
-        unit=often(0.7, *UNITS),
+        unit=often(0.7, *_DRAWN),
         tied=dice.random() < 0.25,
         reshard=often(0.3, None, True, False),
         reader=often(0.3, "", "hook", "function", "recompute", "reentrant"),
