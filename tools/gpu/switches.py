@@ -92,6 +92,11 @@ def _replicas(model: nn.Module) -> dict[str, Any]:
     return {"mesh": init_device_mesh(_device_of(model).type, shape, mesh_dim_names=("replicate", "shard"))}
 
 
+def _over_nodes(model: nn.Module) -> dict[str, Any]:
+    """Two nodes, if the number of ranks is even, over which the optimizer is sharded too."""
+    return _replicas(model) | {"shard_optimizer_over": "replicate"}
+
+
 def _halve(shard: torch.Tensor) -> None:
     shard.mul_(0.5)
 
@@ -205,6 +210,16 @@ CASES = (
         microbatches=2,
         apart=ROUNDED,
     ),
+    Case("optimizer over nodes", of_model=_over_nodes),
+    Case(
+        "bf16, optimizer over nodes, nodes reduced late",
+        HALF,
+        of_model=_over_nodes,
+        before_backward=_delays_replicas,
+        microbatches=3,
+        apart=ROUNDED,
+    ),
+    Case("optimizer over nodes, offload", OFFLOAD, of_model=_over_nodes),
     Case(
         "a parameter left out",
         of_model=lambda model: {"ignored_params": {model.head.bias}},

@@ -1047,7 +1047,10 @@ class ParamGroup:
         self.owes_reduction = False
         # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
-        return ReducedShard(part, shard, home, source, self.comm.reduce_scatter(part, source.flat), used)
+        # As of now: an earlier reduction of the same backward, still in flight, ends `is_due` when it is delivered.
+        due = frozenset(param.slot.fqn for param in self.params if param.is_due)
+        work = self.comm.reduce_scatter(part, source.flat)
+        return ReducedShard(part, shard, home, source, work, used, due)
 
     def start_replicate(self, reduced: ReducedShard) -> tuple[ReducedShard, Work | None] | None:
         """Start to reduce the result of a reduction over replicas. The caller must have waited for the reduction.
@@ -1055,9 +1058,12 @@ class ParamGroup:
         Returns:
             What to `deliver`, and the work to wait for before; None if the result is kept until a later reduction.
         """
+        if self._holds:  # shown between a backward and its `finalize_backward`: what waited is delivered now
+            self.settle()
         if self._unreplicated is not None:  # the sum of earlier reductions that were not all-reduced
             reduced.part.add_(self._unreplicated.part)
-            reduced = reduced._replace(used=reduced.used | self._unreplicated.used)
+            used, due = reduced.used | self._unreplicated.used, reduced.due | self._unreplicated.due
+            reduced = reduced._replace(used=used, due=due)
             self._unreplicated = None
         if not self._delivers:
             # Nothing is delivered to the other tensors.
@@ -1083,7 +1089,7 @@ class ParamGroup:
         delivered: dict[str, torch.Tensor] = {}
         for param in self.params:
             fqn, piece = param.slot.fqn, shard[param.local]
-            if not param.is_due and fqn not in used:  # frozen: it gets no gradient
+            if fqn not in reduced.due and fqn not in used:  # frozen: it gets no gradient
                 continue
             param.is_due = False
             # A piece is delivered at once if it is known that some rank has used the parameter, or if adding the piece

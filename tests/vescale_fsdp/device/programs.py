@@ -261,7 +261,7 @@ MODELS: dict[str, Callable[[torch.device], nn.Module]] = {
     "embedding and head, two streams": lambda device: Language(SideStreams(device, 1)),
     "embedding and head, recomputed": lambda device: Language(recomputes=True),
 }
-MESHES = ("ranks", "replicas", "tensor")
+MESHES = ("ranks", "replicas", "tensor")  # and "nodes": replicas over which the optimizer is sharded too
 POLICIES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
@@ -308,7 +308,7 @@ class Program:
 
     Args:
         model, policy, optimizer: keys of the tables above.
-        mesh: one axis; two replicas; or two ranks per tensor.
+        mesh: one axis; two replicas; two nodes over which the optimizer is sharded; or two ranks per tensor.
         keeps: whether units stay gathered after the forward; a number: parts of them, over so many ranks.
         micro_batches: backwards per step.
         syncs: which backwards reduce: each; the last; or each, but over replicas the last.
@@ -379,9 +379,11 @@ def draw(seed: int) -> Program:
     for _ in range(pick.choice((1, 2, 3))):
         event = pick.choice(possible)
         events.append((pick.randrange(steps), pick.choice(EVENTS[event]), event))
+    # Drawn apart, so that the rest of the programs stays as it was.
+    is_hybrid = mesh == "replicas" and random.Random(f"nodes {seed}").random() < 0.5
     return Program(
         model=model,
-        mesh=mesh,
+        mesh="nodes" if is_hybrid else mesh,
         world_size=world_size,
         policy=policy,
         optimizer=optimizer,
@@ -417,7 +419,8 @@ class _Run:
 
     def _mesh(self) -> DeviceMesh:
         size, kind = self.program.world_size, self.device.type
-        names = {"replicas": ("replicate", "shard"), "tensor": ("data", "tensor")}.get(self.program.mesh)
+        pair = ("data", "tensor") if self.program.mesh == "tensor" else ("replicate", "shard")
+        names = None if self.program.mesh == "ranks" else pair
         return init_device_mesh(kind, (2, size // 2) if names else (size,), mesh_dim_names=names)
 
     def _sharded(self, model: nn.Module) -> Any:
@@ -428,6 +431,8 @@ class _Run:
                 parallelize_module(block, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
             mesh = mesh["data"]
         options: dict[str, Any] = {"reshard_after_forward": program.keeps or True, **POLICIES[program.policy]}
+        if program.mesh == "nodes":
+            options["shard_optimizer_over"] = "replicate"
         if program.keeps is True:
             options["reshard_after_forward"] = False
         if program.optimizer in GRANULARITIES:

@@ -186,6 +186,7 @@ class ReducedShard(NamedTuple):
     source: DBuffer  # the gradient buffer, which must live until the reduction has read it
     work: Work | None  # None: the current stream has run the collective
     used: frozenset[str]  # names of parameters that have a gradient on this rank
+    due: frozenset[str]  # names of parameters that were trained; the same on all ranks
 
     def wait(self) -> None:
         """Wait until ``part`` is written and ``source`` is read. On an accelerator the current stream waits."""
