@@ -199,12 +199,19 @@ class CommContext:
             if group.comm.cut_group is not None:
                 by_ranks.setdefault(group.comm.cut_group, []).append(group)
         for ranks, members in by_ranks.items():
-            stale = [group.is_kept_stale() for group in members]
+            stale = [
+                group.is_kept_stale() or (group.kept is not None and group.kept.is_doubtful)
+                for group in members
+            ]
             with self._on(self.agreement_stream), outside_modes():
                 flags = torch.tensor(stale, dtype=torch.uint8, device=members[0].device)
                 if ranks.size() > 1 and not is_fake(flags):
-                    all_reduce_at_once(flags, dist.ReduceOp.MAX, ranks)
-                    stale = [bool(flag) for flag in flags.tolist()]
+                    try:
+                        all_reduce_at_once(flags, dist.ReduceOp.MAX, ranks)
+                        stale = [bool(flag) for flag in flags.tolist()]
+                    except RuntimeError as error:  # torch raises it if a collective fails
+                        self.explain(error)
+                        raise
             for group, is_stale in zip(members, stale, strict=True):
                 assert group.kept is not None
                 group.kept.is_due = is_stale

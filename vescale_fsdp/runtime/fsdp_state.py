@@ -474,6 +474,9 @@ class FSDPState:
     def _reshard_hook(self, *unused: Any) -> None:
         self._methods_running = 0  # a running method loses its full parameters: forwards may reshard again
         self.comm.reshard(self.groups)
+        for group in self.groups:
+            if group.kept is not None:
+                group.kept.is_doubtful = True
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
 
     def _before_load(

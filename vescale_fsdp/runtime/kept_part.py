@@ -17,7 +17,8 @@ counters of its shard, its counts of writes, and the optimizers' steps. It repor
     before a root's forward, and in `unshard`    one small all-reduce tells all ranks which parts are stale on any rank
     before any other gather                      ranks with a stale part meet first: all have written, or all raise
 
-Writes to memory of the shard that torch does not count, such as ``p.to_local().data.zero_()``, are not found.
+A part counts as stale after ``state_dict``, whose tensors share the shard's memory but not its counters. Other writes
+that torch does not count, such as ``p.to_local().data.zero_()``, are not found.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class KeptPart:
     Attributes:
         is_due: whether the next gather begins with a gather over nodes; the same on all ranks when it begins.
         is_whole: whether the part is the full buffer, because there is one rank per node.
+        is_doubtful: whether users may have written the shard uncounted, through what ``state_dict`` has returned.
     """
 
     def __init__(self, layout: GroupLayout, comm: GroupComm) -> None:
@@ -56,6 +58,7 @@ class KeptPart:
         self.first = comm.local_rank * self.nodes  # number of the part's first slice
         self.is_whole = comm.num_shards == 1
         self.is_due = True
+        self.is_doubtful = False
         self._flat: torch.Tensor | None = None  # 1-D [nodes * S], unless `is_whole`
         self._writes = ShardWrites()
 
@@ -107,7 +110,7 @@ class KeptPart:
                 if check is not None:
                     check.finish(label)
             self._writes.note(params)
-            self.is_due = False
+            self.is_due = self.is_doubtful = False
         return part
 
     def follow(self, full: DBuffer, params: Sequence[ManagedParam]) -> None:

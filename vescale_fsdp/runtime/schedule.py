@@ -154,8 +154,10 @@ class Schedule:
     def _meet_to_gather_again(self, group: ParamGroup) -> None:
         """Let ranks compare that all of them have written: a gather by one rank alone would end its process."""
         if not is_fake(group.shard):
-            ranks = group.comm.cut_group or group.comm.shard_group
-            meet([ranks], f"gather of {group.label[1:-1]} after a write to its parameters")
+            ranks = [group.comm.shard_group]
+            if group.kept is not None and group.comm.replicate_group is not None:
+                ranks.append(group.comm.replicate_group)
+            meet(ranks, f"gather of {group.label[1:-1]} after a write to its parameters")
         if group.kept is not None and group.is_kept_stale():
             group.kept.is_due = True
 
