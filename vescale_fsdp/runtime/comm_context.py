@@ -468,8 +468,9 @@ class CommContext:
             else:
                 buffer.free()
             # Listed before `start_replicate`, which drops the sums while another stream may still read them.
-            sums = [reduced.part, reduced.shard, reduced.home, *group.unreplicated_sums()]
-            kept = [] if stream is None else sums
+            kept: list[torch.Tensor] = []
+            if stream is not None:
+                kept = [reduced.part, reduced.shard, reduced.home, *group.unreplicated_sums()]
             with self._on(stream):
                 started = group.start_replicate(reduced)
                 if started is not None:

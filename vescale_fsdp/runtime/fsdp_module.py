@@ -136,7 +136,7 @@ class FSDPModule(_Base):
             if not state.agreed:
                 reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()  # the optimizer may have written the shards just now
-        state.comm.agree_on_kept(group for group in state.groups if group.state.is_sharded)
+        state.comm.agree_on_kept([group for group in state.groups if group.state.is_sharded])
         state.schedule.gather(state)
         handle = UnshardHandle(state.comm, state.groups)
         if async_op:

@@ -43,11 +43,11 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    shard_optimizer_over: str | None = ...,
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
     padding_policy: PaddingPolicy = ...,
     check_collectives: int = ...,
+    shard_optimizer_over: str | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -61,11 +61,11 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    shard_optimizer_over: str | None = ...,
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
     padding_policy: PaddingPolicy = ...,
     check_collectives: int = ...,
+    shard_optimizer_over: str | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -78,11 +78,11 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
-    shard_optimizer_over: str | None = None,
     dp_mesh_dims: Any = None,
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
     check_collectives: int = 0,
+    shard_optimizer_over: str | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters over a mesh; call it bottom-up, on each block and then on the root.
 
@@ -92,10 +92,6 @@ def fully_shard(
         reshard_after_forward: whether to free full parameters after the forward. None: free them, but keep the root's
             in a forward with gradients, because the backward begins with the root. A number n: between forward and
             backward, each group of n ranks together keeps one copy of the full parameters.
-        shard_optimizer_over: name of axis 0 of a 2-D mesh, which has the nodes: a hybrid cut. The parameters that are
-            gathered stay sharded over axis 1, as with HSDP, but the stored weights, gradients and optimizer states are
-            sharded over all ranks of the mesh. See "Which sharding for which cluster" on the page "Where memory goes".
-            With a mesh of one axis it changes nothing. Parameters with a mesh of their own keep that mesh.
         shard_placement_fn: as in torch, called for each parameter. The results ``None`` and ``Shard(dim)`` change
             nothing; the units of a `RaggedShard` stay whole; a ``ShardPlacementResult`` gives the parameter a mesh of
             its own.
@@ -114,6 +110,12 @@ def fully_shard(
             that ranks have sent, and that replicas are equal after an all-reduce; 0: never. Evaluation and each
             micro-batch count as forwards. Each check passes once over what was received, and the host waits for its
             result. Not for gathers of 8-bit codes, nor for parameters whose class gathers itself.
+        shard_optimizer_over: the name of axis 0 of a 2-D mesh, the nodes: a hybrid cut. As with HSDP, each node has all
+            parameters, sharded over axis 1 and in the compute dtype, and gathers stay inside the node. But the stored
+            weights, gradients and optimizer states are sharded over all ranks, so one gather and one reduction of each
+            unit cross the nodes in a step (`FSDPModule.set_requires_all_reduce`). A write to a shard that torch does
+            not count, such as ``p.to_local().data.zero_()``, may be missed by the next gather. On a mesh of one axis
+            it changes nothing. Parameters with a mesh of their own keep that mesh.
 
     Returns:
         ``module``; its class is now an `FSDPModule` too, and its parameters are `RaggedDTensor`.

@@ -100,18 +100,18 @@ class ShardWrites:
     """Finds writes to the shard of a group since its last `note`.
 
     Attributes:
-        epoch: as of the last note, three numbers for each parameter, of which a write raises at least one; empty before
-            the first note, after which everything counts as a write.
+        epoch: `_epoch_of` the parameters as of the last note; empty before the first one, so that all of them count as
+            written.
     """
 
     def __init__(self) -> None:
         self.epoch: list[int] = []
-        self._raw = self._step = 0  # number of writes through ``.data``; number of the last step
+        self._step = 0  # number of the last step
         self._accepts_versions = False
 
     def note(self, params: Sequence[ManagedParam]) -> None:
         """Note that the shard is read now."""
-        self.epoch, self._raw, self._step = _epoch_of(params), _raw_writes_to(params), _steps.last
+        self.epoch, self._step = _epoch_of(params), _steps.last
         self._accepts_versions = False
 
     def accept_versions(self) -> None:
@@ -123,7 +123,7 @@ class ShardWrites:
         epoch = _epoch_of(params)
         if self._accepts_versions and epoch[len(params) :] == self.epoch[len(params) :]:
             self.epoch = epoch  # a later write has counted itself, or calls `accept_versions` again
-        if epoch != self.epoch or _raw_writes_to(params) != self._raw:
+        if epoch != self.epoch:
             return True
         return self._step != _steps.last and _steps.have_written(params, self._step)
 
@@ -269,17 +269,16 @@ class GatheredWrites:
 
 
 def _epoch_of(params: Sequence[ManagedParam]) -> list[int]:
-    """Return three numbers for each parameter, of which a write to its shard raises at least one."""
+    """Return three numbers for each parameter, and one for all, of which a write to the shard raises at least one.
+
+    The last number counts writes through views and ``.data``.
+    """
     # Few calls: this runs for every gather and reshard.
     tensors = [param.sharded for param in params]
     tensors += [param.piece for param in params]  # type: ignore[misc]  # tensors, not Parameters
-    return versions_of(tensors) + [param.generation for param in params]
-
-
-def _raw_writes_to(params: Sequence[ManagedParam]) -> int:
-    """Return how often the sharded parameters were written through views and ``.data``."""
     counts = [param.sharded.writes for param in params]  # type: ignore[attr-defined]  # a RaggedDTensor
-    return sum([count.number for count in counts if count is not None])
+    raw = sum([count.number for count in counts if count is not None])
+    return [*versions_of(tensors), *[param.generation for param in params], raw]
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

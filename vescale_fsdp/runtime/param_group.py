@@ -684,16 +684,14 @@ class ParamGroup:
 
     def is_stale(self) -> bool:
         """Return whether the shard was written since the last gather."""
-        return self.writes.is_stale(self.params) or self._has_new_pieces()
+        if self.writes.is_stale(self.params):
+            return True
+        replaced = [piece_in(param.sharded) is not param.piece for param in self.params]  # p.data = tensor
+        return True in replaced
 
     def is_kept_stale(self) -> bool:
         """Return whether the shard was written on this rank since the kept part was gathered over nodes."""
-        return self.kept is not None and (self.kept.is_stale(self.params) or self._has_new_pieces())
-
-    def _has_new_pieces(self) -> bool:
-        return True in [
-            piece_in(param.sharded) is not param.piece for param in self.params
-        ]  # p.data = tensor
+        return self.kept is not None and (self.kept.is_stale(self.params) or self.is_stale())
 
     def check_not_stale(self, phase: str) -> None:
         """Raise if the shard was written while the unit's forward or backward computed with the gathered values."""
@@ -1048,7 +1046,7 @@ class ParamGroup:
         # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
         # As of now: an earlier reduction of the same backward, still in flight, ends `is_due` when it is delivered.
-        due = frozenset(param.slot.fqn for param in self.params if param.is_due)
+        due = frozenset([param.slot.fqn for param in self.params if param.is_due])
         work = self.comm.reduce_scatter(part, source.flat)
         return ReducedShard(part, shard, home, source, work, used, due)
 

@@ -213,7 +213,9 @@ class Schedule:
         self._guessed.clear()
         self._forget_order()
         self._trace = Trace(self._trace.number + 1)
-        self.comm.agree_on_kept(group for unit in self.units for group in unit.groups)
+        hybrid = [group for unit in self.units for group in unit.groups if group.kept is not None]
+        if hybrid:
+            self.comm.agree_on_kept(hybrid)
 
     def _forget_order(self) -> None:
         """Store which unit followed which in this forward, and clear the order."""

@@ -105,17 +105,17 @@ def test_gathers_over_few_ranks_are_checked() -> None:
 
 def _replicas() -> tuple[str, str]:
     model = _model((2, 2), 2, None)
-    reduce = GroupComm.all_reduce
+    reduce = GroupComm.finish_sum
 
-    def flipped(comm: GroupComm, shard: torch.Tensor) -> object:
-        work = reduce(comm, shard)
+    def flipped(comm: GroupComm, part: torch.Tensor, shard: torch.Tensor) -> object:
+        work = reduce(comm, part, shard)
         if work is not None:
             work.wait()
         if dist.get_rank() == 2:
             shard.view(torch.uint8)[0] ^= 1
         return None
 
-    with mock.patch.object(GroupComm, "all_reduce", flipped):
+    with mock.patch.object(GroupComm, "finish_sum", flipped):
         _step(model)  # not a checked step
         with pytest.raises(CollectiveError) as caught:
             _step(model)
