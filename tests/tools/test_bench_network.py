@@ -34,6 +34,19 @@ def test_a_step_sends_the_least_between_nodes(dtype: str, tmp_path: Path) -> Non
     assert {row["rival_name"]: row["met"] for row in rows} == {"least": True, "fsdp2": True, "ddp": None}
 
 
+@pytest.mark.lab
+@pytest.mark.part("jobs")
+def test_a_step_with_the_optimizer_over_nodes_sends_the_least(tmp_path: Path) -> None:
+    """However many micro-batches: parameters once, and sums of gradients once. Our FSDP sends both for each of them."""
+    file = tmp_path / "rows.json"
+    arguments = ["--cases", "2x2s4", "--models", "dense", "--dtypes", "bf16", "--rates", "1", "--steps", "1"]
+    done = CliRunner().invoke(main, [*arguments, "--json", str(file)], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows = [row for row in json.loads(file.read_text()) if row.get("unit") == "bytes per parameter"]
+    ratios = {row["rival_name"]: row["ratio"] for row in rows}
+    assert ratios["least"] <= 1.02 and ratios["our FSDP"] < 0.25 and ratios["our HSDP"] < 0.8
+
+
 def replicas_at_the_end(run: Callable[[int, str], Any], file: str) -> tuple[int, list[int]]:
     """How many DDP models a rank has made, and how many of them were alive when it destroyed its process group."""
     made: list[weakref.ref[nn.Module]] = []

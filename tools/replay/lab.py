@@ -28,7 +28,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from tools.bench.network import Case, batch_of, build, mesh_of, parse_case, received_by, sharded, step_of
+from tools.bench.network import Case, batch_of, build, parse_case, received_by, sharded, step_of
 from tools.bench.rows import Row, print_table, write_json
 from tools.lab import Lab
 from tools.replay.queue import replay
@@ -174,10 +174,10 @@ def worker(case: Case) -> None:
     """A rank: record and measure both libraries."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh, batch, found = mesh_of(case), batch_of(case.model), {}
+    batch, found = batch_of(case.model), {}
     for library in LIBRARIES:
-        model = sharded(library, build(case.model), mesh, case)
-        step = step_of(model, list(model.parameters()), batch)
+        model = sharded(library, build(case.model), case)
+        step = step_of(model, list(model.parameters()), batch, case.micros)
         for _ in range(3):
             step()
         received = torch.tensor(received_by(step), dtype=torch.float64)
@@ -253,9 +253,9 @@ def predicted_s(step: Measured, case: Case, gbit: float, cores: int) -> float:
 def main(cases: str, models: str, rates: str, steps: int, file: Path | None) -> None:
     rows: list[Row] = []
     gbits = [float(rate) for rate in rates.split(",")]
-    for nodes, per_node, replicates in map(parse_case, cases.split(",")):
+    for kind in map(parse_case, cases.split(",")):
         for model in models.split(","):
-            case = Case(nodes, per_node, replicates, model, "bf16", steps)
+            case = Case(**kind, model=model, dtype="bf16", steps=steps)
             with tempfile.TemporaryDirectory() as folder:
                 found = measured(case, gbits[0], Path(folder))
             for gbit in gbits:

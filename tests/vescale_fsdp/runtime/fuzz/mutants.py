@@ -17,7 +17,6 @@ from tests.vescale_fsdp.runtime.fuzz.program import Block, Micro, Program, Step
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads, UsedFlags
-from vescale_fsdp.runtime.kept_part import KeptPart
 from vescale_fsdp.runtime.param_group import ParamGroup
 
 
@@ -111,7 +110,8 @@ MUTANTS = {
         lambda: mock.patch.object(GroupComm, "finish_sum", return_value=None), Program(mesh=(2, 2))
     ),
     "a part of the weights before the step": Mutant(
-        lambda: mock.patch.object(KeptPart, "is_stale", return_value=False), Program(mesh=(2, 2), spread=True)
+        lambda: mock.patch.object(ParamGroup, "is_kept_stale", return_value=False),
+        Program(mesh=(2, 2), spread=True),
     ),
     "a slice of the wrong node": Mutant(
         _behind(GroupComm, "gather_over_nodes", _swapped), Program(mesh=(2, 2), spread=True)
