@@ -427,6 +427,7 @@ class CheckpointManager:
                 run=self._run,
                 behind=self._copying,
                 check_replicas=self._check_replicas,
+                fingerprint=self._fingerprint,
             )
             # A save to memory waits until the previous step is copied to other nodes. While such copies run, the save
             # to disk comes first, so that it need not wait for them.

@@ -245,10 +245,9 @@ class Saver:
             sums: tuple[str, ...] = ()
 
             def sealed(manifest: Manifest) -> Manifest:
-                """Return the manifest to commit. Manifests of several nodes must be equal, and are left as they are."""
-                if self.every_node:
-                    return manifest
-                return replace(manifest, saved=self._record(start_s), sums=sums or None)
+                """Return the manifest to commit. Manifests of several nodes must be equal, so they have no times."""
+                record = None if self.every_node else self._record(start_s)
+                return replace(manifest, saved=record, sums=sums or None)
 
             share = RankShare(
                 self.storage,
@@ -261,7 +260,7 @@ class Saver:
                 self.meter,
                 sealed,
             )
-            records = bool(self.fingerprint) and self._form.has_manifest and not self.every_node
+            records = bool(self.fingerprint) and self._form.has_manifest
             # Sums and digests are computed before this returns; their all-reduce runs while files are written.
             compared = begin_comparison(
                 plan,

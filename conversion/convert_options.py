@@ -44,8 +44,8 @@ class ConvertOptions:
             ``mlp.w1.weight``.
         require_check: refuse a Hugging Face folder if it cannot be checked against the class that its config.json
             names.
-        fingerprint: also write ``fingerprints.json``, with the fingerprints of all tensors (Hugging Face target). The
-            written files are read once more.
+        fingerprint: record the fingerprints of all tensors: in ``fingerprints.json`` (Hugging Face target), or in the
+            manifest (native target). The written files are read once more.
         overwrite: replace the files in the target.
         resume: continue an interrupted run of the same conversion, or start a new run if there was none.
         dry_run: check source and target without writing.

@@ -171,6 +171,7 @@ class RamTier:
         run: RunFile,
         behind: Coordinator,
         check_replicas: CheckReplicas = "sample",
+        fingerprint: bool | None = None,
     ) -> bool:
         """Save a step and remove older steps; a collective. Waits for the copies of the previous step.
 
@@ -181,7 +182,7 @@ class RamTier:
             run: the run file, the same on all ranks.
             behind: a coordinator of the same ranks whose process group is used only in the background, so that its
                 collectives do not mix with those of the main thread.
-            check_replicas: as for `vescale_fsdp.checkpoint.save`.
+            check_replicas, fingerprint: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
             Whether the step was saved, the same on all ranks. If it was not, a warning names the rank and the cause.
@@ -191,7 +192,7 @@ class RamTier:
         """
         self._finish_copies(coordinator)  # otherwise memory would have more than `keep_last + 1` steps
         try:
-            self._write(coordinator, step, state, metadata, save_id, check_replicas)
+            self._write(coordinator, step, state, metadata, save_id, check_replicas, fingerprint)
         except Exception as error:  # any class: `is_of_storage` reads its mark
             if not is_of_storage(error):
                 raise
@@ -215,6 +216,7 @@ class RamTier:
         metadata: Json,
         save_id: str,
         check_replicas: CheckReplicas,
+        fingerprint: bool | None,
     ) -> None:
         """Write and commit a step on all nodes; a collective."""
         self._find_nodes(coordinator)
@@ -233,6 +235,7 @@ class RamTier:
                 every_node=True,
                 leads_node=self._leads_node,
                 check_replicas=check_replicas,
+                fingerprint=fingerprint,
             )
             saver.save(state, metadata)
 

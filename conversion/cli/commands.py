@@ -507,7 +507,15 @@ def merge_command(**arguments: Any) -> None:
 
 
 # Options of targets that an average or a combination, which has no optimizer, may have.
-_COMBINE_TARGET_OPTIONS = ("prefix", "ranks", "granularity", "include_asset", "no_assets", "require_check")
+_COMBINE_TARGET_OPTIONS = (
+    "prefix",
+    "ranks",
+    "granularity",
+    "include_asset",
+    "no_assets",
+    "require_check",
+    "fingerprint",
+)
 
 
 def _combine(

@@ -414,7 +414,9 @@ TARGET_OPTIONS = {
         help="Fail if it cannot be checked whether the class in config.json loads the result.",
     ),
     "fingerprint": click.option(
-        "--fingerprint", is_flag=True, help="Also write fingerprints.json; reads the written files once more."
+        "--fingerprint",
+        is_flag=True,
+        help="Record fingerprints in the result; reads the written files once more.",
     ),
     "include_asset": click.option(
         "--include-asset",

@@ -99,8 +99,10 @@ FORMATS = {
         target=Target(
             "to-vescale",
             "Write SRC to OUT as a native checkpoint.",
-            lambda state, o, *_: _plan_native(state, o.ranks, _granularities(o.granularity)),
-            ("prefix", "optimizer", "ranks", "granularity"),
+            lambda state, o, *_: _plan_native(
+                state, o.ranks, _granularities(o.granularity), fingerprint=o.fingerprint
+            ),
+            ("prefix", "optimizer", "ranks", "granularity", "fingerprint"),
         ),
     ),
     "megatron": Format(

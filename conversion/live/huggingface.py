@@ -69,6 +69,8 @@ class HuggingFace(Form):
         require_check: raise unless the shipped table shows that the class in config.json loads the result. By default
             a mismatch is only a warning: the class itself may accept other names too, but is not imported during
             training.
+        fingerprint: also write ``fingerprints.json``, with the fingerprints of all tensors as the files have them. The
+            ranks share the written files, and read them once more.
 
     Raises:
         ConversionError: if floats cannot be cast to ``dtype``, or a limit is too small.
@@ -81,6 +83,7 @@ class HuggingFace(Form):
     max_shard_bytes: int = 5 * 10**9  # as for conversions, so that both write the same files
     budget_bytes: int = 64 << 20  # 64 MiB
     require_check: bool = False
+    fingerprint: bool = False
 
     def __post_init__(self) -> None:
         CastRules.parse(self._casts)  # raises an error now instead of in the first save
@@ -126,6 +129,7 @@ class HuggingFace(Form):
             "max_shard_bytes": self.max_shard_bytes,
             "budget_bytes": self.budget_bytes,
             "require_check": self.require_check,
+            "fingerprint": self.fingerprint,
         }
 
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
@@ -135,7 +139,9 @@ class HuggingFace(Form):
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan a conversion of the ranks' shards, and write this rank's part of all files."""
         class_warnings = partial(self._class_warnings, share.storage.where)
-        return write_repository(plan, share, self._planned, class_warnings, self.budget_bytes)
+        return write_repository(
+            plan, share, self._planned, class_warnings, self.budget_bytes, fingerprint=self.fingerprint
+        )
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """Remove all files of a failed save."""

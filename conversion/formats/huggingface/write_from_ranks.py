@@ -15,7 +15,7 @@ segment each, allocated in advance.
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vescale_fsdp.checkpoint.manifest.fingerprints import TensorFingerprint
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.native.form import Commit, RankShare
 from vescale_fsdp.checkpoint.native.written_folder import WrittenFolder
@@ -35,6 +36,7 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
 from vescale_fsdp.conversion.engine.plan import FilePlan, FixedBytes, OutputPlan
 from vescale_fsdp.conversion.engine.tensor_view import TensorView, read_range
+from vescale_fsdp.conversion.formats.huggingface.fingerprints import fingerprints_file, fingerprints_in
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     BEING_WRITTEN,
     CONFIG_FILE,
@@ -74,6 +76,8 @@ def write_repository(
     planner: Planner,
     class_warnings: Callable[[OutputPlan], Sequence[str]],
     budget_bytes: int,
+    *,
+    fingerprint: bool = False,
 ) -> Commit:
     """Plan a repository, and write this rank's bytes of all its files; a collective.
 
@@ -84,6 +88,7 @@ def write_repository(
             ranks then compare these pairs, and the planner is called again.
         class_warnings: returns reasons why the model's class would not load the planned files; called on rank 0.
         budget_bytes: the most bytes of other ranks' tensors that a rank buffers.
+        fingerprint: also write ``fingerprints.json``; the ranks share the written files, and read them once more.
 
     Returns:
         The last step, which makes the repository valid; to be run after all ranks have returned.
@@ -111,9 +116,15 @@ def write_repository(
         files.lay_out()
     with coordinator.together(f"writing to {storage.where}"):
         files.write()
+    closing = list(plan.closing)
+    if fingerprint:
+        own: dict[str, TensorFingerprint] = {}
+        with coordinator.together(f"computing fingerprints of {storage.where}"):
+            own = fingerprints_in(plan.files[coordinator.rank :: coordinator.world_size], folder.working.read)
+        closing.append(fingerprints_file(plan, dict(ChainMap(*coordinator.everyone(own)))))
     names = [file.name for file in plan.files]
     return Commit(
-        plan.tensor_nbytes, partial(folder.commit, {file.name: file.pieces for file in plan.closing}, names)
+        plan.tensor_nbytes, partial(folder.commit, {file.name: file.pieces for file in closing}, names)
     )
 
 

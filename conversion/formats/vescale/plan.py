@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from vescale_fsdp.checkpoint.manifest.file_names import is_own_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -27,8 +28,10 @@ from vescale_fsdp.conversion.engine.plan import (
     FixedBytes,
     OutputPlan,
     TensorItems,
+    Written,
 )
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
+from vescale_fsdp.conversion.engine.written_sums import sums_as_hex, written_sums
 from vescale_fsdp.conversion.formats.vescale.tree import native_manifest, native_tree
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.distribution import Axis, Cut, LayoutCut
@@ -42,8 +45,13 @@ _MAX_RANKS = 65_536  # bounds the planning time, because every rank's file is pl
 _UNIT = re.compile(r"(.*?\.\d+)\.")  # a name up to its first number: the layer that a tensor is in
 
 
-def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
+def plan_native(
+    state: CarriedState, num_ranks: int, granularity: GranularityRule, *, fingerprint: bool = False
+) -> OutputPlan:
     """Return the plan of one file per rank and the manifest.
+
+    Args:
+        fingerprint: record byte sums in the manifest; reads the written files once more.
 
     Raises:
         ConversionError: for dtypes that torch lacks, values that the format cannot store, or more ranks than
@@ -69,8 +77,25 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         tables[name] = _Stripes(out, manifest.stripe_bytes)
         return tables[name]
 
-    closing = (ClosingFile(manifest.name, lambda: (manifest.to_bytes(),)),)
-    return OutputPlan("native", files, closing, is_stale=is_own_file, wrap=wrap)
+    sums: list[str] = []
+
+    def when_written(read: Written) -> None:
+        if fingerprint:
+            sums[:] = _sums_in(manifest, files, read)
+
+    closing = ClosingFile(manifest.name, lambda: (replace(manifest, sums=tuple(sums) or None).to_bytes(),))
+    return OutputPlan("native", files, (closing,), is_stale=is_own_file, wrap=wrap, when_written=when_written)
+
+
+def _sums_in(manifest: Manifest, files: Sequence[DeferredFile], read: Written) -> list[str]:
+    """Read the files of all ranks, and return the byte sums of each of the manifest's tensors, as hex."""
+    import torch  # late: a conversion that records no fingerprints does not need it
+
+    totals = torch.zeros((len(manifest.entries), 2), dtype=torch.int64, device="cpu")
+    for rank, file in enumerate(files):
+        for index, (_, sums) in zip(manifest.pieces[rank], written_sums(file, read), strict=True):
+            totals[index] += sums
+    return [sums_as_hex(each) for each in totals]
 
 
 def _plan_layouts(

@@ -22,11 +22,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.checkpoint_states import erase, mixed_state
 from tests.support.distributed import RankError, run_ranks
-from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, Restored, verify
+from vescale_fsdp.checkpoint import (
+    CheckpointManager,
+    EverySteps,
+    PerRank,
+    RamTier,
+    Restored,
+    fingerprint,
+    verify,
+)
 from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK
 from vescale_fsdp.checkpoint.steps.run_file import RUN_FILE_NAME
 from vescale_fsdp.checkpoint.storage.base import FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.conversion import open_source
 from vescale_fsdp.errors import CheckpointError
 
 STEP = "vescale-run/step-{:08d}"
@@ -65,7 +74,7 @@ def _manager(
     root: LocalStorage | Path, shm: Path, *, behind: bool = False, **options: Any
 ) -> CheckpointManager:
     tier = RamTier("run", folder=shm / f"node{dist.get_rank()}", **options)
-    return CheckpointManager(root, save_policy=EverySteps(4), asynchronous=behind, ram=tier)
+    return CheckpointManager(root, save_policy=EverySteps(4), asynchronous=behind, ram=tier, fingerprint=True)
 
 
 def _save_steps(
@@ -240,11 +249,18 @@ def test_a_partner_dies_while_it_holds_the_only_copy(tmp_path: Path) -> None:
         assert (restored.step, restored.tier, restored.moves) == (4, "disk", ())
 
 
+def _check_fingerprint(shm: Path, state: dict[str, torch.Tensor]) -> None:
+    """Each node has the sums of the newest step's tensors in memory, of which each replica stores the whole."""
+    step = shm / f"node{dist.get_rank()}" / STEP.format(2)
+    assert open_source(str(step)).recorded == fingerprint(state)
+
+
 def _replicated(root: Path, shm: Path) -> tuple[int, str]:
     with _as_nodes():
         manager = _manager(root, shm)
         for step in range(3):
             manager.save(step, {"w": torch.full((10,), step), "moved": torch.arange(step)})
+        _check_fingerprint(shm, {"w": torch.full((10,), 2), "moved": torch.arange(2)})
         if dist.get_rank() == 1:
             _lose(shm, 1)
         dist.barrier()

@@ -21,7 +21,7 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import Fingerprint, async_save, fingerprint, load, save
 from vescale_fsdp.checkpoint.native.targets import LoadTarget
-from vescale_fsdp.conversion import ConvertOptions, convert, diff, fingerprint_of, open_source
+from vescale_fsdp.conversion import ConvertOptions, HuggingFace, convert, diff, fingerprint_of, open_source
 from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.errors import CheckpointError, PartialLoadError
 
@@ -203,6 +203,39 @@ def test_a_repository_has_its_fingerprints_beside_its_weights(tmp_path: Path) ->
     again = ConvertOptions(max_shard_bytes=2000, overwrite=True)
     convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "hf"), "hf", again)
     assert open_source(str(tmp_path / "hf")).recorded is None
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_conversion_to_a_native_checkpoint_records_what_it_writes(tmp_path: Path, ranks: int) -> None:
+    """Cut tensors, replicas, and a load that compares what is in memory."""
+    state = {f"layers.{layer}.w": torch.randn(70, 50) for layer in range(3)}
+    state |= {"bias": torch.randn(13).bfloat16(), "count": torch.tensor(7), "large": torch.randn(40_000)}
+    torch.save({"model": state, "ema": {"w": torch.randn(9, 5)}}, tmp_path / "a.pt")
+    options = ConvertOptions(ranks=ranks, fingerprint=True)
+    convert(open_source(str(tmp_path / "a.pt")), str(tmp_path / "c"), "native", options)
+    written = open_source(str(tmp_path / "c"))
+    assert written.recorded == fingerprint_of(written)
+    assert len(written.sums) == len(written.tensors) == 7
+    assert written.recorded == fingerprint_of(open_source(str(tmp_path / "a.pt")))
+
+
+def _repository_of_ranks(path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.Linear(500, 4))
+    fully_shard(model)
+    (path / "assets").mkdir(exist_ok=True)
+    (path / "assets" / "config.json").write_text("{}")
+    form = HuggingFace(assets=path / "assets", dtype="bfloat16", max_shard_bytes=2000, fingerprint=True)
+    save(path / "hf", {"model": model}, format=form)
+
+
+def test_a_repository_that_ranks_write_has_its_fingerprints(tmp_path: Path) -> None:
+    run_ranks(2, _repository_of_ranks, tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.Linear(500, 4))
+    written = open_source(str(tmp_path / "hf"))
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    assert written.recorded == fingerprint_of(written) == fingerprint(model.bfloat16())
 
 
 def test_a_difference_of_recorded_sums_is_read(tmp_path: Path) -> None:

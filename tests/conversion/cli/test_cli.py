@@ -198,7 +198,8 @@ CONVERT = (
 )
 STATE = "--optimizer --prefix"
 COMBINE = (
-    "--compute-dtype --copy --granularity --include-asset --no-assets --prefix --ranks --require-check --to"
+    "--compute-dtype --copy --fingerprint --granularity --include-asset --no-assets --prefix --ranks "
+    "--require-check --to"
 )
 
 
@@ -213,7 +214,7 @@ def test_flags_are_these() -> None:
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,
-        "to-vescale": f"{STATE} --granularity --ranks",
+        "to-vescale": f"{STATE} --fingerprint --granularity --ranks",
     }.items():
         expected[name] = sorted(f"{CONVERT} {more}".split())
     found = {
