@@ -41,9 +41,8 @@ class Case:
 
 
 BLOCKS, ENDS = DecoderShape(3, 1024, 256, 2816, 256), DecoderShape(2, 256, 128, 512, 32_000)
+TIED = DecoderShape(2, 256, 128, 512, 32_000, tied=True)
 EXPERTS = DecoderShape(3, 256, 128, 256, 256, num_experts=8)
-# No tied embedding: the simulation adds its two gradients in place, which autograd does not. Of the models below, GPT-2
-# and Gemma have one.
 CASES = {
     "blocks": Case(BLOCKS),
     "blocks, activations": Case(BLOCKS, 4096),
@@ -52,6 +51,8 @@ CASES = {
     "ends in root, activations": Case(ENDS, 1024),
     "ends as units": Case(ENDS, wrapping="blocks, ends"),
     "ends as units, activations": Case(ENDS, 1024, wrapping="blocks, ends"),
+    "tied": Case(TIED),
+    "tied, activations": Case(TIED, 1024),
     "experts": Case(EXPERTS),
     "experts, activations": Case(EXPERTS, 2048),
     "kept": Case(BLOCKS, keeps=0),

@@ -199,14 +199,16 @@ class _Allocator(TorchDispatchMode):
 
 
 def _sums_gradients(args: Any) -> bool:
-    """Whether autograd adds two gradients of a matrix that is used twice, such as a tied embedding.
+    """Whether autograd adds two gradients of a matrix that is used twice in place, such as two look-ups of an embedding.
 
-    Autograd adds plain tensors in place, but fake ones out of place, because they are a subclass.
+    Autograd adds plain tensors in place if no other tensor has the memory of the first one, but fake ones out of place,
+    because they are a subclass. The first gradient of a tied embedding is that of a linear layer: a view, transposed.
     """
     return (
         torch._C._current_graph_task_id() >= 0  # in a backward
         and not torch.is_grad_enabled()  # not in a forward that is computed again
         and all(type(each) is FakeTensor and each.ndim == 2 for each in args)
+        and not args[0]._is_view()
     )
 
 
