@@ -199,7 +199,7 @@ class _Allocator(TorchDispatchMode):
 
 
 def _sums_gradients(args: Any) -> bool:
-    """Whether autograd adds two gradients of a matrix that is used twice in place, such as two look-ups of an embedding.
+    """Whether autograd adds the two gradients of a matrix in place, such as those of two look-ups in an embedding.
 
     Autograd adds plain tensors in place if no other tensor has the memory of the first one, but fake ones out of place,
     because they are a subclass. The first gradient of a tied embedding is that of a linear layer: a view, transposed.
