@@ -10,9 +10,10 @@
 A base has the random number of the run that committed it, and not its version: a trainer that has gone back to an older
 step reaches a version twice, with different bits.
 
-Patches of one sender to one receiver are a *stream*. A stream is one turn in the order of all messages, at the place of
-its first message (see `rank_transfers`): a rank receives it to its end before its next turn. So of all streams and
-messages that have not arrived, the first one can always arrive.
+Patches of one sender over one route are a *stream*. A stream is one turn in the order of all messages, at the place of
+its first message (see `rank_transfers`): a rank receives it to its end, and sends it on, before its next turn. So of
+all streams and messages that have not arrived, the first one can always arrive. All ranks of a route get patches, or
+none does: if one of them has another base, all ranks that share a route with it get everything.
 
 Staged patches take the buffers of the pool, which a run without whole messages does not need. Without ``keep_old``,
 patches that do not fit are stored in the target at once, like whole messages. The base of a sender whose patches do not
@@ -39,6 +40,7 @@ from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.region import Copy, Region
 from vescale_fsdp.torch_private import memory_mark
 from vescale_fsdp.transfer.agreement import SumAgreement, Sums
+from vescale_fsdp.transfer.demand import Ranks
 from vescale_fsdp.transfer.exchange import Exchange, StagingPool, checksum_of_bytes, each_batch
 from vescale_fsdp.transfer.links import PlacedLeaf, links_to_json
 from vescale_fsdp.transfer.memory import Destination, Origin, SourceWatch, Stage, in_order
@@ -76,16 +78,21 @@ Part = tuple[Segment, ...]  # a message whose patch is encoded at once
 
 
 class PatchStream(NamedTuple):
-    """A turn: all patches between this rank and a peer; of a rank to itself, if it stores both sides.
+    """A turn: all patches of one sender over one route; of a rank to itself, if it stores both sides.
 
     Attributes:
+        peer: the rank that this rank sends to, or receives from.
         is_sent: whether this rank is the sender.
-        parts: the messages, of one sequence on both ranks.
+        parts: the messages, of one sequence on all ranks.
+        next_rank: the rank to which this rank sends on what it receives.
+        num_before: number of ranks of the route that have the patches before this rank.
     """
 
     peer: int
     is_sent: bool
     parts: tuple[Part, ...]
+    next_rank: int | None = None
+    num_before: int = 0
 
 
 class Delta:
@@ -336,6 +343,8 @@ class DeltaExchange(Exchange):
     sent_bytes: int = 0
     is_spilled: bool = False
     _scratch: torch.Tensor = field(init=False)
+    # Headers and patches that are being sent on, each with the next rank. Their memory must stay until they are sent.
+    _sent_on: deque[tuple[torch.Tensor, int, Work | None]] = field(default_factory=deque)
 
     def run(self, messages: Sequence[Message | PatchStream], kept: Sequence[Sequence[Batch]]) -> None:  # type: ignore[override]
         """Send and receive all messages and patches, and copy ``kept`` within this rank's memory."""
@@ -348,11 +357,15 @@ class DeltaExchange(Exchange):
         self.pool.give_back(self._scratch)
 
     def _take_turn(
-        self, message: Message | PatchStream, in_place: list[Any], staged: dict[bool, deque[Any]]
+        self,
+        message: Message | PatchStream,
+        in_place: list[Any],
+        staged: dict[bool, deque[Any]],
+        relayed: deque[Any],
     ) -> None:
         if isinstance(message, Message):
             self.sent_bytes += message.nbytes * message.is_sent
-            super()._take_turn(message, in_place, staged)
+            super()._take_turn(message, in_place, staged, relayed)
         elif message.is_sent:
             self._send(message)
         else:
@@ -385,22 +398,34 @@ class DeltaExchange(Exchange):
             count, data = made[-1]
             checksum = checksum_of_bytes(data) if self.verify else 0
             header = torch.tensor([count, data.numel(), checksum], dtype=torch.int64, device="cpu")
-            works = [self._begin(header, stream.peer, True, self.headers)]
+            works = [self._begin_patches(header, stream.peer)]
             if data.numel():
-                works.append(self._begin(data, stream.peer, True))
+                works.append(self._begin_patches(data, stream.peer))
             in_flight.append((*works,))
-            self.sent_bytes += header.nbytes + data.numel()
             at += count
             if len(in_flight) > IN_FLIGHT:
                 self._wait(in_flight.popleft(), stream.peer)
         while in_flight:
             self._wait(in_flight.popleft(), stream.peer)
 
+    def _begin_patches(self, data: torch.Tensor, peer: int) -> Work | None:
+        """Start to send a header, which is on the CPU and has int64 numbers, or the bytes of patches."""
+        self.sent_bytes += data.nbytes
+        return self._begin(data, peer, True, self.headers if data.dtype == torch.int64 else None)
+
     def _wait(self, works: Sequence[Work | None], peer: int) -> bool:
         """Wait for messages. Returns False if they did not arrive."""
         with self._noting_loss_of(peer):
             wait_for(*works)
             return None not in works  # None: not started, because the connection was lost before
+        return False  # `_noting_loss_of` has suppressed an error
+
+    def _arrives(self, data: torch.Tensor, stream: PatchStream, group: dist.ProcessGroup | None) -> bool:
+        """Receive a header or patches. Returns False if they did not arrive."""
+        work = self._begin(data, stream.peer, False, group)
+        with self._noting_loss_of(stream.peer):
+            self._wait_behind(stream.num_before, data, work)
+            return work is not None
         return False  # `_noting_loss_of` has suppressed an error
 
     def _bundle(self, parts: Sequence[Part], first: int) -> tuple[int, torch.Tensor]:
@@ -447,17 +472,19 @@ class DeltaExchange(Exchange):
         return new, self.bits.read(segment, old)
 
     def _receive(self, stream: PatchStream) -> None:
-        at = 0
-        while at < len(stream.parts):
+        at, is_connected = 0, True
+        while at < len(stream.parts) and is_connected:
             header = torch.empty(_HEADER_WORDS, dtype=torch.int64, device="cpu")
-            if not self._wait([self._begin(header, stream.peer, False, self.headers)], stream.peer):
-                return
+            is_connected = self._arrives(header, stream, self.headers)
+            if not is_connected:  # the next rank still waits for the rest: without changes
+                header.copy_(torch.tensor([len(stream.parts) - at, 0, 0]))
+            self._send_patches_on(header, stream)
             count, nbytes, checksum = header.tolist()
             if nbytes:
                 data = self._room(nbytes)
-                if not self._wait([self._begin(data, stream.peer, False)], stream.peer):
-                    return
-                if self.verify and checksum_of_bytes(data) != checksum:
+                is_connected = self._arrives(data, stream, None)
+                self._send_patches_on(data, stream)
+                if is_connected and self.verify and checksum_of_bytes(data) != checksum:
                     copies = [
                         item
                         for part in stream.parts[at : at + count]
@@ -465,8 +492,24 @@ class DeltaExchange(Exchange):
                         for item in each.copies
                     ]
                     self.errors.attempt(lambda: self._refuse(stream.peer, copies))  # noqa: B023  called at once
-                self.errors.attempt(lambda: self._stage(stream.parts[at : at + count], data))  # noqa: B023
+                if is_connected:
+                    self.errors.attempt(lambda: self._stage(stream.parts[at : at + count], data))  # noqa: B023
             at += count
+            if not is_connected and at < len(stream.parts):
+                rest = torch.tensor([len(stream.parts) - at, 0, 0], dtype=torch.int64, device="cpu")
+                self._send_patches_on(rest, stream)
+        self._finish_sending_on()
+
+    def _send_patches_on(self, data: torch.Tensor, stream: PatchStream) -> None:
+        """Start to send a header or patches to the next rank, if there is one."""
+        if stream.next_rank is not None:
+            work = self._begin_patches(data, stream.next_rank)
+            self._sent_on.append((data, stream.next_rank, work))
+
+    def _finish_sending_on(self) -> None:
+        while self._sent_on:
+            _, peer, work = self._sent_on.popleft()
+            self._wait([work], peer)
 
     def _refuse(self, peer: int, copies: Sequence[LeafCopy]) -> None:
         raise self._differs(peer, copies)
@@ -474,10 +517,12 @@ class DeltaExchange(Exchange):
     def _room(self, nbytes: int) -> torch.Tensor:
         """Return memory for patches that this rank receives."""
         if self.is_spilled:
+            self._finish_sending_on()  # from the memory that is used again
             self.staged.clear()  # the last patches are stored
         room = self.staged.room(nbytes)
         if room is None:
             self.errors.attempt(self._spill)
+            self._finish_sending_on()
             self.staged.clear()
             room = self.staged.room(nbytes)
         assert room is not None
@@ -556,25 +601,34 @@ class DeltaPlan:
         self._bundle_bytes = max(plan.message_bytes // 4, 4 * ALIGN_BYTES)
         part_bytes = max(self._bundle_bytes // 2 // ALIGN_BYTES, 1) * ALIGN_BYTES
 
-        def stream_of(peer: int, copies: OrderedCopies, sides: tuple[bool, ...]) -> PatchStream:
+        def parts_of(copies: OrderedCopies, sides: tuple[bool, ...]) -> tuple[Part, ...]:
             parts = (
                 tuple(_segment(transfers, each, sides) for each in by_width(message))
                 for message in copies.messages(part_bytes, is_coded=True)
             )
-            return PatchStream(peer, sides[0], tuple(parts))
+            return tuple(parts)
 
-        self._streams = {
-            (peer, is_sent): stream_of(peer, copies, (is_sent,))
-            for is_sent, streams in ((True, transfers.sends), (False, transfers.receives))
-            for peer, copies in streams.items()
-        }
+        self._streams: dict[tuple[int, Ranks], PatchStream] = {}
+        sent: list[OrderedCopies] = []
+        self._receivers: set[int] = set()
+        for (sender, route), copies in transfers.streams.items():
+            if sender == self._rank:
+                stream = PatchStream(route[0], True, parts_of(copies, (True,)))
+                self._receivers.add(route[0])
+                sent.append(copies)
+            else:
+                at = route.index(self._rank)
+                peer = route[at - 1] if at else sender
+                following = None if route[-1] == self._rank else route[at + 1]
+                stream = PatchStream(peer, False, parts_of(copies, (False,)), following, at)
+            self._streams[sender, route] = stream
         kept = OrderedCopies(transfers.kept)
-        self._own = stream_of(self._rank, kept, (True, False)) if transfers.kept else None
-        self._receivers = {peer for peer, is_sent in self._streams if is_sent} | (
-            {self._rank} if kept.nbytes else set()
-        )
-        self._is_receiver = bool(transfers.receives or transfers.kept)
-        read = [placed for copies in (*transfers.sends.values(), kept) for placed, _ in copies.copies]
+        self._own = PatchStream(self._rank, True, parts_of(kept, (True, False))) if kept.nbytes else None
+        self._is_receiver = len(sent) < len(self._streams) or kept.nbytes > 0
+        if kept.nbytes:
+            self._receivers.add(self._rank)
+            sent.append(kept)
+        read = [placed for copies in sent for placed, _ in copies.copies]
         self._remember(dict.fromkeys(read), stages[0], regions)
 
     def _remember(self, read: Iterable[PlacedLeaf], stage: Stage, regions: Mapping[int, Region]) -> None:
@@ -648,20 +702,27 @@ class DeltaPlan:
         """Read the result of the first collective."""
         run, high, low, *bases = words
         ranks = self._plan.target.all_ranks
-        patched = (
-            {rank for rank, base in zip(ranks, bases, strict=True) if base == high} if high == -low else ()
-        )
+        patched = {rank for rank, base in zip(ranks, bases, strict=True) if base == high and high == -low}
+        routes = [route for route in self._plan.demand.routes if len(route) > 1]
+        is_complete = False
+        while not is_complete:  # ranks of one route get the same bytes
+            whole = [
+                route for route in routes if not patched.isdisjoint(route) and not patched.issuperset(route)
+            ]
+            patched = patched.difference(*whole)
+            is_complete = not whole
         return Agreed(run, frozenset(patched))
 
     def turns(self, messages: Iterable[Message], agreed: Agreed) -> list[Message | PatchStream]:
         """Return the turns of a run: a stream of patches in place of all messages to a rank that gets patches."""
         turns: list[Message | PatchStream] = []
+        begun: set[tuple[int, Ranks]] = set()
         for message in messages:
-            receiver = message.peer if message.is_sent else self._rank
-            if receiver not in agreed.patched:
+            if message.stream[1][0] not in agreed.patched:
                 turns.append(message)
-            elif message.number == 0:
-                turns.append(self._streams[message.peer, message.is_sent])
+            elif message.stream not in begun:
+                begun.add(message.stream)
+                turns.append(self._streams[message.stream])
         return turns
 
     def exchange(

@@ -1,15 +1,23 @@
-"""Demand: the bytes that each rank of a target takes from each set of ranks of a source.
+"""Demand: the bytes that ranks of a target take from each set of ranks of a source, and the routes of these bytes.
 
 A *set* is all ranks of the source that store one piece of a tensor. A *cell* is the number of a piece: the row-major
 index of the piece's coordinates on the axes that cut the tensor. `Distribution.region` computes the region of one cell.
 Totals over thousands of ranks need the regions of all cells, and the number of items that each pair of cells shares.
 Both have closed formulas, which numpy evaluates without a loop over ranks.
+
+A *route* is ranks of the target that take the same bytes of a set, such as the replicas of an engine. The set sends the
+bytes to the first rank of the route, and each rank sends them on to the next rank:
+
+    set (0,), taken by ranks 4 and 6, by 5 and 7, and some bytes by all     routes (4, 6) and (5, 7)
+
+So every rank sends and receives every byte at most once. A route for itself means messages of its own, so the few bytes
+that all four ranks take are sent over both routes (`_divided`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,46 +34,64 @@ from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
 Ints = npt.NDArray[np.int64]
 # Three columns, 1D [pairs]: a cell of the source, a cell of the target, and the number of items that they share.
 Overlaps = tuple[Ints, Ints, Ints]
+Ranks = tuple[int, ...]
 _NO_INTS: Ints = np.zeros(0, np.int64)
 _MAX_PAIRS = 1 << 21  # pairs of boxes that are compared at once; bounds a column of int64 to 16 MiB
+# Bytes have a route of their own if this saves at least this part of all bytes that the source sends.
+_MIN_SAVED = 1 / 16
+_MAX_KNOWN = 4  # routes with one first rank that `_divided` compares: bounds its time if all ranks take different bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The bytes that each rank of a target takes from each set of ranks of a source.
+    """The bytes that a source's sets of ranks send over each route of ranks of a target.
 
     Attributes:
         sets: the sets of source ranks from which bytes are sent, ascending.
+        routes: the routes, ascending; all of one rank without relays.
         targets: the ranks of the target, ascending.
-        sent: 2D [sets, targets], bytes; zero if the target rank is in the set, since the rank then has the bytes.
+        sent: 2D [sets, routes], bytes. No rank of a route is in the set, since it would have the bytes.
         kept: 1D [targets], bytes that each rank copies within its own memory.
+        relays: whether ranks that take the same bytes are one route.
+        divided: the routes of bytes that the same ranks take, by these ranks, where it is not one route.
     """
 
-    sets: tuple[tuple[int, ...], ...]
-    targets: tuple[int, ...]
+    sets: tuple[Ranks, ...]
+    routes: tuple[Ranks, ...]
+    targets: Ranks
     sent: Ints
     kept: Ints
+    relays: bool
+    divided: Mapping[Ranks, tuple[Ranks, ...]] = field(repr=False)
+
+    def routes_of(self, receivers: Ranks) -> tuple[Ranks, ...]:
+        """Return the routes of bytes that ``receivers``, and no other ranks, take from one set."""
+        if not self.relays:
+            return tuple((receiver,) for receiver in receivers)
+        return self.divided.get(receivers, (receivers,))
 
     @cached_property
-    def row_of(self) -> dict[tuple[int, ...], int]:
+    def row_of(self) -> dict[Ranks, int]:
         """The row of `sent` for each set."""
         return {ranks: row for row, ranks in enumerate(self.sets)}
 
     @cached_property
-    def column_of(self) -> dict[int, int]:
-        """The column of `sent` for each target rank."""
-        return {rank: column for column, rank in enumerate(self.targets)}
+    def column_of(self) -> dict[Ranks, int]:
+        """The column of `sent` for each route."""
+        return {route: column for column, route in enumerate(self.routes)}
 
     @cached_property
     def starts(self) -> Ints:
-        """2D [sets, targets + 1], prefix sums of `sent`: where each receiver's bytes begin among a set's bytes."""
+        """2D [sets, routes + 1], prefix sums of `sent`: where each route's bytes begin among a set's bytes."""
         return np.pad(np.cumsum(self.sent, axis=1), ((0, 0), (1, 0)))
 
 
-def demand_of(source: StateDescription, target: StateDescription, leaves: Sequence[PlacedLeaf]) -> Demand:
-    """Compute the bytes that each rank of a target takes from each set of ranks of a source."""
+def demand_of(
+    source: StateDescription, target: StateDescription, leaves: Sequence[PlacedLeaf], *, relay: bool = True
+) -> Demand:
+    """Compute the bytes that each set of ranks of a source sends over each route of ranks of a target."""
     overlaps = _OverlapCache(source, target)
-    ranks_at: dict[Holders, list[tuple[int, ...]]] = {}  # the ranks that store each cell
+    ranks_at: dict[Holders, list[Ranks]] = {}  # the ranks that store each cell
     # Matrices of bytes, 2D [source cells, target cells]. Each is a sum over all leaves whose cells are on equal ranks.
     # Most tensors of a state share one matrix, so the loop over cells below runs once for most tensors.
     sums: dict[tuple[Holders, Holders], Ints] = {}
@@ -85,25 +111,81 @@ def demand_of(source: StateDescription, target: StateDescription, leaves: Sequen
 
     targets = target.all_ranks
     columns = {rank: column for column, rank in enumerate(targets)}
-    rows: dict[tuple[int, ...], Ints] = {}
     kept = np.zeros(len(targets), np.int64)
+    # All ranks that take the same bytes are *receivers*. For each set: numbers of receivers, and bytes of each.
+    numbers: dict[Ranks, int] = {(): 0}  # (): of cells that no rank of the target stores
+    taken: dict[Ranks, list[tuple[Ints, Ints]]] = {}
     for (owners, takers), matrix in sums.items():
-        cell_of = np.full(len(targets), -1)  # cell of each target rank; -1 if a rank has no cell
-        for cell, ranks in enumerate(ranks_at[takers]):
-            cell_of[[columns[rank] for rank in ranks]] = cell
+        cell_of = {rank: cell for cell, ranks in enumerate(ranks_at[takers]) for rank in ranks}
+        numbers_at = np.array([numbers.setdefault(ranks, len(numbers)) for ranks in ranks_at[takers]])
         for cell, ranks in enumerate(ranks_at[owners]):
             if not ranks or not matrix[cell].any():
                 continue
-            taken = np.where(cell_of >= 0, matrix[cell][cell_of], 0)
-            own = [columns[rank] for rank in ranks if rank in columns]
-            kept[own] += taken[own]
-            taken[own] = 0  # not sent, but copied within the rank
-            row = rows.setdefault(ranks, np.zeros(len(targets), np.int64))
-            row += taken
+            numbers_here = numbers_at
+            own = [rank for rank in ranks if rank in cell_of and matrix[cell, cell_of[rank]]]
+            if own:  # these ranks copy within their memory
+                numbers_here = numbers_at.copy()
+                for rank in own:
+                    kept[columns[rank]] += matrix[cell, cell_of[rank]]
+                    others = tuple(each for each in ranks_at[takers][cell_of[rank]] if each not in ranks)
+                    numbers_here[cell_of[rank]] = numbers.setdefault(others, len(numbers))
+            wanted = np.flatnonzero(matrix[cell])
+            taken.setdefault(ranks, []).append((numbers_here[wanted], matrix[cell][wanted]))
     # Sorted, so that all ranks number the sets in the same order.
-    sets = tuple(sorted(ranks for ranks, row in rows.items() if row.any()))
-    sent = np.array([rows[ranks] for ranks in sets], np.int64).reshape(len(sets), len(targets))
-    return Demand(sets, targets, sent, kept)
+    sets, known = sorted(taken), list(numbers)
+    sent = np.zeros((len(sets), len(known)), np.int64)
+    for row, ranks in enumerate(sets):
+        for some, nbytes in taken[ranks]:
+            np.add.at(sent[row], some, nbytes)
+    sent[:, 0] = 0
+    divided: dict[Ranks, tuple[Ranks, ...]] = {}
+    if relay:
+        divided = _divided(dict(zip(known, sent.sum(0).tolist(), strict=True)))
+        for receivers, routes in divided.items():
+            moved = sent[:, numbers[receivers]].copy()
+            sent[:, numbers[receivers]] = 0
+            for route in routes:
+                sent[:, numbers[route]] += moved
+    else:
+        direct = np.zeros((len(sets), len(targets)), np.int64)
+        for number, receivers in enumerate(known):
+            senders = np.flatnonzero(sent[:, number])
+            takers_at = np.array([columns[rank] for rank in receivers], np.int64)
+            direct[np.ix_(senders, takers_at)] += sent[senders, number][:, None]
+        sent, known = direct, [(rank,) for rank in targets]
+    order = sorted(np.flatnonzero(sent.any(0)).tolist(), key=known.__getitem__)
+    rows = np.flatnonzero(sent.any(1)).tolist()
+    used = tuple(sets[row] for row in rows), tuple(known[number] for number in order)
+    return Demand(*used, targets, sent[np.ix_(rows, order)], kept, relay, divided)
+
+
+def _divided(nbytes_of: Mapping[Ranks, int]) -> dict[Ranks, tuple[Ranks, ...]]:
+    """Return the routes of bytes that have no route of their own, by the ranks that take the bytes.
+
+    A route of its own means more messages. So few bytes are sent over routes that more bytes have anyway, if these
+    routes together have exactly the ranks that take the few bytes.
+
+    Args:
+        nbytes_of: bytes by the ranks that take these bytes.
+    """
+    least = _MIN_SAVED * sum(nbytes_of.values())
+    divided: dict[Ranks, tuple[Ranks, ...]] = {}
+    # Ranks that take more bytes, by the first of these ranks; most bytes first.
+    larger: dict[int, list[Ranks]] = {}
+    for receivers in sorted(filter(None, nbytes_of), key=lambda ranks: (-nbytes_of[ranks], ranks)):
+        # Two routes instead of one send the bytes once more: the least that a route of its own saves.
+        if len(receivers) > 1 and nbytes_of[receivers] < least:
+            left, routes = set(receivers), list[Ranks]()
+            for rank in receivers:
+                known = larger.get(rank, ()) if rank in left else ()
+                ranks = next((each for each in known if left.issuperset(each)), ())
+                left.difference_update(ranks)
+                routes += divided.get(ranks, (ranks,)) if ranks else ()
+            if not left and nbytes_of[receivers] * (len(routes) - 1) < least:
+                divided[receivers] = tuple(sorted(routes))
+        if len(larger.setdefault(receivers[0], [])) < _MAX_KNOWN:
+            larger[receivers[0]].append(receivers)
+    return divided
 
 
 class _OverlapCache:

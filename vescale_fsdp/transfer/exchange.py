@@ -5,9 +5,10 @@ All tensor bytes that a transfer sends from device to device go through `Exchang
     packed     the items of a message are copied into a buffer of the pool, while earlier messages are sent
     unpacked   a received message is copied out of its buffer, the oldest first, while later messages arrive
     in place   without a buffer: messages are started in order, and the rank waits for all messages in place at the end
+    sent on    a message that other ranks take too is sent from where it arrived, its buffer or the target
 
-A rank that fails to pack or unpack continues to send and receive, so that no other rank waits for it. The collective
-that ends the transfer raises the error on all ranks.
+A rank that fails to pack or unpack, or loses the rank from which it should send a message on, continues to send and
+receive, so that no other rank waits for it. The collective that ends the transfer raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,9 +29,13 @@ from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
 from vescale_fsdp.collectives.slice_exchange import Work, receive_async, send_async, wait_for
 from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.torch_private import timeout_of
 from vescale_fsdp.transfer.memory import Destination, Origin
 from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
 from vescale_fsdp.transfer.rank_transfers import Batch, LeafCopy, Message
+
+_LATER = timedelta(seconds=1)  # how much later a rank of a route finds a rank lost than the rank before it
+_MAX_LATER = 10  # most such delays, which bounds how late the last rank of a long route is
 
 
 class StagingPool:
@@ -77,12 +84,14 @@ class _Started(NamedTuple):
         work: the send or receive in progress; None if the connection was lost before.
         data: the bytes of the message, in the buffer or in a tensor of this rank.
         buffer: the pool's buffer; None for a message in place.
+        received: the message that this one sends on.
     """
 
     message: Message
     work: Work | None
     data: torch.Tensor
     buffer: torch.Tensor | None
+    received: Message | None = None
 
 
 class _Checksum(NamedTuple):
@@ -126,8 +135,9 @@ class Exchange:
         self.errors.attempt(lambda: self._copy_kept(kept))
         in_place: list[_Started] = []
         staged: dict[bool, deque[_Started]] = {True: deque(), False: deque()}  # by direction
+        relayed: deque[_Started] = deque()  # received, to be sent on in this order
         for message in messages:
-            self._take_turn(message, in_place, staged)
+            self._take_turn(message, in_place, staged, relayed)
         for queue in staged.values():
             while queue:
                 self._finish(queue.popleft())
@@ -139,16 +149,28 @@ class Exchange:
         self.errors.raise_kept()
 
     def _take_turn(
-        self, message: Message, in_place: list[_Started], staged: dict[bool, deque[_Started]]
+        self,
+        message: Message,
+        in_place: list[_Started],
+        staged: dict[bool, deque[_Started]],
+        relayed: deque[_Started],
     ) -> None:
         """Start a message, and add it to the messages that have been started."""
-        if message.in_place is not None:
-            in_place.append(self._start(message))
-            return
         queue = staged[message.is_sent]
-        if len(queue) == self.pool.each_way:  # bounds the memory of buffers in use
-            self._finish(queue.popleft())
-        queue.append(self._start(message))
+        if message.in_place is None:
+            in_use = len(queue)
+            if not message.is_sent:
+                in_use += sum(each.buffer is not None for each in relayed)
+            if in_use >= self.pool.each_way:  # bounds the memory of buffers in use
+                self._finish(queue.popleft())
+        is_sent_on = message.is_sent and message.is_relayed
+        started = self._send_on(message, relayed.popleft()) if is_sent_on else self._start(message)
+        if message.is_relayed and not message.is_sent:
+            relayed.append(started)
+        elif message.in_place is not None:
+            in_place.append(started)
+        else:
+            queue.append(started)
 
     def _start(self, message: Message) -> _Started:
         """Start to send or receive a message. A message to send is packed first, unless the message is in place."""
@@ -164,6 +186,16 @@ class Exchange:
         if message.is_sent:
             self._note_checksum(message, data)
         return _Started(message, self._begin(data, message.peer, message.is_sent), data, buffer)
+
+    def _send_on(self, message: Message, arriving: _Started) -> _Started:
+        """Wait for a message, start to send its bytes on as they have arrived, and unpack it meanwhile."""
+        received, data = arriving.message, arriving.data
+        self._wait_for(arriving)
+        self._note_checksum(message, data)
+        started = _Started(message, self._begin(data, message.peer, True), data, arriving.buffer, received)
+        if arriving.buffer is not None:
+            self.errors.attempt(lambda: each_batch(self.destination.unpack, received.batches, data))
+        return started
 
     def _begin(
         self, data: torch.Tensor, peer: int, is_sent: bool, group: dist.ProcessGroup | None = None
@@ -192,12 +224,37 @@ class Exchange:
                 )
                 self.errors.error.__cause__ = lost
 
+    def _wait_for(self, started: _Started) -> None:
+        """Wait until a message has been sent or has arrived."""
+        message = started.message
+        with self._noting_loss_of(message.peer):
+            self._wait_behind(0 if message.is_sent else message.num_before, started.data, started.work)
+
+    def _wait_behind(self, num_before: int, data: torch.Tensor, *works: Work | None) -> None:
+        """Wait for the messages with ``data``, which ``num_before`` ranks of the route receive before this rank."""
+        for work in works:
+            # All ranks of a route wait if one stops. Those behind it must not be the first to find a rank lost: theirs
+            # is another one. On an accelerator, a wait with a limit would block this thread.
+            is_limited = num_before and data.device.type == "cpu" and self._timeout is not None
+            if is_limited and isinstance(work, dist.Work):
+                assert self._timeout is not None  # for type checkers: `is_limited`
+                work.wait(self._timeout + min(num_before, _MAX_LATER) * _LATER)
+            else:
+                wait_for(work)
+
+    @cached_property
+    def _timeout(self) -> timedelta | None:
+        """How long a rank waits for a message; None if the backend has no limit."""
+        return None if self.group is None else timeout_of(self.group)
+
     def _finish(self, started: _Started) -> None:
         """Wait for a message, unpack it if it was received into a buffer, and return the buffer to the pool."""
         message = started.message
-        with self._noting_loss_of(message.peer):
-            wait_for(started.work)
-        if not message.is_sent:
+        self._wait_for(started)
+        if started.received is not None:
+            # Only now, since `_note_checksum` writes to the buffer that was sent.
+            self._note_checksum(started.received, started.data)
+        elif not message.is_sent:
             if started.buffer is not None:
                 self.errors.attempt(
                     lambda: each_batch(self.destination.unpack, message.batches, started.data)

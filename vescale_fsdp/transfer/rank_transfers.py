@@ -1,20 +1,27 @@
 """The copies that one rank sends, receives and keeps, and the order of its messages. Communicates nothing.
 
 A `LeafCopy` is a `Copy` with its leaf: from the flat memory of the sender's piece of a source tensor to the flat memory
-of the receiver's piece of a target tensor. `OrderedCopies` are all copies that one rank sends to another. Wide items
-come first, so that every item is aligned wherever a message begins. Sender and receiver derive equal copies in one
-order, because both evaluate one plan.
+of the receiver's piece of a target tensor. `OrderedCopies` are all copies that a rank of the source sends over one
+route, whose ranks store equal pieces. Wide items come first, so that every item is aligned wherever a message begins.
+The sender and all ranks of the route derive equal copies in one order, because all evaluate one plan.
 
 All messages of all ranks have one order, which prevents a deadlock. Messages are ordered by *round*, then by their
 number in the stream. In round t, source number i sends to target number (i + t) modulo the number of rounds, which is
 the larger of the numbers of sources and targets. So each sender has one receiver per round, and each receiver one
 sender. Every rank starts its own messages in this order, a few at a time. So of all messages that have not arrived, the
 first one in this order has been started by its sender and by its receiver, and will arrive.
+
+A *relayed* message is received, and sent on along the route, at one place of this order: its hops are ordered by the
+route. Sending on waits until the message has arrived. Meanwhile the next messages should arrive, so a rank starts to
+receive a few later messages before it sends one on (`_MAX_AHEAD`). These do not wait for buffers of later messages than
+the one that is sent on, because there are more buffers than messages ahead. So of all hops that have not arrived, the
+first one has been started by both ranks, as before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -22,11 +29,13 @@ from typing import NamedTuple
 
 from vescale_fsdp.layout.geometry import boxes_of_range, contiguous_strides
 from vescale_fsdp.layout.region import Copy, Region, overlaps
+from vescale_fsdp.transfer.demand import Ranks
 from vescale_fsdp.transfer.links import Leaf, PlacedLeaf
-from vescale_fsdp.transfer.plan import Ranks, TransferPlan
+from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
 
 _ALONE_BYTES = 256 << 10  # 256 KiB: copying more than this costs more than another message
 _CACHED_BYTES = 1 << 20  # 1 MiB stays in a CPU cache from one copy to the next
+_MAX_AHEAD = IN_FLIGHT - 1  # messages that a rank starts to receive before it sends an earlier one on
 _MIN_RUN = 4  # fewer copies than this are made as fast one by one as by one copy, whose planning takes longer
 
 Shape = tuple[int, ...]
@@ -94,7 +103,7 @@ def copies_between(source: Sequence[tuple[Region, int]], target: Region, leaf: L
 
 
 class OrderedCopies:
-    """The plan of what one rank sends to another rank: all copies, in the order of sending.
+    """The plan of what one rank sends over a route: all copies, in the order of sending.
 
     Args:
         copies: the copies, in one order on both ranks.
@@ -171,6 +180,10 @@ class Message(NamedTuple):
     Attributes:
         is_sent: whether this rank is the sender.
         number: index of the message among all messages from this sender to this receiver.
+        is_relayed: whether this rank receives the message and sends it on, as two messages. All messages that it sends
+            on have the order in which it receives them.
+        num_before: number of ranks of the route that have the message before the receiver.
+        stream: the stream of the message (`RankTransfers.streams`).
         copies: the copies whose bytes the message contains, in order.
         batches: the jobs that copy to or from a buffer; empty for a message in place.
         nbytes: total bytes of the copies.
@@ -180,6 +193,9 @@ class Message(NamedTuple):
     peer: int
     is_sent: bool
     number: int
+    is_relayed: bool
+    num_before: int
+    stream: tuple[int, Ranks]
     copies: tuple[LeafCopy, ...]
     batches: tuple[Batch, ...]
     nbytes: int
@@ -205,22 +221,22 @@ class RankTransfers:
         self._target_regions: dict[tuple[int, Shape], Region] = {}  # the cache of `_target_region`
 
     @cached_property
-    def sends(self) -> dict[int, OrderedCopies]:
-        """The stream of copies that this rank sends, by receiver."""
-        return self._streams(is_sent=True)
-
-    @cached_property
-    def receives(self) -> dict[int, OrderedCopies]:
-        """The stream of copies that this rank receives, by sender."""
-        return self._streams(is_sent=False)
+    def streams(self) -> dict[tuple[int, Ranks], OrderedCopies]:
+        """The streams of copies that this rank sends or receives, by (rank of the source, route)."""
+        copies: dict[tuple[int, Ranks], list[LeafCopy]] = {}
+        # Sorted, so that all ranks add copies to a stream in one order.
+        for (ranks, route), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
+            if route[0] in ranks:
+                continue  # copied within this rank's memory
+            for sender in (self.rank,) if self.rank in ranks else ranks:
+                copies.setdefault((sender, route), []).extend(self._part(ranks, sender, route, wanted))
+        return {key: OrderedCopies(copies[key]) for key in sorted(copies) if copies[key]}
 
     @cached_property
     def kept(self) -> list[LeafCopy]:
         """The copies within this rank's own memory."""
-        wanted = (
-            (ranks, copies) for (ranks, receiver), copies in self._wanted.items() if receiver == self.rank
-        )
-        return [item for ranks, copies in wanted if self.rank in ranks for item in copies]
+        wanted = (copies for (ranks, route), copies in self._wanted.items() if route[0] in ranks)
+        return [item for copies in wanted for item in copies]
 
     def kept_batches(self) -> list[tuple[Batch, ...]]:
         """Return the copies within this rank's own memory, in chunks that fit a CPU cache."""
@@ -228,27 +244,56 @@ class RankTransfers:
         return [self.batches(each, (True, False)) for each in chunks]
 
     def messages(self) -> list[Message]:
-        """Return this rank's messages, in the order in which this rank starts them: by round, number and sender.
-
-        The messages of all ranks have this one order, which prevents a deadlock (see the top of this file).
-        """
+        """Return this rank's messages, in the order in which this rank starts them (see the top of this file)."""
         plan = self.plan
         sources = {rank: number for number, rank in enumerate(plan.source.all_ranks)}
         targets = {rank: number for number, rank in enumerate(plan.target.all_ranks)}
         num_rounds = max(len(sources), len(targets))
-        ordered: list[tuple[tuple[int, int, int], Message]] = []
-        for is_sent, streams in ((True, self.sends), (False, self.receives)):
-            for peer, stream in streams.items():
-                sender, receiver = (self.rank, peer) if is_sent else (peer, self.rank)
-                # In a round, each sender has one receiver, and each receiver one sender.
-                round_number = (targets[receiver] - sources[sender]) % num_rounds
-                for number, copies in enumerate(stream.messages(plan.message_bytes)):
-                    in_place = as_run(copies, is_sent)
-                    batches = () if in_place is not None else self.batches(copies, (is_sent,))
-                    message = Message(peer, is_sent, number, copies, batches, nbytes_of(copies), in_place)
-                    ordered.append(((round_number, number, sources[sender]), message))
-        ordered.sort(key=lambda item: item[0])  # keys are unique: round and sender determine the receiver
-        return [message for _, message in ordered]
+        keys: list[tuple[int, int, int, Ranks, tuple[LeafCopy, ...]]] = []
+        for (sender, route), stream in self.streams.items():
+            # In a round, each sender has one receiver, and each receiver one sender.
+            round_number = (targets[route[0]] - sources[sender]) % num_rounds
+            for number, copies in enumerate(stream.messages(plan.message_bytes_on(route))):
+                keys.append((round_number, number, sender, route, copies))
+        keys.sort(key=lambda key: key[:4])
+        ordered: list[Message] = []
+        # Messages to send on, each with the number of messages that this rank receives up to it.
+        waiting: deque[tuple[Message, int]] = deque()
+        num_received = 0
+        num_between: Counter[tuple[int, bool]] = Counter()  # messages by peer and direction
+
+        def append(message: Message) -> None:
+            ordered.append(message._replace(number=num_between[message.peer, message.is_sent]))
+            num_between[message.peer, message.is_sent] += 1
+
+        def send_on(num_ahead: int) -> None:
+            """Append the waiting messages behind which at least ``num_ahead`` messages are received."""
+            while waiting and num_received - waiting[0][1] >= num_ahead:
+                append(waiting.popleft()[0])
+
+        for _, _, sender, route, copies in keys:
+            is_sent = sender == self.rank
+            at = 0 if is_sent else route.index(self.rank)
+            peer = route[0] if is_sent else route[at - 1] if at else sender
+            # What is sent on keeps its place among all messages that this rank sends, and among those of one pair: they
+            # arrive in the order of sending, and on NCCL a pair sends and receives in one order.
+            if is_sent or any(message.peer == peer for message, _ in waiting):
+                send_on(0)
+            is_relayed = not is_sent and route[-1] != self.rank
+            in_place = as_run(copies, is_sent)
+            batches = () if in_place is not None else self.batches(copies, (is_sent,))
+            nbytes = nbytes_of(copies)
+            message = Message(
+                peer, is_sent, 0, is_relayed, at, (sender, route), copies, batches, nbytes, in_place
+            )
+            append(message)
+            num_received += not is_sent
+            if is_relayed:
+                following = message._replace(peer=route[at + 1], is_sent=True, num_before=at + 1)
+                waiting.append((following, num_received))
+            send_on(_MAX_AHEAD)
+        send_on(0)
+        return ordered
 
     def batches(self, copies: Sequence[LeafCopy], sides: Sequence[bool]) -> tuple[Batch, ...]:
         """Divide the copies of a message into batches, in their order.
@@ -337,34 +382,26 @@ class RankTransfers:
         if between:
             yield between, between
 
-    def _streams(self, *, is_sent: bool) -> dict[int, OrderedCopies]:
-        """Return the streams to all receivers, or from all senders, by the peer, ascending."""
-        copies: dict[int, list[LeafCopy]] = {}
-        # Sorted, so that sender and receiver add copies to their stream in one order.
-        for (ranks, receiver), wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
-            if is_sent == (receiver == self.rank) or receiver in ranks:
-                continue  # the other direction, or copied within the receiver's own memory
-            for sender in (self.rank,) if is_sent else ranks:
-                peer = receiver if is_sent else sender
-                copies.setdefault(peer, []).extend(self._part(ranks, sender, receiver, wanted))
-        return {rank: OrderedCopies(copies[rank]) for rank in sorted(copies) if copies[rank]}
-
-    def _part(self, ranks: Ranks, sender: int, receiver: int, copies: list[LeafCopy]) -> Iterable[LeafCopy]:
-        """Return the share that ``sender`` sends of ``copies``, which ``receiver`` takes from the set ``ranks``."""
+    def _part(self, ranks: Ranks, sender: int, route: Ranks, copies: list[LeafCopy]) -> Iterable[LeafCopy]:
+        """Return the share that ``sender`` sends of ``copies``, which a route takes from the set ``ranks``."""
         if len(ranks) == 1:  # the only sender
             return copies
-        low, high = self.plan.byte_range(ranks, sender, receiver)
+        low, high = self.plan.byte_range(ranks, sender, route)
         return OrderedCopies(copies).between(low, high) if low < high else ()
 
     @cached_property
-    def _wanted(self) -> dict[tuple[Ranks, int], list[LeafCopy]]:
-        """All copies that this rank may send, receive or make locally, by (set of senders, receiver).
+    def _wanted(self) -> dict[tuple[Ranks, Ranks], list[LeafCopy]]:
+        """All copies that this rank may send, receive or make locally, by (set of senders, route).
 
-        Copies are in the order of leaves. A rank stores at most one piece of each tensor, so a receiver takes at most
-        one piece of a leaf from a set. Therefore the receiver and all ranks of the set derive one order of copies.
+        The route of local copies is this rank alone, which is in the set. Copies are in the order of leaves. A rank
+        stores at most one piece of each tensor, so a route takes at most one piece of a leaf from a set. Therefore the
+        ranks of the route and of the set derive one order of copies.
         """
         plan, rank = self.plan, self.rank
-        wanted: dict[tuple[Ranks, int], list[LeafCopy]] = {}
+        wanted: dict[tuple[Ranks, Ranks], list[LeafCopy]] = {}
+        routes_of: dict[
+            tuple[Ranks, Ranks], list[Ranks]
+        ] = {}  # of this rank, by set and ranks of the target's piece
         for placed in plan.leaves:
             source, leaf, receivers = placed.source, placed.leaf, plan.target.holders_of(placed.target)
             own, filled = source.holders.position(rank), receivers.position(rank)
@@ -380,18 +417,24 @@ class RankTransfers:
                 for box in filter(None, (leaf.to_source(piece) for piece, _ in pieces)):
                     pairs.update((at, filled[0]) for at in source.touching(box))
             for source_at, target_at in sorted(pairs):  # one order on all ranks
-                ranks = tuple(source.holders.ranks_at(source_at))
-                takers = [
-                    taker
-                    for taker in receivers.ranks_at(target_at)
-                    if taker == rank or (rank in ranks and taker not in ranks)
-                ]
-                if takers:
+                key = tuple(source.holders.ranks_at(source_at)), tuple(receivers.ranks_at(target_at))
+                if key not in routes_of:
+                    routes_of[key] = self._own_routes(*key)
+                if routes_of[key]:
                     stored, target = source.regions(source_at), self._target_region(placed.target, target_at)
                     copies = [(placed, copy) for copy in copies_between(stored, target, leaf)]
-                    for taker in takers if copies else ():  # `touching` also gives pieces that share no items
-                        wanted.setdefault((ranks, taker), []).extend(copies)
+                    # `touching` also gives pieces that share no items
+                    for route in routes_of[key] if copies else ():
+                        wanted.setdefault((key[0], route), []).extend(copies)
         return wanted
+
+    def _own_routes(self, ranks: Ranks, takers: Ranks) -> list[Ranks]:
+        """Return the routes on which this rank sends or receives bytes that ``takers`` need of the set ``ranks``."""
+        receivers = tuple(taker for taker in takers if taker not in ranks)
+        routes = list(self.plan.demand.routes_of(receivers)) if receivers else []
+        if self.rank in ranks:
+            return [*routes, (self.rank,)] if self.rank in takers else routes
+        return [route for route in routes if self.rank in route]
 
     def _target_region(self, number: int, coordinates: Shape) -> Region:
         """Return the region of target tensor ``number`` at ``coordinates``; cached, since all its leaves need it."""

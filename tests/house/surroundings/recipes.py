@@ -352,6 +352,7 @@ def transfers(folder: Path) -> Call:
             handle.done(),
             moving.version,
             plan.total_bytes,
+            plan.relayed_bytes,
             plan.imbalance,
             plan.pair_bytes(),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,8 +26,8 @@ from vescale_fsdp.layout.distribution import (
 from vescale_fsdp.layout.geometry import Range, numel_of
 from vescale_fsdp.layout.region import Region
 from vescale_fsdp.transfer.description import DescribedTensor, StateDescription
-from vescale_fsdp.transfer.plan import TransferPlan
-from vescale_fsdp.transfer.rank_transfers import LeafCopy, RankTransfers
+from vescale_fsdp.transfer.plan import IN_FLIGHT, TransferPlan
+from vescale_fsdp.transfer.rank_transfers import LeafCopy, Message, RankTransfers
 
 Shape = tuple[int, ...]
 MESHES = ((1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 1, 2))
@@ -137,9 +138,9 @@ def moved(
 ) -> dict[int, dict[int, torch.Tensor]]:
     """Each rank's part of each tensor of the target after a transfer; -1 where no item was received.
 
-    Both ends of every stream find it on their own; they must agree, message by message.
+    Ranks start their messages in their own order, with as few buffers as a rank has. Both ends of every message derive
+    the message on their own; they must agree, and no rank may wait for ever.
     """
-    parts = [RankTransfers(plan, rank) for rank in range(world_size)]
     targets: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in range(world_size)}
     for place, entry in enumerate(plan.target.entries):
         dtype = getattr(torch, entry.dtype)
@@ -148,20 +149,68 @@ def moved(
             if region is not None:
                 targets[rank][place] = torch.full((region.numel,), -1, dtype=dtype)
 
-    def move(item: LeafCopy, sender: int, taker: int) -> None:
+    def items_of(item: LeafCopy, sender: int) -> torch.Tensor:
         placed, copy = item
         held = region_of(plan.source, placed.source.number, sender)
         assert held is not None
-        source = part_of(full[placed.source.name], held)
-        copy.target_view(targets[taker][placed.target]).copy_(copy.source_view(source))
+        return copy.source_view(part_of(full[placed.source.name], held))
 
-    for sender in range(world_size):
-        for item in parts[sender].kept:
-            move(item, sender, sender)
-        assert set(parts[sender].sends) == {r for r in range(world_size) if sender in parts[r].receives}
-        for taker, stream in parts[sender].sends.items():
-            messages = stream.messages(plan.message_bytes)
-            assert messages == parts[taker].receives[sender].messages(plan.message_bytes)
-            for item in (item for message in messages for item in message):
-                move(item, sender, taker)
+    def fill(item: LeafCopy, taker: int, items: torch.Tensor) -> None:
+        placed, copy = item
+        view = copy.target_view(targets[taker][placed.target])
+        assert (view == -1).all() or view.dtype == torch.uint8, "received twice"
+        view.copy_(items)
+
+    parts = [RankTransfers(plan, rank) for rank in range(world_size)]
+    for rank, part in enumerate(parts):
+        for item in part.kept:
+            fill(item, rank, items_of(item, rank))
+    programs = [deque(part.messages()) for part in parts]
+    in_buffers: list[dict[bool, deque[Message]]] = [{True: deque(), False: deque()} for _ in parts]
+    relayed: list[deque[Message]] = [deque() for _ in parts]
+    # By sender, receiver and number.
+    sent: dict[tuple[int, int, int], Message] = {}
+    received: dict[tuple[int, int, int], Message] = {}
+    values: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+
+    def hop_of(rank: int, message: Message) -> tuple[int, int, int]:
+        ends = (rank, message.peer) if message.is_sent else (message.peer, rank)
+        return *ends, message.number
+
+    def has_arrived(rank: int, message: Message) -> bool:
+        return hop_of(rank, message) in sent.keys() & received.keys()
+
+    def starts(rank: int) -> bool:
+        """Start a rank's next message, unless it waits for another one."""
+        message, hop = programs[rank][0], hop_of(rank, programs[rank][0])
+        is_sent_on = message.is_sent and message.is_relayed
+        if is_sent_on and not has_arrived(rank, relayed[rank][0]):
+            return False
+        queue = in_buffers[rank][message.is_sent]
+        waiting = [] if message.is_sent else [each for each in relayed[rank] if each.in_place is None]
+        if message.in_place is None and len(queue) + len(waiting) == IN_FLIGHT:
+            if not has_arrived(rank, queue[0]):
+                return False
+            queue.popleft()
+        if is_sent_on:
+            values[hop] = values[hop_of(rank, relayed[rank].popleft())]
+        elif message.is_sent:
+            values[hop] = [items_of(item, rank) for item in message.copies]
+        elif message.is_relayed:
+            relayed[rank].append(message)
+        if message.in_place is None and (message.is_sent or not message.is_relayed):
+            queue.append(message)
+        begun = sent if message.is_sent else received
+        assert message.number == sum(each[:2] == hop[:2] for each in begun)  # they arrive in this order
+        begun[hop] = programs[rank].popleft()
+        if has_arrived(rank, message):
+            assert [copy for _, copy in sent[hop].copies] == [copy for _, copy in received[hop].copies]
+            for item, items in zip(received[hop].copies, values[hop], strict=True):
+                fill(item, hop[1], items)
+        return True
+
+    while any(programs):
+        begun_by = [starts(rank) for rank in range(world_size) if programs[rank]]
+        assert any(begun_by), "all ranks wait"
+    assert sent.keys() == received.keys()
     return targets

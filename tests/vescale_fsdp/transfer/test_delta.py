@@ -100,7 +100,8 @@ def layouts(number: int, full: dict[str, torch.Tensor]) -> tuple[Callable[[], St
     ranks: list[tuple[Any, str, Any, str]] = [
         ([0, 1], "ragged", [2, 3], "columns"),
         ([[0, 1], [2, 3]], "ragged", [1, 2, 3], "rows"),  # HSDP, and ranks that have both
-        ([0, 1], "columns", [2, 3], "whole"),  # tensor parallelism, and two replicas
+        ([0], "columns", [1, 2, 3], "whole"),  # replicas, which relay
+        ([0, 1], "columns", [2, 3], "whole"),
     ]
     trainers, cut, engines, kind = ranks[number]
     meshes = DeviceMesh("cpu", trainers), DeviceMesh("cpu", engines)
@@ -182,7 +183,8 @@ class Sides:
         self.plan: TransferPlan = plan_transfer(
             *described, links=linked(), cast=True, budget_bytes=budget_bytes
         )
-        self.reference = Transfer(self.plan)
+        direct = plan_transfer(*described, links=linked(), cast=True, budget_bytes=budget_bytes, relay=False)
+        self.reference = Transfer(direct)
         self.options: dict[str, Any] = {"keep_old": keep_old, "verify": verify}
         self.transfer = Transfer(self.plan, delta=Delta(on_host=on_host), **self.options)
         self.step = 0
@@ -244,7 +246,7 @@ def many_steps(seed: int, num_sides: int, num_steps: int) -> dict[str, int]:
         torch.manual_seed(seed * 100 + number)
         verify = bool(number & 1)
         keep_old, budget_bytes = drawn.random() < 0.5, drawn.choice([4096, 16384, 1 << 20])
-        sides = Sides(number % 3, budget_bytes, keep_old=keep_old, verify=verify, on_host=number % 4 == 0)
+        sides = Sides(number % 4, budget_bytes, keep_old=keep_old, verify=verify, on_host=number % 4 == 0)
         seen["spilled"] -= watch_spills(sides)
         for _ in range(num_steps):
             event = drawn.choice(EVENTS)

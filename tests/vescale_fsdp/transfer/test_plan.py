@@ -23,7 +23,7 @@ from vescale_fsdp.transfer.plan import TransferPlan, plan_transfer
 from vescale_fsdp.transfer.rank_transfers import RankTransfers, nbytes_of
 
 SEARCH = settings(derandomize=True, database=None, deadline=None, max_examples=150)
-SHAPES = st.sampled_from([(), (7,), (4, 6), (3, 5), (2, 3, 4), (5, 1, 2), (0, 3), (8, 8)])
+SHAPES = st.sampled_from([(), (7,), (4, 6), (3, 5), (2, 3, 4), (5, 1, 2), (0, 3), (40, 30)])
 WORLD_SIZE = 6
 
 
@@ -33,12 +33,12 @@ def cases(draw: st.DrawFn) -> TransferPlan:
     dtypes = st.sampled_from(["float32", "int16", "int64", "uint8"])
     tensors = [(f"t{number}", draw(dtypes), draw(SHAPES)) for number in range(draw(st.integers(1, 3)))]
     source, target = draw(descriptions(tensors, WORLD_SIZE)), draw(descriptions(tensors, WORLD_SIZE))
-    return plan_transfer(source, target, budget_bytes=4096)
+    return plan_transfer(source, target, budget_bytes=4096, relay=draw(st.sampled_from([True, True, False])))
 
 
 def test_any_distribution_to_any_other() -> None:
     """Every rank gets its part of every tensor, and both ends of a stream derive the same messages."""
-    seen = {"sent": 0, "kept": 0, "replicas": 0}
+    seen = {"sent": 0, "kept": 0, "replicas": 0, "relayed": 0}
 
     @SEARCH
     @given(cases())
@@ -56,6 +56,8 @@ def test_any_distribution_to_any_other() -> None:
         seen["sent"] += int(plan.demand.sent.sum()) > 0
         seen["kept"] += int(plan.demand.kept.sum()) > 0
         seen["replicas"] += any(len(ranks) > 1 for ranks in plan.demand.sets)
+        seen["relayed"] += any(len(route) > 1 for route in plan.demand.routes)
+        assert plan.relay or not sum(plan.relayed_bytes.values())
 
     check()
     assert min(seen.values()) > 20
@@ -113,17 +115,22 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
     assert "6 problems" in str(raised.value)
 
 
+def bytes_by_peer(plan: TransferPlan, rank: int) -> dict[bool, dict[int, int]]:
+    """Bytes of a rank's messages, by whether it sends them, and by peer."""
+    nbytes: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    for message in RankTransfers(plan, rank).messages():
+        by_peer = nbytes[message.is_sent]
+        by_peer[message.peer] = by_peer.get(message.peer, 0) + message.nbytes
+    return nbytes
+
+
 def test_replicas_of_a_source_share_the_work_exactly() -> None:
     """Two ranks with whole copies and three receivers: 1.5 copies each, and one receiver gets bytes of both."""
     source = StateDescription.of([held("w", "bfloat16", (64, 64), range(2))])
     target = StateDescription.of([held("w", "bfloat16", (64, 64), range(2, 5))])
-    plan = plan_transfer(source, target)
+    plan = plan_transfer(source, target, relay=False)
 
-    sends = [RankTransfers(plan, rank).sends for rank in range(2)]
-    assert [{rank: stream.nbytes for rank, stream in by_rank.items()} for by_rank in sends] == [
-        {2: 8192, 3: 4096},
-        {3: 4096, 4: 8192},
-    ]
+    assert [bytes_by_peer(plan, rank)[True] for rank in range(2)] == [{2: 8192, 3: 4096}, {3: 4096, 4: 8192}]
 
 
 def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferPlan:
@@ -165,10 +172,10 @@ def test_totals_of_all_ranks_cost_little(monkeypatch: pytest.MonkeyPatch) -> Non
     small_pairs, large_pairs, twice_pairs = compared
     assert 0 < large_pairs < 6 * small_pairs and twice_pairs < 2.5 * small_pairs
     nbytes = sum(2 * entry.numel for entry in large.source.entries)
-    assert large.demand.sent.sum() == 16 * nbytes
-    senders, takers = large.demand.sent.shape
-    assert takers == 64 and 120 < senders <= 128  # of tensors so small the last ranks hold nothing
-    assert (large.demand.sent.sum(0) == nbytes // 4).all()
+    assert large.demand.sent.sum() == nbytes and large.total_bytes == 16 * nbytes
+    senders, routes = large.demand.sent.shape
+    assert routes == 4 and 120 < senders <= 128  # of tensors so small the last ranks hold nothing
+    assert set(large.received_bytes.values()) == {nbytes // 4} and len(large.received_bytes) == 64
 
 
 def test_a_rank_asks_for_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +192,8 @@ def test_a_rank_asks_for_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_sources in (32, 128):
         plan = simulated(num_sources, 16, 40)
         asked.clear()
-        assert RankTransfers(plan, 1).sends and not RankTransfers(plan, 1).receives
+        messages = RankTransfers(plan, 1).messages()
+        assert messages and all(message.is_sent for message in messages)
         counts.append(len(asked))
     assert 0 < counts[1] <= counts[0]
 
@@ -221,13 +229,12 @@ def test_the_report_is_what_ranks_do() -> None:
 
     pairs = plan.pair_bytes()
     for rank in range(6):
-        transfers = RankTransfers(plan, rank)
-        sends = {peer: stream.nbytes for peer, stream in transfers.sends.items()}
+        sends = bytes_by_peer(plan, rank)[True]
         assert sends == {taker: nbytes for (sender, taker), nbytes in pairs.items() if sender == rank}
-        assert abs(sum(sends.values()) - plan.sent_bytes.get(rank, 0)) <= 32
-        received = sum(stream.nbytes for stream in transfers.receives.values())
-        assert received == plan.received_bytes.get(rank, 0)
-        assert nbytes_of(transfers.kept) == plan.kept_bytes.get(rank, 0)
+        expected = plan.sent_bytes.get(rank, 0) + plan.relayed_bytes.get(rank, 0)
+        assert abs(sum(sends.values()) - expected) <= 32
+        assert sum(bytes_by_peer(plan, rank)[False].values()) == plan.received_bytes.get(rank, 0)
+        assert nbytes_of(RankTransfers(plan, rank).kept) == plan.kept_bytes.get(rank, 0)
     assert plan.total_bytes == sum(pairs.values()) > 0 and plan.kept_bytes and plan.imbalance > 1
     assert f"{plan.imbalance:.2f} " in str(plan) and "copied" in str(plan)
 
