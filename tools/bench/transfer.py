@@ -3,6 +3,7 @@
     python tools/bench/transfer.py                          100 million parameters, bf16, gloo
     python tools/bench/transfer.py --layers 2 --rounds 3    smaller
     python tools/bench/transfer.py --gbit 1                 dense, from two nodes to two others (tools/lab)
+    python tools/bench/transfer.py --gbit 0.2 --replicas 4 --layers 0    from two nodes to four replicas on a node each
 
     dense           a Llama's tensors, to shards of rows and of columns
     experts         fused experts [experts, in, out] to transposed [experts, out, in], shards of out
@@ -42,6 +43,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tools.bench.network import HEADER_BYTES
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
 from tools.lab import Lab, Traffic, traffic_of
@@ -64,6 +66,7 @@ NUM_SMALL = 1000
 RANKS, TRAINERS = 4, 2
 FRACTIONS = (0.001, 0.01, 0.03, 0.1)  # of items that change between two transfers with `delta`
 MIB = 1 << 20
+WAYS = {"relayed": True, "direct": False}  # `relay` of `plan_transfer`
 State = dict[str, Any]
 
 
@@ -137,8 +140,9 @@ class Sending:
         self.rank, self.state, self.into = rank, state, into
         self.plan = plan_transfer(*describe_states(state, into), links=links)
         self.transfer = Transfer(self.plan)
-        part = RankTransfers(self.plan, rank)
-        pairs = {peer: stream.nbytes for peer, stream in (part.sends or part.receives).items()}
+        pairs: dict[int, int] = {}
+        for message in RankTransfers(self.plan, rank).messages():
+            pairs[message.peer] = pairs.get(message.peer, 0) + message.nbytes
         self.raw = {peer: torch.ones(nbytes, dtype=torch.uint8) for peer, nbytes in pairs.items()}
 
     def ours(self) -> None:
@@ -311,8 +315,7 @@ def measured_deltas(sending: Sending, rounds: int) -> Deltas:
             # Reads to the end, since they are equal.
             torch.equal(local.view(torch.int64), copy.view(torch.int64))
         floors.append(time.process_time() - start_s)
-    part = RankTransfers(sending.plan, sending.rank)
-    numel = sum(stream.nbytes // 2 for stream in (part.sends or part.receives).values())
+    numel = sum(raw.numel() // 2 for raw in sending.raw.values())
     medians = {fraction: statistics.median(each) for fraction, each in seconds.items()}
     return Deltas(sending.plan.total_bytes // 2, numel, sent, medians, statistics.median(floors))
 
@@ -511,6 +514,108 @@ def node_rows(measured: OverNodes, gbit: float) -> list[Row]:
     ]
 
 
+class ToReplicas(NamedTuple):
+    """What `measured_to_replicas` measures, by way: relayed, or sent to each replica."""
+
+    num_bytes: int  # of the state
+    seconds: dict[str, list[float]]  # of the slowest rank
+    traffic: dict[str, dict[int, Traffic]]  # of one transfer, by node; headers excluded
+
+
+def measured_to_replicas(layers: int, rounds: int, gbit: float, replicas: int) -> ToReplicas:
+    """Time transfers from two nodes to replicas of an engine on a node each, and count the bytes on their links."""
+    num_ranks = TRAINERS + replicas
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Lab(num_ranks, gbit, minutes=20, shared=[Path(folder)]) as lab,
+    ):
+        given = ["--worker", folder, *map(str, (layers, rounds)), "--replicas", str(replicas)]
+        lab.run(["-m", "tools.bench.transfer", *given], timeout_s=1000)
+        ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(num_ranks)]
+    ways = ranks[0][1]
+    seconds = {
+        way: [max(each) for each in zip(*(rank[1][way] for rank in ranks), strict=True)] for way in ways
+    }
+    traffic = {way: {node: Traffic(*rank[2][way]) for node, rank in enumerate(ranks)} for way in ways}
+    return ToReplicas(ranks[0][0], seconds, traffic)
+
+
+def work_on_replica(folder: str, layers: int, rounds: int) -> None:
+    """A rank of `measured_to_replicas`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, units = dist.get_rank(), groups(layers)
+    trainers = DeviceMesh("cpu", list(range(TRAINERS)))
+    state = trainer_state(units, trainers, Element()) if rank < TRAINERS else None
+    shapes = {name: shape for unit in units for name, (shape, _) in unit.items()}
+    into = None
+    if rank >= TRAINERS:
+        into = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    described = describe_states(state, into)
+    ways = {name: Transfer(plan_transfer(*described, relay=relay)) for name, relay in WAYS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    traffic: dict[str, tuple[int, ...]] = {}
+    for name, transfer in ways.items():
+        transfer.run(state, into)  # connects
+        dist.barrier()
+        before = traffic_of()
+        transfer.run(state, into)
+        dist.barrier()
+        traffic[name] = tuple(traffic_of() - before)
+    for _ in range(rounds):
+        for name, transfer in ways.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            transfer.run(state, into)
+            seconds[name].append(time.perf_counter() - start_s)
+    torch.save(
+        (sum(2 * math.prod(shape) for shape in shapes.values()), seconds, traffic), f"{folder}/rank{rank}"
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def replica_rows(measured: ToReplicas, gbit: float) -> list[Row]:
+    """Rows of `measured_to_replicas`, without the headers of packets."""
+    replicas = len(measured.traffic["relayed"]) - TRAINERS
+    size = measured.num_bytes
+    case = f"2 nodes to {replicas} replicas, {size / 1e6:.1f} MB, {gbit:g} Gb/s"
+    ms = {name: 1000 * statistics.median(each) for name, each in measured.seconds.items()}
+    wire_ms = 1000 * size * 8 / (gbit * 1e9)
+    sent, received = (
+        {
+            way: [
+                getattr(each, f"{word}_bytes") - HEADER_BYTES * getattr(each, f"{word}_packets")
+                for each in links.values()
+            ]
+            for way, links in measured.traffic.items()
+        }
+        for word in ("sent", "received")
+    )
+    by_trainer, by_replica = (
+        {way: max(links[which]) / 1e6 for way, links in sent.items()}
+        for which in (slice(TRAINERS), slice(TRAINERS, None))
+    )
+    arrived = max(received["relayed"][TRAINERS:]) / 1e6
+    return [
+        Row(
+            case,
+            "sent by a trainer",
+            "MB",
+            by_trainer["relayed"],
+            size / TRAINERS / 1e6,
+            "its shard",
+            "<= 1.02",
+        ),
+        Row(case, "sent by a trainer", "MB", by_trainer["relayed"], by_trainer["direct"], "relay=False"),
+        Row(case, "sent by a replica, most", "MB", by_replica["relayed"], size / 1e6, "the state", "<= 1.02"),
+        Row(case, "received by a replica, most", "MB", arrived, size / 1e6, "the state", "<= 1.02"),
+        Row(case, "time", "ms", ms["relayed"], wire_ms, "the wire, one replica", "<= 1.25"),
+        Row(case, "time", "ms", ms["relayed"], ms["direct"], "relay=False"),
+    ]
+
+
 def _measured(layers: int, rounds: int, folder: str, start_method: str) -> list[Any]:
     """The measurements of the ranks of one run."""
     with socket.socket() as probe:
@@ -527,11 +632,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gbit", type=float, help="between nodes of a lab, with links of this rate")
+    parser.add_argument(
+        "--replicas", type=int, help="with --gbit: replicas of the whole state, instead of TP 2"
+    )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         folder, layers, rounds = given.worker
-        return work_on_node(folder, int(layers), int(rounds))
+        return (work_on_replica if given.replicas else work_on_node)(folder, int(layers), int(rounds))
+    if given.gbit and given.replicas:
+        found = measured_to_replicas(given.layers, given.rounds, given.gbit, given.replicas)
+        rows = replica_rows(found, given.gbit)
+        print_table(rows)
+        return write_json(given.json, rows) if given.json else None
     if given.gbit:
         rows = node_rows(measured_over_nodes(given.layers, given.rounds, given.gbit), given.gbit)
         print_table(rows)

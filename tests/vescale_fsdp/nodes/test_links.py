@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tools.bench.network import HEADER_BYTES
-from tools.bench.transfer import measured_over_nodes
+from tools.bench.transfer import measured_over_nodes, measured_to_replicas
 from tools.lab import Lab, Traffic, traffic_of
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
@@ -184,6 +184,18 @@ def test_a_transfer_between_nodes_loads_all_links_alike() -> None:
     print(f"sent {sent}, received {received}, planned {measured.num_bytes:,}")
     for each in (*sent, *received):
         assert abs(each - measured.num_bytes / 2) <= 0.05 * measured.num_bytes / 2
+
+
+@pytest.mark.timeout(600)
+def test_replicas_relay() -> None:
+    """Each trainer sends its shard once, and each replica sends and receives the state at most once."""
+    measured = measured_to_replicas(layers=0, rounds=1, gbit=1.0, replicas=3)
+    links = {node: payload(traffic) for node, traffic in measured.traffic["relayed"].items()}
+    print(f"relayed {links}, state {measured.num_bytes:,}")
+    for node, (sent, received) in links.items():
+        planned = measured.num_bytes / 2 if node < 2 else 0 if node == 4 else measured.num_bytes
+        assert abs(sent - planned) <= 0.02 * measured.num_bytes
+        assert abs(received - (measured.num_bytes if node >= 2 else 0)) <= 0.02 * measured.num_bytes
 
 
 def _main(work: str, folder: Path) -> None:
