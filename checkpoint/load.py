@@ -214,6 +214,7 @@ def load(
         casts = _as_tuple(dtype)
         alike |= {"dtype": list(casts), "source": None if source is None else asdict(source)}
         storage = open_storage(path, neighbors=num_neighbors())  # neighbors: ranks share the cores
+        alike["revision"] = storage.revision  # a branch may have moved between the questions of two ranks
         meter = meter_for(progress, coordinator.rank)
         manifest = _manifest_of(storage, path)
         through_views = manifest is None or bool(casts) or source is not None
@@ -223,7 +224,8 @@ def load(
             _check_choices_of_views(verify, read, path)
 
     def open_views() -> Loadable:
-        return foreign_formats().loadable(_url_of(path), source, coordinator, casts, manifest)
+        url = storage.where if storage.revision else _url_of(path)
+        return foreign_formats().loadable(url, source, coordinator, casts, manifest)
 
     opener = open_views if through_views else None
     loader = Loader(storage, coordinator, verify, None, read, meter, manifest, opener, init)

@@ -234,6 +234,7 @@ class Storage(ABC):
     # Temporary files of this age are not in use if no job has locked the folder.
     abandoned_after_s: float = 60.0
     visible_is_durable: bool = False  # whether every file that can be read survives a power loss
+    revision: str = ""  # the commit that the files are of, if the store has such; ranks must read the same
     folders: MadeFolders = MadeFolders()  # the folders that this storage has made; empty for object stores
 
     @property

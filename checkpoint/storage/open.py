@@ -12,10 +12,11 @@ from vescale_fsdp.errors import ArgumentError
 
 # The owner and the name, as in "org/model". Not paths such as ../model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY = re.compile("hf://((datasets|spaces)/)?[^/]+/[^/]+")
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) -> Storage:
-    """Open the storage of a path or URL (``s3://``, ``gs://``, ``memory://``, ..) for saves and loads.
+    """Open the storage of a path or URL (``s3://``, ``gs://``, ``hf://``, ..) for saves and loads.
 
     Args:
         path: the path or URL. A `Storage` is returned unchanged.
@@ -76,7 +77,7 @@ def how_to_download(path: str) -> str | None:
     name = os.path.relpath(path) if os.path.isabs(path) else path
     if _HUB_ID.fullmatch(name) is None or os.path.exists(name.partition("/")[0]):
         return None
-    return f"for a repository on the Hub, pass the folder that huggingface_hub.snapshot_download({name!r}) returns"
+    return f"for a repository on the Hub, pass hf://{name}"
 
 
 def _on_disk(url: str) -> str | None:
@@ -92,6 +93,8 @@ def _open_url(url: str, **options: Any) -> Storage:
     from vescale_fsdp.checkpoint.storage.remote import WITH_BUCKETS, RemoteStorage  # late: fsspec takes 0.1 s
 
     protocol, _, rest = url.partition("://")
+    if protocol == "hf":
+        return _open_hub(url, **options)
     if protocol in WITH_BUCKETS and not rest.strip("/"):
         raise StorageError(
             "The URL names no bucket.",
@@ -116,8 +119,25 @@ def _open_url(url: str, **options: Any) -> Storage:
         ) from error
 
 
+def _open_hub(url: str, **options: Any) -> Storage:
+    """Open a repository of the Hugging Face Hub, see `vescale_fsdp.checkpoint.storage.hub`."""
+    try:
+        from vescale_fsdp.checkpoint.storage.hub import open_hub  # huggingface_hub is optional
+    except ImportError as error:
+        raise StorageError(
+            "URLs that begin with hf:// cannot be opened.",
+            expected="the package huggingface_hub",
+            got=f"{type(error).__name__}: {error}",
+            where=url,
+            todo='install it: pip install "vescale-fsdp[hf]"',
+        ) from error
+    return open_hub(url, **options)
+
+
 def open_parent(url: str) -> tuple[Storage, str]:
     """Open the storage of a file's folder, as `open_store`; returns it with the file's name in the folder."""
     folder, _, name = url.rpartition("/")
+    if _REPOSITORY.fullmatch(url):  # it is in no folder, and has no file of its own name
+        folder = url
     # An empty folder: the file is in the root of the file system, or in the working directory.
     return open_store(folder or ("/" if url.startswith("/") else ".")), name

@@ -291,7 +291,7 @@ class _RemoteReader(FileReader):
             return memoryview(b"")
 
         def read() -> memoryview:
-            data = self._storage.filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
+            data = self._storage.read_range(self._path, start_bytes, stop_bytes)
             answer = f"{len(data)} bytes of {stop_bytes - start_bytes} at byte {start_bytes} of {self._path}"
             # An HTTP server that ignores Range headers sends the whole file.
             if len(data) > stop_bytes - start_bytes:
@@ -426,6 +426,10 @@ class RemoteStorage(Storage):
             return first_answer(trying, self.filesystem, self.location[0], self._url)
         except NoAnswer as error:
             raise self._unreachable("", error) from error
+
+    def read_range(self, path: str, start_bytes: int, stop_bytes: int) -> bytes:
+        """Read a range of an object by one request, without retries."""
+        return bytes(self.filesystem.cat_file(path, start=start_bytes, end=stop_bytes))
 
     def child(self, name: str) -> RemoteStorage:
         return RemoteStorage(f"{self._url}/{name}", **self._options)

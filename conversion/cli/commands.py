@@ -438,8 +438,11 @@ def _convert(
 
     Args:
         target_kind: the format to write.
-        fields: fields of `ConvertOptions`, and ``adapter`` (write only the adapter).
+        fields: fields of `ConvertOptions`, and ``adapter`` (write only the adapter) and ``push`` (where to upload).
     """
+    repository = fields.pop("push", None)
+    if repository is not None and (part is not None or "://" in out):
+        raise click.UsageError("--push needs a local OUT that this process writes alone")
     if fields.pop("adapter", False):
         target_kind = "adapter"
     elif fields.get("adapter_name") is not None:
@@ -447,6 +450,12 @@ def _convert(
     options = _options(part, fields)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     _write(partial(conversion.convert, source, out, target_kind, options), [source], as_json, quiet)
+    if repository is not None and not options.dry_run:
+        from vescale_fsdp.conversion.formats.huggingface.push import push
+
+        url = push(out, repository)
+        if not quiet:
+            click.echo(f"pushed: {url}", err=as_json)
 
 
 def _options(part: str | None, fields: dict[str, Any]) -> ConvertOptions:

@@ -418,6 +418,11 @@ TARGET_OPTIONS = {
         is_flag=True,
         help="Record fingerprints in the result; reads the written files once more.",
     ),
+    "push": click.option(
+        "--push",
+        metavar="ORG/MODEL",
+        help="Then upload OUT, a local folder, to the Hub as one commit; ORG/MODEL@BRANCH to a branch.",
+    ),
     "include_asset": click.option(
         "--include-asset",
         multiple=True,

@@ -128,6 +128,7 @@ def locate(
     # Without slashes at the end, the last part of the URL is a name. "/" itself stays, and so does "s3://".
     url = url if len(url) == 1 or url.endswith("://") else url.rstrip("/")
     folder = open_store(url)
+    url = folder.where if folder.revision else url  # from here on, all requests name one commit
     files = folder.list_files()
     steps = steps_in(files) if may_be_run else {}
     # If there is a file `latest`, DeepSpeed's reader chooses the step.

@@ -162,7 +162,7 @@ FORMATS = {
                 state.file_metadata,
                 fingerprint=o.fingerprint,
             ),
-            ("fingerprint", "include_asset", "no_assets", "adapter", "adapter_name", "require_check"),
+            ("fingerprint", "include_asset", "no_assets", "adapter", "adapter_name", "require_check", "push"),
         ),
     ),
     "bin": Format(

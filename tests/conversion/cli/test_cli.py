@@ -207,7 +207,7 @@ def test_flags_are_these() -> None:
     """A new command or flag needs an edit here: each is a promise to people's scripts."""
     expected = {name: flags.split() for name, flags in FLAGS.items()}
     for name, more in {
-        "to-hf": "--adapter --adapter-name --fingerprint --include-asset --no-assets --require-check",
+        "to-hf": "--adapter --adapter-name --fingerprint --include-asset --no-assets --push --require-check",
         "merge-adapter": "--include-asset --no-assets --require-check",
         "average": f"{COMBINE} --last",
         "combine": COMBINE,

@@ -1,0 +1,49 @@
+"""Upload a Hugging Face folder to the Hub, as one commit, by huggingface_hub's own API."""
+
+from __future__ import annotations
+
+from vescale_fsdp.errors import ConversionError
+
+
+def push(folder: str, repository: str) -> str:
+    """Upload a folder, and return the URL of the commit. The repository is made, private, if it does not exist.
+
+    Args:
+        folder: a local folder, without the files of earlier uploads.
+        repository: ``org/model`` or ``org/model@branch``.
+
+    Raises:
+        ConversionError: if huggingface_hub is missing, or the Hub refuses the upload.
+    """
+    try:
+        from huggingface_hub import HfApi  # optional
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError as error:
+        raise ConversionError(
+            "The folder cannot be uploaded.",
+            expected="the package huggingface_hub",
+            got=f"{type(error).__name__}: {error}",
+            where=folder,
+            todo='install it: pip install "vescale-fsdp[hf]"; the folder is complete',
+        ) from error
+    name, _, branch = repository.removeprefix("hf://").partition("@")
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        if branch:
+            api.create_branch(name, branch=branch, exist_ok=True)
+        done = api.upload_folder(
+            folder_path=folder,
+            repo_id=name,
+            revision=branch or None,
+            commit_message="Upload by vescale-convert",
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConversionError(
+            "The folder cannot be uploaded.",
+            expected="an id such as org/model, a Hub that can be reached, and a token that may write there",
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}",
+            where=f"{folder} to {repository}",
+            todo=f"set HF_TOKEN or run hf auth login; the folder is complete, so upload it: hf upload {name} {folder}",
+        ) from error
+    return str(done.commit_url)
