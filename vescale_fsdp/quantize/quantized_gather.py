@@ -29,6 +29,7 @@ from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.quantize.coded_layout import CodedLayout, Part, coded_layout_of
+from vescale_fsdp.runtime.comm.collective_check import GatherCheck
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 from vescale_fsdp.torch_modes import CompiledFunction, is_fake
 from vescale_fsdp.torch_private import foreach_copy_
@@ -110,8 +111,10 @@ class _CodedGather:
         own_codes = codes.view(ranks, -1)[self.comm.rank]
         own_rest = rest.view(ranks, -1)[self.comm.rank]
         self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)
-        works = [self.comm.all_gather(codes, own_codes), self.comm.all_gather(rest, own_rest)]
-        return _Coded(self, full, codes, rest, works)
+        messages = [(codes, own_codes), (rest, own_rest)]
+        checks = [] if is_fake(full) else [self.comm.begin_check(*each) for each in messages]
+        works = [self.comm.all_gather(*each) for each in messages]
+        return _Coded(self, full, codes, rest, works, [check for check in checks if check is not None])
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         """Write this rank's codes, and its scales and values without a codec, into its parts of the two buffers."""
@@ -238,9 +241,13 @@ class _Coded:
     codes: torch.Tensor
     rest: torch.Tensor
     works: list[Work | None]
+    checks: list[GatherCheck]
 
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the collectives, and decode into the full buffer on the current stream, which owns the buffers."""
         wait_for(*self.works)
+        for check in self.checks:
+            check.finish(f"of {self.gather.coded.layout.slots[0].fqn}")
+        self.checks = []  # a second wait is a no-op
         self.gather.decode(self.full, self.codes, self.rest)

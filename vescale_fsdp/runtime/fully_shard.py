@@ -109,7 +109,7 @@ def fully_shard(
         check_collectives: N: check, in every N-th forward of the root and its backward, that gathers deliver the bits
             that ranks have sent, and that replicas are equal after an all-reduce; 0: never. Evaluation and each
             micro-batch count as forwards. Each check passes once over what was received, and the host waits for its
-            result. Not for gathers of 8-bit codes, nor for parameters whose class gathers itself.
+            result. Of 8-bit gathers, the codes and scales are checked.
         shard_optimizer_over: the name of axis 0 of a 2-D mesh, the nodes: a hybrid cut. As with HSDP, each node has all
             parameters, sharded over axis 1 and in the compute dtype, and gathers stay inside the node. But the stored
             weights, gradients and optimizer states are sharded over all ranks, so one gather and one reduction of each

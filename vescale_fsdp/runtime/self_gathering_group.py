@@ -38,6 +38,7 @@ from vescale_fsdp.runtime.all_gather_hooks import (
     takes_mesh_only,
     takes_scale,
 )
+from vescale_fsdp.runtime.comm.collective_check import GatherCheck
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.data_mesh import local_part
 from vescale_fsdp.runtime.gathered_writes import digest_of
@@ -119,7 +120,7 @@ class SelfGatheringGroup(ParamGroup):
     @torch.no_grad()
     def _finish_gather(self) -> None:
         for hooked in self._hooked:
-            hooked.finish_gather(self.compute_dtype)
+            hooked.finish_gather(self.compute_dtype, self.label[1:-1])
 
     def hand_over(self) -> None:
         super().hand_over()
@@ -156,6 +157,7 @@ class _SelfGatheringParam:
         self._inner: list[tuple[torch.Tensor, int]] = []
         # Collectives in flight, each with its input, which must live until the collective has read it.
         self._in_flight: list[tuple[Work | None, torch.Tensor]] = []
+        self._checks: list[GatherCheck] = []  # of the collectives in flight
 
     def point_at(self, piece: torch.Tensor) -> None:
         """Make this rank's rows a view of ``piece`` (1-D, of the shard); the next gather makes a new full parameter."""
@@ -207,6 +209,8 @@ class _SelfGatheringParam:
             ]
         with comm.full_pool():
             _allocate(self.outputs)
+        checks = [comm.begin_check(*each) for each in zip(self.outputs, flat, strict=True)]
+        self._checks = [check for check in checks if check is not None]
         self._in_flight = [
             (comm.gather(full, own), own) for full, own in zip(self.outputs, flat, strict=True)
         ]
@@ -228,13 +232,20 @@ class _SelfGatheringParam:
             todo="return inputs of the padded size, or choose a number of rows that is a multiple of the ranks",
         )
 
-    def finish_gather(self, dtype: torch.dtype) -> None:
-        """Call ``post`` on the gathered outputs. The first call makes the full parameter, later calls write into it."""
+    def finish_gather(self, dtype: torch.dtype, label: str) -> None:
+        """Call ``post`` on the gathered outputs. The first call makes the full parameter, later calls write into it.
+
+        Args:
+            label: name of the unit, for an error of `check_collectives`.
+        """
         assert self.outputs is not None
         for work, _ in self._in_flight:
             if work is not None:
                 work.wait()
         self._in_flight = []
+        for check in self._checks:
+            check.finish(label)
+        self._checks = []
         arrived = tuple(
             full.view(-1, *size[1:]) for full, size in zip(self.outputs, self._sizes, strict=True)
         )

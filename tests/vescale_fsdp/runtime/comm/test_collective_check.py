@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.hooked_tensors import Int8Rows
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import ArgumentError, CollectiveError
+from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm import collective_check
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 
@@ -127,6 +129,43 @@ def test_replicas_that_differ_are_found() -> None:
     found = run_ranks(4, _replicas)
     assert {name for name, _ in found} == {"CollectiveError"}
     assert len({rank for _, rank in found}) == 1 and found[0][1] in ("0", "2")
+
+
+def _flipped_codes(where: str) -> tuple[str, ...]:
+    """The third gather of a checked step, of 8-bit codes or of their scales, or of what a class sends."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 64, bias=False)
+    if where == "hooks":
+        layer.weight = nn.Parameter(Int8Rows(layer.weight.detach()))
+        fully_shard(layer, mesh=cpu_mesh(2), check_collectives=1)
+    else:
+        codec = Fp8Blocks(8, 8)
+        policy = QuantizedGather(codecs=codec, param_dtype=torch.bfloat16)
+        fully_shard(
+            layer, mesh=cpu_mesh(2), mp_policy=policy, granularity=codec.granularity, check_collectives=1
+        )
+    gather, calls = GroupComm.all_gather, 0
+    flipped = {"codes": 1, "scales": 2, "hooks": 2}[where]
+
+    def flipping(comm: GroupComm, full: torch.Tensor, own: torch.Tensor) -> object:
+        nonlocal calls
+        calls += 1
+        work = gather(comm, full, own)
+        if work is not None:
+            work.wait()
+        if calls == flipped and dist.get_rank() == 1:
+            full.view(torch.uint8)[0] ^= 1
+        return None
+
+    layer(torch.ones(2, 32)).float().sum().backward()
+    with mock.patch.object(GroupComm, "all_gather", flipping), pytest.raises(CollectiveError) as caught:
+        layer(torch.ones(2, 32))
+    return type(caught.value).__name__, str(caught.value.where).rpartition(" ")[2]
+
+
+@pytest.mark.parametrize("where", ["codes", "scales", "hooks"])
+def test_gathers_of_codes_are_checked(where: str) -> None:
+    assert run_ranks(2, _flipped_codes, where) == [("CollectiveError", "1")] * 2
 
 
 def _counted(every: int) -> tuple[list[int], list[float]]:
