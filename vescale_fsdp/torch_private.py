@@ -647,6 +647,22 @@ def operator_names() -> list[str]:
     return torch._C._dispatch_get_all_op_names()  # type: ignore[no-any-return]
 
 
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to (torch 2.11-2.15)."""
+    arguments = func._schema.arguments
+    named = {
+        **dict(zip((each.name for each in arguments), args, strict=False)),
+        **kwargs,
+    }  # some have defaults
+    written = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return [named[name] for name in written if name in named]
+
+
+def returns_nothing(func: Any) -> bool:
+    """Return whether an operator only writes to its arguments (torch 2.11-2.15)."""
+    return not func._schema.returns
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return a tensor's version counter (torch 2.11-2.13)."""
     return tensor._version

@@ -13,7 +13,7 @@ boxes, and each is one `Copy`: a box that is strided in either region, or contig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -243,6 +243,108 @@ def overlaps(source: Region, target: Region) -> list[Copy]:
                     continue
             copies.append(copy)
     return copies
+
+
+def compose(first: Copy, second: Copy) -> Iterator[Copy]:
+    """Yield the copies from the source of ``first`` to the target of ``second`` that both make, one after the other.
+
+    The target of ``first`` and the source of ``second`` are one memory, in which ``first`` writes no item twice. Dims
+    are not joined: no dim of a result is longer than the dim of each copy from which it is made.
+
+    >>> transpose, rows = Copy((2, 3), 0, (3, 1), 0, (1, 2)), Copy((2,), 2, (1,), 0, (1,))
+    >>> [(copy.sizes, copy.source, copy.source_strides) for copy in compose(transpose, rows)]
+    [((2,), 1, (3,))]
+    """
+    if first.is_run and first.target <= second.source:
+        # The usual case, a box of a whole tensor.
+        last = second.source + _span(list(zip(second.sizes, second.source_strides, strict=True)))
+        if last < first.target + first.numel:
+            yield second.shift(first.source - first.target)
+            return
+    written = _by_stride(zip(first.sizes, first.target_strides, first.source_strides, strict=True))
+    read = _by_stride(zip(second.sizes, second.source_strides, second.target_strides, strict=True))
+    repeated = [(size, 0, into) for size, stride, into in read if stride == 0]  # read several times
+    read = [dim for dim in read if dim[1]]
+    origin = first.source, second.target
+    for dims, source, target in _meet(written, read, second.source - first.target, origin, repeated):
+        sizes, source_strides, target_strides = zip(*dims, strict=True) if dims else ((1,), (1,), (1,))
+        yield Copy(sizes, source, source_strides, target, target_strides)
+
+
+_Dim = tuple[int, int, int]  # size, stride in the shared memory, stride in the other memory of the copy
+
+
+def _by_stride(dims: Iterable[_Dim]) -> list[_Dim]:
+    """Return the dims of several indices, the largest stride first."""
+    return sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1])
+
+
+def _span(dims: Sequence[tuple[int, ...]]) -> int:
+    """Return the distance from the first to the last item of dims (size, stride, ..)."""
+    return sum((dim[0] - 1) * dim[1] for dim in dims)
+
+
+def _meet(
+    written: list[_Dim], read: list[_Dim], ahead: int, origin: tuple[int, int], dims: list[_Dim]
+) -> Iterator[tuple[list[_Dim], int, int]]:
+    """Yield the items that two strided boxes of one memory share: for `compose`.
+
+    Args:
+        written, read: dims of both boxes, the largest stride first.
+        ahead: index of the first read item, less that of the first written item.
+        origin: index of the first written item in the source, and of the first read item in the target.
+        dims: the dims (size, source stride, target stride) that have been matched.
+
+    Yields:
+        Matched dims, and the indices of the first item in the source and in the target.
+    """
+    written_span, read_span = _span(written), _span(read)
+    if ahead > written_span or ahead + read_span < 0:
+        return
+    if not written and not read:
+        yield dims, *origin
+        return
+    stride = max(box[0][1] for box in (written, read) if box)
+    source, target = origin
+    # Cut a long dim of a smaller stride, so that both boxes have a dim of this stride, or none.
+    for box, is_written in ((written, True), (read, False)):
+        if not box or box[0][1] == stride:
+            continue
+        (size, step, other), rest = box[0], box[1:]
+        whole, left = divmod(stride, step)
+        if size * step <= stride:  # at most one index of this stride
+            continue
+        parts: list[tuple[int, list[_Dim]]]  # the index at which a part begins, and the dims of the part
+        if left:  # the strides do not divide each other: index by index
+            parts = [(index, rest) for index in range(size)]
+        else:
+            outer = size // whole
+            parts = [(0, [(outer, stride, other * whole), (whole, step, other), *rest])]
+            if size % whole:
+                parts.append((outer * whole, [(size % whole, step, other), *rest]))
+        for start, part in parts:
+            part = [dim for dim in part if dim[0] > 1]
+            if is_written:
+                yield from _meet(part, read, ahead - start * step, (source + start * other, target), dims)
+            else:
+                yield from _meet(written, part, ahead + start * step, (source, target + start * other), dims)
+        return
+    num_written, from_step, written_rest = _top(written, stride)
+    num_read, into_step, read_rest = _top(read, stride)
+    low, high = -((_span(written_rest) - ahead) // stride), (ahead + _span(read_rest)) // stride
+    for apart in range(low, high + 1):  # the written index, less the read index
+        start, stop = max(0, apart), min(num_written, num_read + apart)
+        if start < stop:
+            matched = [*dims, (stop - start, from_step, into_step)] if stop - start > 1 else dims
+            begin = source + start * from_step, target + (start - apart) * into_step
+            yield from _meet(written_rest, read_rest, ahead - apart * stride, begin, matched)
+
+
+def _top(box: list[_Dim], stride: int) -> tuple[int, int, list[_Dim]]:
+    """Return size and other stride of a box's dim of this stride (one index if it has none), and the other dims."""
+    if box and box[0][1] == stride:
+        return box[0][0], box[0][2], box[1:]
+    return 1, 0, box
 
 
 def _index(inner: Box, outer: Box, strides: tuple[int, ...]) -> int:

@@ -4,6 +4,7 @@
     concatenate("q", "k", "v")                tensors one after the other along a dim; `slice` is the inverse
     stack("expert0.w", "expert1.w")           tensors along a new dim; `index` is the inverse
     permute("w")                              one tensor with its dims in another order
+    zeros([4, 8])                             zeros, such as the padding behind a concatenated tensor
     codes("w", Fp8Blocks())                   the codes that a codec computes from a tensor; `scales` gives its scales
     codes(index("experts.w", 3), Fp8Blocks())       of a selected box, quantized as a tensor of its own
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     # For type checkers only: importing `vescale_fsdp.quantize` imports the runtime, which planning does not need.
     from vescale_fsdp.quantize.codec import BlockCodec
 
-__all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack"]
+__all__ = ["codes", "concatenate", "index", "permute", "scales", "slice", "stack", "zeros"]
 
 Shape = tuple[int, ...]
 Map = Concat | Index | Permute | Slice | Stack  # the maps that turn every box into one box
@@ -79,7 +80,14 @@ class Mapped:
     inputs: tuple[Link, ...]
 
 
-Link = str | Coded | Mapped  # a name alone is the source tensor of that name
+@dataclass(frozen=True)
+class ZeroItems:
+    """A link to zeros, which no rank sends: the ranks of the target write them."""
+
+    shape: Shape
+
+
+Link = str | Coded | Mapped | ZeroItems  # a name alone is the source tensor of that name
 CodedKey = tuple[Link, "BlockCodec"]  # identifies what is quantized: the codes and scales of one tensor
 
 
@@ -131,6 +139,15 @@ def permute(of: Link, dims: Sequence[int] = (1, 0)) -> Link:
     return Mapped(Permute(tuple(dims)), (of,))
 
 
+def zeros(shape: Sequence[int]) -> Link:
+    """Make a link to zeros of the target's dtype, such as the rows of an embedding behind the last word.
+
+    Examples:
+        >>> links = {"embed.weight": concatenate("embed.weight", zeros([24, 64]))}
+    """
+    return ZeroItems(tuple(shape))
+
+
 def codes(of: Link, codec: BlockCodec) -> Link:
     """Make a link to the codes of a quantized tensor. The ranks that store the tensor compute the codes.
 
@@ -174,14 +191,14 @@ class Leaf(NamedTuple):
     """A box of one source tensor, and where its items go in a target tensor.
 
     Attributes:
-        source: name of the source tensor, or its codes or scales.
+        source: name of the source tensor, or its codes or scales; or zeros.
         box: the box of the source that is read.
         corner: offsets of the box's first item in the target.
         dims: for each dim of the target, the matching dim of the source; -1 for a dim that the source lacks, in which
             the leaf fills one index. In source dims that are not listed, the size of the box is 1.
     """
 
-    source: str | Coded
+    source: str | Coded | ZeroItems
     box: Box
     corner: Shape
     dims: Shape
@@ -233,7 +250,7 @@ def leaves_of(link: Link, shape_of: Callable[[str | Coded], Shape]) -> tuple[Sha
         PlacementError: if the shapes of inputs do not fit their map.
     """
     if not isinstance(link, Mapped):
-        shape = shape_of(link)
+        shape = link.shape if isinstance(link, ZeroItems) else shape_of(link)
         whole = whole_box(shape)
         return shape, [
             Leaf(link, whole, whole.offsets, tuple(range(len(shape))))
@@ -297,6 +314,25 @@ def _cut(leaf: Leaf, dim: int, start: int, size: int, shape: Shape) -> Leaf | No
         return None
     corner = tuple(a - b for a, b in zip(filled.offsets, offsets, strict=True))
     return Leaf(leaf.source, source, corner, leaf.dims)
+
+
+def zero_boxes(
+    source: StateDescription, target: StateDescription, links: Iterable[tuple[str, Link]]
+) -> Iterator[tuple[int, Box]]:
+    """Yield the boxes of target tensors that are zeros, each with the number of the tensor."""
+    for spelled, link in links:
+        if not _has_zeros(link):
+            continue
+        name = spelled if spelled in target.numbers_by_name else dotted_name(spelled)
+        _, leaves = leaves_of(link, lambda item: SourceTensor(source, item).shape)
+        for leaf in leaves:
+            if isinstance(leaf.source, ZeroItems):
+                yield target.numbers_by_name[name], leaf.target_box
+
+
+def _has_zeros(link: Link) -> bool:
+    """Return whether zeros are among the inputs of a link."""
+    return isinstance(link, ZeroItems) or (isinstance(link, Mapped) and any(map(_has_zeros, link.inputs)))
 
 
 def links_to_json(value: Any) -> Any:
@@ -492,6 +528,8 @@ def resolve_links(
             problems.append(f"{entry.name!r}: shape {entry.shape}, but the source makes {shape}")
             continue
         for leaf in leaves:
+            if isinstance(leaf.source, ZeroItems):  # `zero_boxes` has these
+                continue
             item = source_of(leaf.source)
             have, want = stored_dtype(item.dtype), stored_dtype(entry.dtype)
             # Bytes of codes and scales are copied without a cast if only the name of their dtype differs.

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.distribution import LayoutCut
 from vescale_fsdp.layout.geometry import round_up
-from vescale_fsdp.layout.region import Region
+from vescale_fsdp.layout.region import Copy, Region
 from vescale_fsdp.torch_private import foreach_copy_, local_of, storage_id, storage_ids, versions_of
 from vescale_fsdp.transfer.coding import CodedTensor, cut_blocks_of
 from vescale_fsdp.transfer.description import StateDescription
@@ -497,6 +497,15 @@ class Destination:
             items = self._flats[each.target]
             boxes.append(copy.target_view(items if casts else _as_carrier(items)))
         return data.view(dtype_named(placed.wire_dtype) if casts else boxes[0].dtype), boxes
+
+    def write_zeros(self, boxes: Iterable[tuple[int, Copy]]) -> None:
+        """Fill boxes of the target or its second copy with zeros.
+
+        Args:
+            boxes: tensor numbers, and copies whose target is this rank's piece of the tensor.
+        """
+        for number, copy in boxes:
+            _as_carrier(copy.target_view(self._flats[number])).zero_()
 
     def commit(self) -> None:
         """Copy second copies, if there are any, into the target, and reset `is_mixed`."""

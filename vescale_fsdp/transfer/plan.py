@@ -28,9 +28,10 @@ import numpy as np
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of
 from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.transfer.demand import Demand, Ranks, demand_of
 from vescale_fsdp.transfer.description import StateDescription
-from vescale_fsdp.transfer.links import Link, PlacedLeaf, links_to_json, resolve_links
+from vescale_fsdp.transfer.links import Link, PlacedLeaf, links_to_json, resolve_links, zero_boxes
 
 BUDGET_BYTES = 64 << 20  # 64 MiB: default memory of a rank for messages
 IN_FLIGHT = 4  # concurrent messages of a rank, in each direction
@@ -97,6 +98,11 @@ class TransferPlan:
             PlacementError: if names, shapes or dtypes do not match; lists all mismatches.
         """
         return resolve_links(self.source, self.target, self.links, self.cast)
+
+    @cached_property
+    def zero_boxes(self) -> tuple[tuple[int, Box], ...]:
+        """The boxes of target tensors that the target's ranks fill with zeros: number of the tensor, and box."""
+        return tuple(zero_boxes(self.source, self.target, self.links))
 
     @cached_property
     def demand(self) -> Demand:

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.ranks.coordinator import ABORT, COMMIT, GroupCoordinator, UnreachableError
 from vescale_fsdp.devices import current_device
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError, TransferError
+from vescale_fsdp.layout.region import Region, overlaps
 from vescale_fsdp.runtime.comm.streams import Stream, streams_of
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import storage_ids
@@ -179,7 +180,14 @@ class Transfer:
                 plan.source, (leaf.source.number for leaf in plan.leaves), own.rank
             )
             self._read_names = {plan.source.entries[number].name for number in self._read_regions}
-            self._filled_regions = regions_of(plan.target, (leaf.target for leaf in plan.leaves), own.rank)
+            filled = [leaf.target for leaf in plan.leaves] + [number for number, _ in plan.zero_boxes]
+            self._filled_regions = regions_of(plan.target, filled, own.rank)
+            self._zeros = [
+                (number, copy)
+                for number, box in plan.zero_boxes
+                if number in self._filled_regions
+                for copy in overlaps(Region.of_box(box), self._filled_regions[number])
+            ]
             self._stages = (
                 Stage(plan.source, self._read_regions, plan.staged_bytes),
                 Stage(plan.target, self._filled_regions, plan.staged_bytes),
@@ -360,9 +368,11 @@ class Transfer:
             agreed = None if self._deltas is None else self._deltas.agreed(words)
             with self._decided_together(version):
                 self._cut_blocks.agree(origin.coded, own)
-                # Patches are kept outside of the target.
-                if not self._keep_old and (agreed is None or own.rank not in agreed.patched):
-                    self._begin_in_place(destination)
+                # Patches are kept outside of the target, which has its zeros from an earlier run.
+                if agreed is None or own.rank not in agreed.patched:
+                    if not self._keep_old:
+                        self._begin_in_place(destination)
+                    destination.write_zeros(self._zeros)
                 exchange, messages, kept = self._exchange(agreed, origin, destination)
                 with self._agreeing(origin, destination):
                     exchange.run(messages, kept)

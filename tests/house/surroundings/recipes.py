@@ -28,7 +28,7 @@ from vescale_fsdp import conversion as conv
 from vescale_fsdp.checkpoint import data as ck_data
 from vescale_fsdp.checkpoint import dcp as ck_dcp
 from vescale_fsdp.checkpoint import state_dict as ck_state
-from vescale_fsdp.transfer import Delta, Transfer, describe_states, plan_transfer
+from vescale_fsdp.transfer import Delta, Transfer, describe_states, links_from_loader, plan_transfer
 from vescale_fsdp.transfer import links as links_of
 
 Call = Callable[[], Any]
@@ -314,10 +314,19 @@ def linked_transfers(folder: Path) -> Call:
         "turned": torch.zeros(4, 2),
         "codes": torch.zeros(2, 4, dtype=codec.code_dtype),
         "scales": torch.zeros(1, 1),
+        "padded": torch.ones(3, 4),
+        "loaded": torch.zeros(2, 4),
     }
+    engine = torch.nn.Module()
+    engine.register_buffer("loaded", torch.zeros(2, 4))
+
+    def load(weights: Any) -> None:
+        rows = dict(weights)
+        engine.get_buffer("loaded").copy_(torch.stack([rows["b"][0], rows["a"][1]]))
 
     def call() -> Any:
-        links = {
+        links = links_from_loader(engine, load, trained) | {
+            "padded": links_of.concatenate("b", links_of.zeros((1, 4))),
             "joined": links_of.concatenate("a", "b"),
             "cut": links_of.slice("a", 1, 1),
             "stacked": links_of.stack("a", "b"),

@@ -28,7 +28,7 @@ from vescale_fsdp.layout.distribution import (
 from vescale_fsdp.layout.geometry import Box, Range
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.layout.region import Copy, Region, overlaps
+from vescale_fsdp.layout.region import Copy, Region, compose, overlaps
 
 
 def elements(shape: tuple[int, ...], region: Region) -> np.ndarray:  # type: ignore[type-arg]
@@ -150,6 +150,36 @@ def test_joining_dims_changes_no_item(copy: Copy) -> None:
     assert len(joined.sizes) <= len(copy.sizes)
     assert joined.sizes == (1,) or 1 not in joined.sizes
     assert joined.is_run == (_moved(copy) == [(copy.source + i, copy.target + i) for i in range(copy.numel)])
+
+
+@st.composite
+def spread_out(draw: st.DrawFn, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a box without two items at one place: its dims in any order, maybe with gaps."""
+    strides, step = [0] * len(sizes), 1
+    for dim in draw(st.permutations(range(len(sizes)))):
+        strides[dim] = step
+        step = step * sizes[dim] + draw(st.sampled_from((0, 0, 0, 1, 2)))
+    return tuple(strides)
+
+
+@st.composite
+def two_copies(draw: st.DrawFn) -> tuple[Copy, Copy]:
+    """A copy, and another that reads some of what it has written; the second may read items several times."""
+    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+    shapes, starts = (draw(sizes), draw(sizes)), st.integers(0, 8)
+    memories = [(draw(starts), draw(spread_out(shape))) for shape in shapes for _ in range(2)]
+    first, second = (Copy(shape, *memories[2 * at], *memories[2 * at + 1]) for at, shape in enumerate(shapes))
+    repeated = draw(st.sets(st.integers(0, 2)))
+    again = tuple(0 if dim in repeated else stride for dim, stride in enumerate(second.source_strides))
+    return first, second._replace(source_strides=again)
+
+
+@given(two_copies())
+def test_two_copies_are_composed(copies: tuple[Copy, Copy]) -> None:
+    """What both move, one after the other, the compositions move, each item once."""
+    first, second = map(_moved, copies)
+    wanted = [(source, into) for source, at in first for read, into in second if read == at]
+    assert sorted(item for copy in compose(*copies) for item in _moved(copy)) == sorted(wanted)
 
 
 def test_a_copy_needs_a_stride_for_each_dim() -> None:

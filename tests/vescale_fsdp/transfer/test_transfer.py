@@ -19,7 +19,7 @@ from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized
 from vescale_fsdp.torch_private import StridedShard, local_of
 from vescale_fsdp.transfer.description import describe_states
-from vescale_fsdp.transfer.links import Link, codes, concatenate, index, permute, scales, slice, stack
+from vescale_fsdp.transfer.links import Link, codes, concatenate, index, permute, scales, slice, stack, zeros
 from vescale_fsdp.transfer.plan import plan_transfer
 from vescale_fsdp.transfer.transfer import Transfer
 
@@ -46,6 +46,8 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: BlockCodec) -> dict[str, tu
     if a.dim():
         found["fused"] = (concatenate("a", "b", dim=a.dim() - 1), torch.cat([a, b], a.dim() - 1))
         found["stacked"] = (stack("a", "b", dim=1), torch.stack([a, b], 1))
+        found["padded"] = (concatenate(zeros(a.shape), "a"), torch.cat([torch.zeros_like(a), a]))
+        found["cleared"] = (zeros(a.shape), torch.zeros_like(a))
     if a.dim() and a.shape[0] > 1:
         found["part"] = (slice(concatenate("a", "b"), 1, a.shape[0]), torch.cat([a, b])[1 : 1 + a.shape[0]])
         found["picked"] = (index(stack("a", "b"), 1), b)
@@ -114,7 +116,7 @@ def search(num_cases: int, has_all: bool) -> dict[str, int]:
         wanted = {name: made_of(full["a"], full["b"], codec)[name] for name in case.made}
         state = state_of(full, case.source, meshes)
         into = state_of(
-            {name: torch.zeros_like(value) for name, (_, value) in wanted.items()}, case.target, meshes
+            {name: torch.ones_like(value) for name, (_, value) in wanted.items()}, case.target, meshes
         )
         source, target = describe_states(state, into)
         links = {name: link for name, (link, _) in wanted.items()}
@@ -139,7 +141,7 @@ def search(num_cases: int, has_all: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_cases", "has_all"), [(4, True), pytest.param(40, False, marks=pytest.mark.part("faults"))]
+    ("num_cases", "has_all"), [(5, True), pytest.param(40, False, marks=pytest.mark.part("faults"))]
 )
 def test_any_state_to_any_other(num_cases: int, has_all: bool) -> None:
     """For any source, target and links every rank gets its part, also in a second transfer."""
