@@ -274,6 +274,35 @@ def test_writes_of_other_threads_are_refused() -> None:
     assert "weight" in str(caught.value.where)
 
 
+@torch.no_grad()
+def test_padding_and_several_copies_at_once() -> None:
+    """Zeros around, or what is cut off by negative padding; `_foreach_copy_`; FP8 bytes that stay as they are."""
+    codes = torch.float8_e4m3fn
+    source = {"w": torch.randn(3, 4), "v": torch.randn(5), "c": torch.randn(2, 3).to(codes)}
+    loaded, served, traced = (
+        nn.ParameterDict(
+            {
+                "w": nn.Parameter(torch.ones(6, 4, device=device), requires_grad=False),
+                "v": nn.Parameter(torch.ones(4, device=device), requires_grad=False),
+                "c": nn.Parameter(torch.ones(2, 3, device=device).to(codes), requires_grad=False),
+            }
+        )
+        for device in ("cpu", "cpu", "meta")
+    )
+
+    def load(model: nn.ParameterDict, weights: Weights) -> None:
+        given = dict(weights)
+        padded = nn.functional.pad(given["w"], (1, -1, 2, 1)), nn.functional.pad(given["v"], (0, -1))
+        torch._foreach_copy_([model["w"], model["v"]], list(padded))
+        model["c"].copy_(given["c"])
+
+    links = links_from_loader(traced, lambda weights: load(traced, weights), source)
+    load(loaded, source.items())
+    sent(source, served, links)
+    for name, tensor in named_tensors(loaded):
+        assert torch.equal(served[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
 def test_own_tensors_of_a_loader() -> None:
     """A loader may compute with tensors that are not of the checkpoint, such as the rows that it takes."""
     model = nn.Linear(4, 6, bias=False, device="meta")
