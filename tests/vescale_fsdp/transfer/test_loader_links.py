@@ -257,6 +257,18 @@ def test_what_is_no_move_is_refused(kind: str, device: str) -> None:
     assert error.expected and error.todo
 
 
+def test_two_roundings_are_refused() -> None:
+    """A transfer rounds once: float16 between float32 and bfloat16 would give other bits."""
+    model = nn.Linear(4, 6, bias=False, device="meta", dtype=torch.bfloat16)
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            model.weight.data.copy_(tensor.half())
+
+    with pytest.raises(PlacementError):
+        links_from_loader(model, load, {"w": torch.ones(6, 4)})
+
+
 def test_writes_of_other_threads_are_refused() -> None:
     """The recorder sees one thread: a tensor that another one has written to is named."""
     model = nn.Linear(4, 6, bias=False, device="meta")
@@ -292,7 +304,7 @@ def test_padding_and_several_copies_at_once() -> None:
 
     def load(model: nn.ParameterDict, weights: Weights) -> None:
         given = dict(weights)
-        padded = nn.functional.pad(given["w"], (1, -1, 2, 1)), nn.functional.pad(given["v"], (0, -1))
+        padded = nn.functional.pad(given["w"], (1, -1, 2, 1)), nn.functional.pad(given["v"], (-1, 0))
         torch._foreach_copy_([model["w"], model["v"]], list(padded))
         model["c"].copy_(given["c"])
 
