@@ -211,4 +211,4 @@ def running_hub() -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(timeout=10)

@@ -477,7 +477,7 @@ class DeltaExchange(Exchange):
             header = torch.empty(_HEADER_WORDS, dtype=torch.int64, device="cpu")
             is_connected = self._arrives(header, stream, self.headers)
             if not is_connected:  # the next rank still waits for the rest: without changes
-                header.copy_(torch.tensor([len(stream.parts) - at, 0, 0]))
+                header.copy_(torch.tensor([len(stream.parts) - at, 0, 0], dtype=torch.int64, device="cpu"))
             self._send_patches_on(header, stream)
             count, nbytes, checksum = header.tolist()
             if nbytes:

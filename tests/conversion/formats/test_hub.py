@@ -108,7 +108,7 @@ def test_tokens_and_errors(hub: Hub, tmp_path: Path) -> None:
     done = _run(
         hub, tmp_path, code="from vescale_fsdp.checkpoint import save; save('hf://org/model', {'a': 1})"
     )
-    assert done.returncode == 1 and "cannot be changed" in done.stderr
+    assert done.returncode == 1 and "--push" in done.stderr
 
 
 def test_offline_reads_the_cache(hub: Hub, tmp_path: Path) -> None:
@@ -119,5 +119,5 @@ def test_offline_reads_the_cache(hub: Hub, tmp_path: Path) -> None:
     done = _run(hub, tmp_path, code=LOAD.replace("PATH", "'hf://org/model@v1'"), HF_HUB_OFFLINE="1")
     assert done.stdout.split() == ["1.0", "1.0", "3.0"], done.stderr
     done = _run(hub, tmp_path, "inspect", "hf://org/model", HF_HUB_OFFLINE="1")
-    assert done.returncode == 1 and "hf download org/model" in done.stderr, done.stderr
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr, done.stderr
     assert hub.requests == []

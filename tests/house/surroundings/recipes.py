@@ -175,7 +175,7 @@ def manager(folder: Path) -> Call:
                 if run.should_save(step):
                     run.save(step, state, metric=1.0 / step)
             run.wait()
-            found += [run.steps(), run.should_stop, len(run.history())]
+            found += [run.steps(), run.should_stop, len(run.history()), sorted(run.metrics())]
             run.pin(4)
             run.unpin(4)
             run.remove(4)
