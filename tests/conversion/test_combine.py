@@ -102,6 +102,7 @@ EXPRESSIONS: dict[str, Callable[..., torch.Tensor]] = {
     "a * 3 / 7 - (1 - 0.9) * b": lambda a, b: a * 3 / 7 - (1 - 0.9) * b,
     "-(a - 2*b) * -1e-3 + (+c)": lambda a, b, c: -(a - 2 * b) * -1e-3 + c,
     "a - (b - (c - a))": lambda a, b, c: a - (b - (c - a)),
+    "a + -b": lambda a, b: a + -b,
 }
 
 
@@ -117,6 +118,15 @@ def test_an_expression_is_computed_as_python_does(tmp_path: Path, text: str, com
     }
     combine(inputs, text, tmp_path / "out.pt", "torch", compute_dtype=compute)
     expected = _expected(models, value, getattr(torch, compute))
+    assert _equal(_read(tmp_path / "out.pt", "torch"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensors_of_several_blocks_of_which_the_last_is_short(tmp_path: Path, dtype: torch.dtype) -> None:
+    models = [{"w": torch.randn(100_003).to(dtype)} for _ in range(3)]
+    inputs = {name: _write(tmp_path / name, "torch", each) for name, each in zip("abc", models, strict=True)}
+    combine(inputs, "a - (b - -c)", tmp_path / "out.pt", "torch")
+    expected = _expected(models, lambda a, b, c: a - (b - -c), torch.float32)
     assert _equal(_read(tmp_path / "out.pt", "torch"), expected)
 
 
