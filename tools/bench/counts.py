@@ -11,6 +11,8 @@ second step. The layers' own operators and allocations are subtracted, as a mode
     operators       all but collectives, views and allocations: about one kernel each
     allocations     of the caching allocator
 
+With the optimizer over nodes of 8 ranks, the rows compare with the same on 64 ranks: nothing depends on their number.
+
 Another row has the requests to the process group's store of a step, by two ranks over gloo. Ranks compare the order of
 their collectives by messages, so their number does not depend on the number of ranks. The last rows have the most
 layers that have full parameters while a backward is between two layers, where parts of the model are frozen.
@@ -75,9 +77,19 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts_of_a_step(num_layers: int, policy: MixedPrecisionPolicy, function: Any) -> Counter[str]:
-    """Counts of the second step of a decoder that ``function`` shards; None: it is not sharded."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def counts_of_a_step(
+    num_layers: int, policy: MixedPrecisionPolicy, function: Any, *, per_node: int = 0
+) -> Counter[str]:
+    """Counts of the second step of a decoder that ``function`` shards; None: it is not sharded.
+
+    Args:
+        per_node: ranks per node, over which the optimizer is sharded; 0: a mesh of one axis.
+    """
+    world, options = dist.get_world_size(), dict[str, Any]()
+    mesh = init_device_mesh("cpu", (world,))
+    if per_node:
+        mesh = init_device_mesh("cpu", (world // per_node, per_node), mesh_dim_names=("node", "local"))
+        options["shard_optimizer_over"] = "node"
     with simulated_accelerator() as use:
         # A model that is not sharded computes in the policy's dtype, too.
         torch.set_default_dtype(
@@ -86,20 +98,34 @@ def counts_of_a_step(num_layers: int, policy: MixedPrecisionPolicy, function: An
         model = Decoder(DecoderShape(num_layers, 512, 128, 1536, 256))
         torch.set_default_dtype(torch.float32)
         for unit in (*model.layers, model) if function is not None else ():
-            function(unit, mesh=mesh, mp_policy=policy)
+            function(unit, mesh=mesh, mp_policy=policy, **options)
         batch = torch.zeros(1, 8, dtype=torch.long)
         for _ in range(2):
             before = use.num_allocations
             with Calls() as seen:
                 model(batch).float().pow(2).mean().backward()
                 model.zero_grad()
+            torch.autograd.graph.increment_version(list(model.parameters()))  # as an optimizer's step
         return seen.counts + Counter(allocations=use.num_allocations - before)
 
 
-def of_one_more(policy: MixedPrecisionPolicy, function: Any) -> dict[str, int]:
+def of_one_more(policy: MixedPrecisionPolicy, function: Any, *, per_node: int = 0) -> dict[str, int]:
     """What one more layer adds to a step."""
-    more, fewer = (counts_of_a_step(number, policy, function) for number in (3, 2))
+    more, fewer = (counts_of_a_step(number, policy, function, per_node=per_node) for number in (3, 2))
     return {metric: more[metric] - fewer[metric] for metric in TARGETS}
+
+
+def rows_over_nodes(ranks: int) -> list[Row]:
+    """Counts of a unit with the optimizer over nodes of 8 ranks, beside those on 64 ranks."""
+    counts = []
+    for number in (ranks, 64):
+        with fake_group(number):
+            counts.append(of_one_more(POLICIES["bf16"], fully_shard, per_node=8))
+    case = f"bf16, {ranks} ranks, optimizer over nodes"
+    return [
+        Row(case, f"{metric} per unit", "", counts[0][metric], counts[1][metric], "64 ranks", target)
+        for metric, target in TARGETS.items()
+    ]
 
 
 def rows_of(ranks: int) -> list[Row]:
@@ -274,7 +300,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = [*rows_of_store(), *rows_of_frozen()]
     for ranks in map(int, given.ranks.split(",")):
-        rows += rows_of(ranks)
+        rows += [*rows_of(ranks), *rows_over_nodes(ranks)]
     print_table(rows)
     if given.json:
         write_json(given.json, rows)

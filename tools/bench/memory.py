@@ -8,6 +8,9 @@ No GPU is needed: `tools/bench/parts/simulated_accelerator.py` explains what is 
 that weights and gradients make up the peak. In the last case activations do, and sharding makes no difference. FSDP2
 computes in the same dtype and reduces in fp32. Its figure with reductions in bf16, which round the sums, has no target.
 
+A case with the optimizer over nodes has rows of its own: beside the arithmetic (FSDP's peak, and the parts of the
+parameters that ranks keep in bf16), and beside HSDP's peak.
+
     bf16            bf16 compute; gradients are reduced in fp32
     bf16 narrow     the same with `set_narrow_reduction(True)`: gradients are sent in bf16 and summed in fp32
     fp32            everything in fp32
@@ -20,6 +23,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +60,7 @@ class Case:
     ends_are_units: bool = False  # embedding and head are units; else they are in the root's unit
     by_activations: bool = False  # activations make up the peak
     mesh_shape: tuple[int, ...] = (64,)  # (ranks,) or (replicas, ranks)
+    spread: bool = False  # whether the optimizer is sharded over replicas, too
 
 
 LLAMA_8B = DecoderShape(32, 4096, 1024, 14336, 128_256)
@@ -82,6 +87,12 @@ LARGE = {
     "Llama-70B": Case(DecoderShape(80, 8192, 1024, 28672, 128_256), 64),
     "gpt-oss-120B": Case(DecoderShape(36, 2880, 576, 2880, 201_088, num_experts=128), 64),
     "DeepSeek-V3": Case(DecoderShape(61, 7168, 1792, 2048, 129_280, num_experts=256), 64),
+    "Llama-70B, optimizer over 8 nodes of 8": Case(
+        DecoderShape(80, 8192, 1024, 28672, 128_256), 64, mesh_shape=(8, 8), spread=True
+    ),
+    "gpt-oss-20B, optimizer over 4 nodes of 8": Case(
+        DecoderShape(24, 2880, 576, 2880, 201_088, num_experts=32), 64, mesh_shape=(4, 8), spread=True
+    ),
 }
 POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -110,6 +121,8 @@ def measure(
     )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     function = cast(Callable[..., Any], fully_shard if ours else torch_fully_shard)
+    if case.spread:
+        function = partial(function, shard_optimizer_over="replicate")
 
     def shard(model: Decoder) -> None:
         for layer in model.layers:
@@ -150,8 +163,40 @@ def peaks_of(name: str, case: Case) -> list[Row]:
     return rows
 
 
+def rows_over_nodes(name: str, case: Case) -> list[Row]:
+    """A model with the optimizer over nodes, in bf16: beside the arithmetic, and beside HSDP."""
+    replicas, per_node = case.mesh_shape
+    with torch.device("meta"):
+        kept = 2 * sum(parameter.numel() for parameter in Decoder(case.shape).parameters()) / per_node
+    plain, hsdp, spread = (
+        measure(each, ours=True, policy=POLICIES["bf16"])
+        for each in (
+            replace(case, mesh_shape=(replicas * per_node,), spread=False),
+            replace(case, spread=False),
+            case,
+        )
+    )
+    rival = "FSDP and kept parts"
+    return [
+        Row(name, "live peak", "GiB", spread.peak / GIB, (plain.peak + kept) / GIB, rival, "<= 1.05"),
+        Row(
+            name,
+            "sum of pools",
+            "GiB",
+            spread.reserved / GIB,
+            (plain.reserved + kept) / GIB,
+            rival,
+            "<= 1.05",
+        ),
+        Row(name, "live peak", "GiB", spread.peak / GIB, hsdp.peak / GIB, "HSDP"),
+        Row(name, "live peak", "GiB", spread.peak / GIB, plain.peak / GIB, "FSDP"),
+    ]
+
+
 def rows_of(name: str, case: Case, dtypes: str) -> list[Row]:
     """One model under one policy."""
+    if case.spread:
+        return rows_over_nodes(name, case) if dtypes == "bf16" else []
     policy = POLICIES[dtypes]
     mine = measure(case, ours=True, policy=policy, narrow=dtypes == "bf16 narrow")
     theirs = measure(case, ours=False, policy=policy)

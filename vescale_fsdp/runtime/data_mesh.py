@@ -245,7 +245,8 @@ def _mesh_by_slices(mesh: DeviceMesh, over: str) -> DeviceMesh:
                 return mesh.get_group(axis)
         return new_group(mesh.get_group(0), ranks)
 
-    return flatten_mesh(mesh, f"{names[1]}_by_{names[0]}", group_of, last_first=True)
+    with outside_fake_mode():  # a mesh that is created under FakeTensorMode has no rank numbers
+        return flatten_mesh(mesh, f"{names[1]}_by_{names[0]}", group_of, last_first=True)
 
 
 def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
