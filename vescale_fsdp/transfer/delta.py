@@ -422,8 +422,8 @@ class DeltaExchange(Exchange):
 
     def _arrives(self, data: torch.Tensor, stream: PatchStream, group: dist.ProcessGroup | None) -> bool:
         """Receive a header or patches. Returns False if they did not arrive."""
-        work = self._begin(data, stream.peer, False, group)
-        with self._noting_loss_of(stream.peer):
+        work = self._begin(data, stream.peer, False, group, stream.num_before)
+        with self._noting_loss_of(stream.peer, stream.num_before):
             self._wait_behind(stream.num_before, data, work)
             return work is not None
         return False  # `_noting_loss_of` has suppressed an error

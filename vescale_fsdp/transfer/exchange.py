@@ -13,6 +13,7 @@ receive, so that no other rank waits for it. The collective that ends the transf
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -185,7 +186,8 @@ class Exchange:
                 self.errors.attempt(lambda: each_batch(self.origin.pack, message.batches, data))
         if message.is_sent:
             self._note_checksum(message, data)
-        return _Started(message, self._begin(data, message.peer, message.is_sent), data, buffer)
+        work = self._begin(data, message.peer, message.is_sent, num_before=message.num_before)
+        return _Started(message, work, data, buffer)
 
     def _send_on(self, message: Message, arriving: _Started) -> _Started:
         """Wait for a message, start to send its bytes on as they have arrived, and unpack it meanwhile."""
@@ -198,18 +200,27 @@ class Exchange:
         return started
 
     def _begin(
-        self, data: torch.Tensor, peer: int, is_sent: bool, group: dist.ProcessGroup | None = None
+        self,
+        data: torch.Tensor,
+        peer: int,
+        is_sent: bool,
+        group: dist.ProcessGroup | None = None,
+        num_before: int = 0,
     ) -> Work | None:
         """Start to send or receive ``data``. Returns None if the connection to ``peer`` is lost."""
         group = group or self.group
         assert group is not None
-        with self._noting_loss_of(peer):
+        with self._noting_loss_of(peer, 0 if is_sent else num_before):
             return (send_async if is_sent else receive_async)(data, group, peer)
         return None  # `_noting_loss_of` has suppressed an error
 
     @contextmanager
-    def _noting_loss_of(self, peer: int) -> Iterator[None]:
-        """Suppress an error of the connection to ``peer``, and keep the error: other ranks still wait for messages."""
+    def _noting_loss_of(self, peer: int, num_before: int = 0) -> Iterator[None]:
+        """Suppress an error of the connection to ``peer``, and keep the error: other ranks still wait for messages.
+
+        Args:
+            num_before: number of ranks of the route that receive the messages of ``peer`` before this rank.
+        """
         try:
             yield
         except RuntimeError as lost:  # torch's error for lost connections and time-outs
@@ -223,12 +234,17 @@ class Exchange:
                     todo=f"look at the error of rank {peer}",
                 )
                 self.errors.error.__cause__ = lost
+                if num_before:
+                    # gloo closes all connections of a rank whose wait was too long, before the rank can report which
+                    # rank is lost. The rank before this one reports it first.
+                    time.sleep(_LATER.total_seconds())
 
     def _wait_for(self, started: _Started) -> None:
         """Wait until a message has been sent or has arrived."""
         message = started.message
-        with self._noting_loss_of(message.peer):
-            self._wait_behind(0 if message.is_sent else message.num_before, started.data, started.work)
+        num_before = 0 if message.is_sent else message.num_before
+        with self._noting_loss_of(message.peer, num_before):
+            self._wait_behind(num_before, started.data, started.work)
 
     def _wait_behind(self, num_before: int, data: torch.Tensor, *works: Work | None) -> None:
         """Wait for the messages with ``data``, which ``num_before`` ranks of the route receive before this rank."""
