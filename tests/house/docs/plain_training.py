@@ -99,7 +99,8 @@ def trained_by(
                 _set_weights(names.get("model"), next(beside).start)
             start = _values(names["model"], None) if "model" in names else {}
             torch.manual_seed(place)
-            exec(compile(block.text + _CALLED.get(page, ""), "<page>", "exec"), names)  # noqa: S102  pages are ours
+            called = _CALLED.get(page, "") if trains(block) else ""
+            exec(compile(block.text + called, "<page>", "exec"), names)  # noqa: S102  pages are ours
             if trains(block):
                 yield Trained(start, losses.copy(), _values(names["model"], names.get("optimizer")))
                 losses.clear()
