@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -185,10 +186,10 @@ class Vllm:
         dist.new_group = lambda ranks=None, **options: new_group(ranks, backend="fake")
         made = parallel_state.GroupCoordinator.__init__
 
-        def without_communicator(
-            self: Any, group_ranks: Any, local_rank: int, backend: Any, *_: Any, **more: Any
-        ) -> None:
-            made(self, group_ranks, local_rank, backend, False, group_name=more.get("group_name"))
+        def without_communicator(*args: Any, **options: Any) -> None:
+            given = inspect.signature(made).bind(*args, **options).arguments
+            given |= {"use_device_communicator": False, "use_message_queue_broadcaster": False}
+            made(**given)
 
         parallel_state.GroupCoordinator.__init__ = without_communicator
         parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * group.size()
