@@ -1,10 +1,14 @@
-"""An elastic trainer sends its weights to an engine after every step; ranks of both may be killed.
+"""An elastic trainer sends averaged weights to two engines after every step; ranks of all of them may be killed.
 
-    python -m examples.serve_elastic_trainer      kills the engine and starts it again, then kills a trainer's rank
+    python -m examples.serve_elastic_trainer      kills an engine and starts it again, then kills a trainer's rank
 
 The trainer's ranks are an `ElasticJob`: after a loss, the remaining ranks continue. Its number of ranks is part of each
-meeting with the engine, so rank 0 announces it in the store in every epoch, and the engine reads it before it meets the
-trainer. After a loss on either side, both call `joint_ranks` again.
+meeting with the engines, so rank 0 announces it in the store in every epoch, and the engines read it before they meet
+the trainer. After a loss on any side, all call `joint_ranks` again.
+
+The engines serve an exponential moving average of the weights, in bf16. Only the items that have changed are sent
+(`Transfer(delta=True)`), after a new meeting too: an engine that was started again gets everything, and the other one
+gets changes.
 """
 
 from __future__ import annotations
@@ -29,44 +33,48 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 from vescale_fsdp.elastic import ElasticJob, StoreMembership, TrainingState
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.transfer import JointRanks, Transfer, describe_states, joint_ranks, plan_transfer
+from vescale_fsdp.transfer import Delta, JointRanks, Transfer, describe_states, joint_ranks, plan_transfer
 
-NUM_TRAINERS, WIDTH = 2, 16
+NUM_TRAINERS, NUM_ENGINES, WIDTH = 2, 2, 16
+EMA_WEIGHT = 0.01  # of the newest weights in the average
 LIMIT_S = 120.0
 MEETING_S = 5.0  # a rank that waits longer trains on, or looks for a newer meeting
 SECRET = "of this example"  # a job of your own sets VESCALE_FSDP_SECRET instead
 
 
 class Feed:
-    """Weights from all ranks of a trainer to an engine of one rank.
+    """Weights from all ranks of a trainer to engines of one rank each.
 
     Args:
-        store: a store that both jobs reach.
+        store: a store that all jobs reach.
+        engine: number of this engine; None on the trainer's ranks.
 
     Attributes:
         version: version of this process's weights; None if they must not be served.
+        delta: what this process remembers of the last transfer, also after a loss of other processes.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    def __init__(self, store: dist.Store, engine: int | None = None) -> None:
+        self._store, self._engine = store, engine
+        self.delta: Delta | None = None
         self._ranks: JointRanks | None = None
         self._transfer: Transfer | None = None
         self.version: int | None = None
 
     def announce(self, job: ElasticJob) -> None:
-        """On the trainer's ranks, at the start of an epoch: the next `move` meets the engine with these ranks."""
-        # The job has destroyed the groups of its last epoch, and with them the connections to the engine.
+        """On the trainer's ranks, at the start of an epoch: the next `move` meets the engines with these ranks."""
+        # The job has destroyed the groups of its last epoch, and with them the connections to the engines.
         self._ranks = self._transfer = None
         self._place = (job.epochs[-1].number, job.num_ranks)
         if job.rank == 0:
             self._store.set("trainer", json.dumps(self._place))
 
     def follow(self) -> None:
-        """On the engine, before a meeting: read which ranks the trainer has."""
+        """On an engine, before a meeting: read which ranks the trainer has."""
         self._place = tuple(json.loads(self._store.get("trainer")))
 
     def move(self, state: dict[str, Any] | None, into: dict[str, Any] | None, version: int | None) -> bool:
-        """Send or receive the weights once. Returns False after a loss: the next call meets the other side again."""
+        """Send or receive the weights once. Returns False after a loss: the next call meets all sides again."""
         try:
             if self._transfer is None:
                 if into is not None:
@@ -74,13 +82,15 @@ class Feed:
                 epoch, num_trainers = self._place
                 self._ranks = joint_ranks(
                     dist.PrefixStore(f"epoch {epoch}", self._store),
-                    first_rank=0 if into is None else num_trainers,
-                    num_ranks=num_trainers + 1,
+                    first_rank=0 if self._engine is None else num_trainers + self._engine,
+                    num_ranks=num_trainers + NUM_ENGINES,
                     timeout_s=MEETING_S,
                     secret=SECRET,
                 )
-                plan = plan_transfer(*describe_states(state, into, ranks=self._ranks))
-                self._transfer = Transfer(plan, ranks=self._ranks, version=self.version)
+                plan = plan_transfer(*describe_states(state, into, ranks=self._ranks), cast=True)
+                delta = self.delta or True
+                self._transfer = Transfer(plan, ranks=self._ranks, version=self.version, delta=delta)
+                self.delta = self._transfer.delta
             self._transfer.run(state, into, version=version)
         except CheckpointError:
             if self._transfer is not None:
@@ -103,7 +113,7 @@ def digest_of(weights: dict[str, torch.Tensor]) -> str:
     """Digest of the bits of all weights."""
     found = hashlib.sha256()
     for name in sorted(weights):
-        found.update(weights[name].detach().contiguous().numpy().tobytes())
+        found.update(weights[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -115,7 +125,8 @@ def trainer(folder: Path, port: int, slot: int) -> None:
 
     def build(mesh: DeviceMesh) -> TrainingState:
         model = fully_shard(model_of(), mesh=mesh)
-        return TrainingState(model, torch.optim.AdamW(model.parameters()))
+        average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        return TrainingState(model, torch.optim.AdamW(model.parameters()), {"ema": average})
 
     def checkpoints(num_ranks: int, num_nodes: int) -> CheckpointManager:
         ram = RamTier("job", replicas=1, folder=folder / f"memory-{slot}")  # as if each rank were a node
@@ -128,13 +139,16 @@ def trainer(folder: Path, port: int, slot: int) -> None:
         job.training.model(batch).square().mean().backward()
         job.training.optimizer.step()
         job.training.optimizer.zero_grad()
-        weights = dict(job.training.model.named_parameters())
-        full = {name: weight.full_tensor() for name, weight in weights.items() if isinstance(weight, DTensor)}
-        digest = digest_of(full)
+        average: dict[str, DTensor] = job.training.more["ema"]
+        for name, weight in job.training.model.named_parameters():
+            average[name].lerp_(weight.detach(), EMA_WEIGHT)
+        digest = digest_of({name: weight.full_tensor().bfloat16() for name, weight in average.items()})
         if job.rank == 0:
             with versions.open("a") as file:
                 file.write(json.dumps([step + 1, digest, os.getpid(), job.num_ranks]) + "\n")
-        feed.move(weights, None, step + 1)
+        if feed.move(average, None, step + 1) and feed.delta is not None:
+            with (folder / f"sent-{slot}").open("a") as file:
+                file.write(f"{feed.delta.sent_bytes}\n")
 
     membership = StoreMembership(dist.TCPStore("127.0.0.1", port), num_first=NUM_TRAINERS)
     job = ElasticJob(membership, build, checkpoints, on_epoch=feed.announce, timeout_s=30)
@@ -142,11 +156,17 @@ def trainer(folder: Path, port: int, slot: int) -> None:
 
 
 def engine(folder: Path, port: int, number: int) -> None:
-    """The engine. It notes the digest of each version that it could serve."""
+    """An engine. It notes the digest of each version that it could serve.
+
+    Args:
+        number: of this process; every second one is the same engine, started again.
+    """
     _begin()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    feed = Feed(dist.TCPStore("127.0.0.1", port))
-    into = {name: torch.zeros_like(weight) for name, weight in model_of().named_parameters()}
+    feed = Feed(dist.TCPStore("127.0.0.1", port), number % NUM_ENGINES)
+    into = {
+        name: torch.zeros_like(each, dtype=torch.bfloat16) for name, each in model_of().named_parameters()
+    }
     served: list[Any] = []
     while True:
         if feed.move(None, into, None):
@@ -179,6 +199,11 @@ def sent_by(folder: Path) -> list[tuple[int, str, int, int]]:
     return [tuple(json.loads(text)) for text in texts if text.endswith("\n")]
 
 
+def bytes_sent_by(folder: Path) -> list[int]:
+    """Bytes that trainers have sent, by rank and transfer."""
+    return [int(line) for file in folder.glob("sent-*") for line in file.read_text().split()]
+
+
 def wait_for(folder: Path, number: int, num_trainers: int) -> None:
     """Wait until an engine has three versions, the newest of a trainer with so many ranks.
 
@@ -200,21 +225,24 @@ def wait_for(folder: Path, number: int, num_trainers: int) -> None:
 
 
 def run(folder: Path) -> None:
-    """Start both sides; kill the engine and start another one; kill a rank of the trainer."""
+    """Start all sides; kill an engine and start it again; kill a rank of the trainer."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [started(trainer, folder, store.port, slot) for slot in range(NUM_TRAINERS)]
+    trainers = [started(trainer, folder, store.port, slot) for slot in range(NUM_TRAINERS)]
+    engines: list[BaseProcess] = []
     try:
-        processes.append(started(engine, folder, store.port, 0))
-        wait_for(folder, 0, NUM_TRAINERS)
-        processes[-1].kill()
-        processes[-1].join()
-        processes.append(started(engine, folder, store.port, 1))
-        wait_for(folder, 1, NUM_TRAINERS)
-        processes[1].kill()
-        processes[1].join()
-        wait_for(folder, 1, NUM_TRAINERS - 1)
+        engines += [started(engine, folder, store.port, number) for number in range(NUM_ENGINES)]
+        for number in range(NUM_ENGINES):
+            wait_for(folder, number, NUM_TRAINERS)
+        engines[0].kill()
+        engines[0].join()
+        engines.append(started(engine, folder, store.port, NUM_ENGINES))
+        wait_for(folder, NUM_ENGINES, NUM_TRAINERS)
+        trainers[1].kill()
+        trainers[1].join()
+        for number in range(1, NUM_ENGINES + 1):
+            wait_for(folder, number, NUM_TRAINERS - 1)
     finally:
-        for process in processes:
+        for process in (*trainers, *engines):
             process.kill()
             process.join()
 
@@ -224,7 +252,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run(Path(name))
         sent = {(version, digest) for version, digest, _, _ in sent_by(Path(name))}
-        for number in range(2):
+        nbytes = sorted(bytes_sent_by(Path(name)))
+        print(
+            f"bytes sent per rank and step: at most {nbytes[-1]}, in most steps {nbytes[len(nbytes) // 2]} or less"
+        )
+        for number in range(NUM_ENGINES + 1):
             served = served_by(Path(name), number)
             print(f"engine {number}: {len(served)} versions, all as sent: {sent.issuperset(served)}")
 

@@ -40,17 +40,28 @@ def test_killed_sides_meet_again(tmp_path: Path, kind: str, kills: tuple[int, ..
 
 
 @pytest.mark.part("jobs")
-def test_an_elastic_trainer_feeds_an_engine(tmp_path: Path) -> None:
-    """The engine is killed, then a rank of the trainer: the engine has only weights that were sent, bit for bit."""
+def test_an_elastic_trainer_feeds_two_engines(tmp_path: Path) -> None:
+    """An engine is killed, then a rank of the trainer: the engines have only weights that were sent, bit for bit.
+
+    The trainer serves an average, and sends only what has changed: also to the engine that was not killed.
+    """
     serve_elastic_trainer.run(tmp_path)
 
     steps = serve_elastic_trainer.sent_by(tmp_path)
     sent = {(version, digest) for version, digest, _, _ in steps}
-    for number in range(2):
-        served = serve_elastic_trainer.served_by(tmp_path, number)
-        assert len(served) >= 3 and sent.issuperset(served)
-        assert len({digest for _, digest in served}) >= 3, "weights must change"
+    served = [serve_elastic_trainer.served_by(tmp_path, number) for number in range(3)]
+    for each in served:
+        assert len(each) >= 3 and sent.issuperset(each)
+    for each in served[1:]:
+        assert len({digest for _, digest in each}) >= 3, "weights must change"
+    # Both engines commit the same versions while both run; the last one may be noted by one of them alone.
+    for number, other in ((0, 1), (2, 1)):
+        first, last = served[number][0][0], min(served[number][-1][0], served[other][-1][0])
+        shared = [[each for each in served[which] if first <= each[0] <= last] for which in (number, other)]
+        assert shared[0] == shared[1] and len(shared[0]) >= 3
     assert {size for *_, size in steps} == {1, 2}
+    nbytes = sorted(serve_elastic_trainer.bytes_sent_by(tmp_path))
+    assert nbytes[len(nbytes) // 2] < nbytes[-1] // 2
 
 
 def test_a_place_that_is_taken_opens_the_next_meeting() -> None:
