@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
-from tests.support.distributed import run_ranks
+from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.errors import TransferError
 from vescale_fsdp.quantize import Fp8Blocks
@@ -317,3 +322,34 @@ def test_every_step_is_a_whole_transfer(num_sides: int, num_steps: int) -> None:
     if num_steps > 8:
         assert min(seen[0][event] for event in EVENTS) > 10, seen[0]
         assert sum(each["unusable"] for each in seen) > 0
+
+
+def dies(folder: str, victim: int) -> None:
+    """A rank is killed while it sends or receives patches; other ranks note what became of them."""
+    torch.manual_seed(0)
+    sides = Sides(2, 1 << 20, keep_old=False, verify=False, on_host=False)
+    assert sides.run("run") is None
+    before = {name: local_of(tensor).clone() for name, tensor in (sides.into or {}).items()}
+    mutate(sides.full, sides.state, random.Random(0), 0.1)
+    method = "_bundle" if victim < 2 else "_stage"
+    if dist.get_rank() == victim:
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        mock.patch.object(DeltaExchange, method, side_effect=lambda *_: kill()).start()
+    error = sides.run("run")
+    assert isinstance(error, TransferError)
+    assert differing(sides.into, before) == []
+    outcome = [list(error.lost), error.target, error.version, sides.transfer.version]
+    Path(folder, str(dist.get_rank())).write_text(json.dumps(outcome))
+
+
+@pytest.mark.part("faults")
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_rank_dies_among_patches(tmp_path: Path, victim: int) -> None:
+    """SIGKILL of a sender or a receiver: all other ranks name it, and engines have their old weights and version."""
+    with pytest.raises(RankError, match="died"):
+        run_ranks(4, dies, str(tmp_path), victim, timeout_s=60)
+
+    told = {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()}
+    assert set(told) == {str(rank) for rank in range(4) if rank != victim}
+    assert all(outcome[0] == [victim] for outcome in told.values()), told
+    assert all(told[rank][1:] == ["old", 1, 1] for rank in {"2", "3"} & set(told)), told
