@@ -11,9 +11,9 @@ A base has the random number of the run that committed it, and not its version: 
 step reaches a version twice, with different bits.
 
 Patches of one sender over one route are a *stream*. A stream is one turn in the order of all messages, at the place of
-its first message (see `rank_transfers`): a rank receives it to its end, and sends it on, before its next turn. So of
-all streams and messages that have not arrived, the first one can always arrive. All ranks of a route get patches, or
-none does: if one of them has another base, all ranks that share a route with it get everything.
+its first message (see `rank_transfers`): a rank receives it to its end, and sends it on, before its next turn. Whole
+messages follow behind all streams. So of all streams and messages that have not arrived, the first one can always
+arrive. If some ranks of a route have another base, patches go along the other ranks, and whole messages along these.
 
 Staged patches take the buffers of the pool, which a run without whole messages does not need. Without ``keep_old``,
 patches that do not fit are stored in the target at once, like whole messages. The base of a sender whose patches do not
@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,7 +41,6 @@ from vescale_fsdp.layout.geometry import round_up
 from vescale_fsdp.layout.region import Copy, Region
 from vescale_fsdp.torch_private import memory_mark
 from vescale_fsdp.transfer.agreement import SumAgreement, Sums
-from vescale_fsdp.transfer.demand import Ranks
 from vescale_fsdp.transfer.exchange import Exchange, StagingPool, checksum_of_bytes, each_batch
 from vescale_fsdp.transfer.links import PlacedLeaf, links_to_json
 from vescale_fsdp.transfer.memory import Destination, Origin, SourceWatch, Stage, in_order
@@ -592,6 +592,7 @@ class DeltaPlan:
         agreement: SumAgreement | None,
     ) -> None:
         self._plan, self._rank, self._delta, self._agreement = plan, transfers.rank, delta, agreement
+        self._transfers = transfers
         self._bits: SentBits  # set by `_remember`
         self._sums: Sums | None = (
             None  # of the target, with ``verify``: before the run, then with its patches
@@ -608,27 +609,18 @@ class DeltaPlan:
             )
             return tuple(parts)
 
-        self._streams: dict[tuple[int, Ranks], PatchStream] = {}
-        sent: list[OrderedCopies] = []
-        self._receivers: set[int] = set()
-        for (sender, route), copies in transfers.streams.items():
-            if sender == self._rank:
-                stream = PatchStream(route[0], True, parts_of(copies, (True,)))
-                self._receivers.add(route[0])
-                sent.append(copies)
-            else:
-                at = route.index(self._rank)
-                peer = route[at - 1] if at else sender
-                following = None if route[-1] == self._rank else route[at + 1]
-                stream = PatchStream(peer, False, parts_of(copies, (False,)), following, at)
-            self._streams[sender, route] = stream
+        # By (sender, route); turns of a run are made of them.
+        self._parts = {
+            (sender, route): parts_of(copies, (sender == self._rank,))
+            for (sender, route), copies in transfers.streams.items()
+        }
         kept = OrderedCopies(transfers.kept)
         self._own = PatchStream(self._rank, True, parts_of(kept, (True, False))) if kept.nbytes else None
-        self._is_receiver = len(sent) < len(self._streams) or kept.nbytes > 0
-        if kept.nbytes:
-            self._receivers.add(self._rank)
-            sent.append(kept)
-        read = [placed for copies in sent for placed, _ in copies.copies]
+        sent = {key: copies for key, copies in transfers.streams.items() if key[0] == self._rank}
+        # The ranks that get what this rank sends, by stream.
+        self._receivers = [route for _, route in sent] + ([(self._rank,)] if kept.nbytes else [])
+        self._is_receiver = len(sent) < len(self._parts) or kept.nbytes > 0
+        read = [placed for copies in (*sent.values(), kept) for placed, _ in copies.copies]
         self._remember(dict.fromkeys(read), stages[0], regions)
 
     def _remember(self, read: Iterable[PlacedLeaf], stage: Stage, regions: Mapping[int, Region]) -> None:
@@ -703,27 +695,28 @@ class DeltaPlan:
         run, high, low, *bases = words
         ranks = self._plan.target.all_ranks
         patched = {rank for rank, base in zip(ranks, bases, strict=True) if base == high and high == -low}
-        routes = [route for route in self._plan.demand.routes if len(route) > 1]
-        is_complete = False
-        while not is_complete:  # ranks of one route get the same bytes
-            whole = [
-                route for route in routes if not patched.isdisjoint(route) and not patched.issuperset(route)
-            ]
-            patched = patched.difference(*whole)
-            is_complete = not whole
         return Agreed(run, frozenset(patched))
 
     def turns(self, messages: Iterable[Message], agreed: Agreed) -> list[Message | PatchStream]:
-        """Return the turns of a run: a stream of patches in place of all messages to a rank that gets patches."""
-        turns: list[Message | PatchStream] = []
-        begun: set[tuple[int, Ranks]] = set()
-        for message in messages:
-            if message.stream[1][0] not in agreed.patched:
-                turns.append(message)
-            elif message.stream not in begun:
-                begun.add(message.stream)
-                turns.append(self._streams[message.stream])
-        return turns
+        """Return the turns of a run: all streams of patches, then the messages to ranks that get everything.
+
+        Args:
+            messages: the messages of a run without patches.
+        """
+        patched, turns = agreed.patched, list[Message | PatchStream]()
+        for sender, route in dict.fromkeys(message.stream for message in messages):
+            ranks = tuple(rank for rank in route if rank in patched)
+            parts = self._parts[sender, route]
+            if sender == self._rank and ranks:
+                turns.append(PatchStream(ranks[0], True, parts))
+            elif self._rank in ranks:
+                at = ranks.index(self._rank)
+                following = None if ranks[-1] == self._rank else ranks[at + 1]
+                turns.append(PatchStream(ranks[at - 1] if at else sender, False, parts, following, at))
+        if patched.issuperset(self._plan.target.all_ranks):
+            return turns
+        # Only a run after a restart has both: its messages are planned again.
+        return [*turns, *(self._transfers.messages(without=patched) if patched else messages)]
 
     def exchange(
         self,
@@ -759,7 +752,7 @@ class DeltaPlan:
             bits=self._bits,
             own=self._own if is_patched else None,
             staged=Staged(pool, most),
-            pending=Staged(pool, most) if self._receivers <= agreed.patched else None,
+            pending=Staged(pool, most) if agreed.patched.issuperset(chain(*self._receivers)) else None,
             bundle_bytes=self._bundle_bytes,
             is_patched=is_patched,
             spill=spill,

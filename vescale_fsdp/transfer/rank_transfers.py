@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -243,18 +243,25 @@ class RankTransfers:
         chunks = OrderedCopies(self.kept).messages(min(_CACHED_BYTES, self.plan.message_bytes))
         return [self.batches(each, (True, False)) for each in chunks]
 
-    def messages(self) -> list[Message]:
-        """Return this rank's messages, in the order in which this rank starts them (see the top of this file)."""
+    def messages(self, without: Container[int] = ()) -> list[Message]:
+        """Return this rank's messages, in the order in which this rank starts them (see the top of this file).
+
+        Args:
+            without: ranks of the target that get no messages. The other ranks of their routes do.
+        """
         plan = self.plan
         sources = {rank: number for number, rank in enumerate(plan.source.all_ranks)}
         targets = {rank: number for number, rank in enumerate(plan.target.all_ranks)}
         num_rounds = max(len(sources), len(targets))
-        keys: list[tuple[int, int, int, Ranks, tuple[LeafCopy, ...]]] = []
+        keys: list[tuple[int, int, int, Ranks, Ranks, tuple[LeafCopy, ...]]] = []
         for (sender, route), stream in self.streams.items():
+            receivers = tuple(rank for rank in route if rank not in without)
+            if not receivers or self.rank not in (sender, *receivers):
+                continue
             # In a round, each sender has one receiver, and each receiver one sender.
             round_number = (targets[route[0]] - sources[sender]) % num_rounds
             for number, copies in enumerate(stream.messages(plan.message_bytes_on(route))):
-                keys.append((round_number, number, sender, route, copies))
+                keys.append((round_number, number, sender, route, receivers, copies))
         keys.sort(key=lambda key: key[:4])
         ordered: list[Message] = []
         # Messages to send on, each with the number of messages that this rank receives up to it.
@@ -271,7 +278,7 @@ class RankTransfers:
             while waiting and num_received - waiting[0][1] >= num_ahead:
                 append(waiting.popleft()[0])
 
-        for _, _, sender, route, copies in keys:
+        for _, _, sender, stream_route, route, copies in keys:
             is_sent = sender == self.rank
             at = 0 if is_sent else route.index(self.rank)
             peer = route[0] if is_sent else route[at - 1] if at else sender
@@ -284,7 +291,7 @@ class RankTransfers:
             batches = () if in_place is not None else self.batches(copies, (is_sent,))
             nbytes = nbytes_of(copies)
             message = Message(
-                peer, is_sent, 0, is_relayed, at, (sender, route), copies, batches, nbytes, in_place
+                peer, is_sent, 0, is_relayed, at, (sender, stream_route), copies, batches, nbytes, in_place
             )
             append(message)
             num_received += not is_sent

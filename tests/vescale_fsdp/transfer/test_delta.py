@@ -324,10 +324,35 @@ def test_every_step_is_a_whole_transfer(num_sides: int, num_steps: int) -> None:
         assert sum(each["unusable"] for each in seen) > 0
 
 
+def one_restarts() -> None:
+    """Of three replicas, the second one has lost everything."""
+    torch.manual_seed(0)
+    sides = Sides(2, 1 << 20, keep_old=False, verify=True, on_host=False)
+    assert sides.run("run") is None
+    whole = sides.plan.total_bytes // 3
+    mutate(sides.full, sides.state, random.Random(0), 0.001)
+    sides.restart(2)
+    assert sides.run("run") is None
+    sides.check()
+    assert sides.transfer.delta is not None
+    sent = sides.transfer.delta.sent_bytes
+    # The trainer sends everything to the second replica, and patches to the first, which sends them on to the third.
+    rank = dist.get_rank()
+    assert whole < sent < 1.5 * whole if rank == 0 else 0 < sent < whole / 2 if rank == 1 else sent == 0, (
+        rank,
+        sent,
+    )
+
+
+def test_a_restarted_replica_costs_the_others_nothing() -> None:
+    """Patches go along the replicas that have the base."""
+    run_ranks(4, one_restarts)
+
+
 def dies(folder: str, victim: int) -> None:
     """A rank is killed while it sends or receives patches; other ranks note what became of them."""
     torch.manual_seed(0)
-    sides = Sides(2, 1 << 20, keep_old=False, verify=False, on_host=False)
+    sides = Sides(3, 1 << 20, keep_old=False, verify=False, on_host=False)
     assert sides.run("run") is None
     before = {name: local_of(tensor).clone() for name, tensor in (sides.into or {}).items()}
     mutate(sides.full, sides.state, random.Random(0), 0.1)
