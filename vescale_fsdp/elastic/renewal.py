@@ -165,7 +165,7 @@ def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
-    """Check that all sharded modules and tensors in ``more`` can be moved to other ranks later.
+    """Check that all sharded modules in ``more``, and all sharded tensors beside parameters, can be moved later.
 
     Args:
         model: the root module, which `check_renewable` has accepted.
@@ -174,7 +174,7 @@ def check_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
     Raises:
         UnsupportedOpError: names the first one that cannot be moved, and the reason.
     """
-    modules, tensors = _sharded_in(more)
+    modules, tensors = _sharded_in(model, more)
     for module in modules:
         check_renewable(module, mesh)
     known = _params_by_layout([model, *modules])
@@ -182,11 +182,11 @@ def check_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
         if isinstance(tensor, RaggedDTensor) and tensor.layout_ref in known:
             continue
         raise UnsupportedOpError(
-            "A tensor in TrainingState.more cannot be moved to other ranks.",
+            "A tensor of the training state cannot be moved to other ranks.",
             expected="a plain tensor, or one that is sharded like a parameter, such as param.detach().clone()",
             got=f"a DTensor of {tuple(tensor.shape)}, placed {tensor.placements}, like no parameter",
             where=name,
-            todo="make the tensor from a parameter, or keep the tensor out of TrainingState.more and make it anew "
+            todo="make the tensor from a parameter, or keep the tensor out of TrainingState and make it anew "
             "in on_renewal",
         )
 
@@ -203,7 +203,7 @@ def renew_more(model: nn.Module, more: Any, mesh: DeviceMesh) -> None:
             objects returns; these must not communicate, since ranks that join do not call them.
         mesh: as for `renew_model`.
     """
-    modules, tensors = _sharded_in(more)
+    modules, tensors = _sharded_in(model, more)
     known = _params_by_layout([model, *modules])  # before the parameters move
     targets = [
         (tensor, known[tensor.layout_ref]) for _, tensor in tensors if isinstance(tensor, RaggedDTensor)
@@ -232,15 +232,18 @@ def _params_by_layout(modules: Iterable[nn.Module]) -> dict[object, RaggedDTenso
     return {param.layout_ref: param for param in params if isinstance(param, RaggedDTensor)}
 
 
-def _sharded_in(more: Any) -> tuple[list[nn.Module], list[tuple[str, DTensor]]]:
-    """Return the sharded modules in ``more``, and the DTensors outside of sharded modules and optimizers by name."""
+def _sharded_in(model: nn.Module, more: Any) -> tuple[list[nn.Module], list[tuple[str, DTensor]]]:
+    """Return the sharded modules in ``more``, and by name the DTensors that no sharded module and no optimizer manages.
+
+    Those may be in ``more`` or in modules: buffers of the model, for example.
+    """
     modules, tensors = [], dict[int, tuple[str, DTensor]]()
-    for name, leaf in _named_leaves(more):
+    for name, leaf in chain([("model", model)], _named_leaves(more)):
         if isinstance(leaf, DTensor):
             tensors.setdefault(id(leaf), (name, leaf))
         elif isinstance(leaf, nn.Module):
             managed = {id(p.sharded) for state in states_of(leaf) for g in state.groups for p in g.params}
-            if managed:
+            if managed and leaf is not model:
                 modules.append(leaf)
             for key, tensor in chain(leaf.named_parameters(), leaf.named_buffers()):
                 if isinstance(tensor, DTensor) and id(tensor) not in managed:

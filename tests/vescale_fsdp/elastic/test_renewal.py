@@ -217,6 +217,7 @@ def _renew_more(folder: Path) -> int:
         "holder": Holder(next(iter(ema.values())).clone()),
         "plain": torch.ones(3),
     }
+    model.register_buffer("shadow", next(iter(ema.values())).clone())
     _steps(model, optimizer, dist.get_rank())
     more["list"][0]["swa"].add_(2)
     check_more(model, more, cpu_mesh())
@@ -258,11 +259,14 @@ def _refuse_more() -> list[str]:
         with pytest.raises(UnsupportedOpError) as caught:
             check_more(model, more, cpu_mesh())
         said.append(str(caught.value.where))
-    return said
+    model.register_buffer("stock", stock)
+    with pytest.raises(UnsupportedOpError) as caught:
+        check_more(model, {}, cpu_mesh())
+    return [*said, str(caught.value.where)]
 
 
 def test_what_cannot_move_is_refused_by_name() -> None:
-    assert run_ranks(2, _refuse_more) == [["more.a.0", "more.b.c", "more.d.average"]] * 2
+    assert run_ranks(2, _refuse_more) == [["more.a.0", "more.b.c", "more.d.average", "model.stock"]] * 2
 
 
 CHANGES: dict[str, Any] = {
