@@ -248,7 +248,8 @@ def compare(model_type: str, ranks: int) -> int:
         with engine.current():
             load = partial(loaded_by, traced, model_type)
             links |= links_from_loader(traced, load, source, prefix=f"{rank}.")
-            loaded_by(models[1], model_type, source.items())
+            # Copies: gpt-oss's loader sets biases to zero that another rank adds.
+            loaded_by(models[1], model_type, {name: each.clone() for name, each in source.items()}.items())
         engine.close()
         tensors, loaded[str(rank)] = (dict(named_tensors(model)) for model in models)
         served[str(rank)] = {name: value.data for name, value in tensors.items() if f"{rank}.{name}" in links}
