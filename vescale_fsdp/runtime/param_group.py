@@ -109,7 +109,7 @@ class ManagedParam:
     attributes: dict[str, Any] = field(default_factory=dict)  # the users', of both Parameters
     # Whether ``unsharded`` required a gradient when it was last set on the modules; None: never set.
     trained: bool | None = None
-    # Whether it required a gradient in a forward or reduction since gradients were last delivered. A gradient that
+    # Whether it required a gradient in a forward or reduction since the last reduction was started. A gradient that
     # was summed before the user has frozen the parameter is delivered, too; the same on all ranks.
     is_due: bool = False
     gathered_grad: torch.Tensor | None = None  # ``.grad`` of ``unsharded`` after `FSDPModule.unshard`
@@ -513,8 +513,8 @@ class ParamGroup:
 
     @property
     def is_due(self) -> bool:
-        """Whether gradients of any parameter may have been summed since the last delivery."""
-        return any(param.is_due for param in self.params)
+        """Whether gradients of any parameter may wait for the next reduction, over shards or over replicas."""
+        return any(param.is_due for param in self.params) or self._unreplicated is not None
 
     # -- gather ---------------------------------------------------------------------------------------
 
@@ -1045,8 +1045,10 @@ class ParamGroup:
         self.owes_reduction = False
         # Several reductions of one backward are reported together, so earlier names are kept.
         self._unreported_used = used | (self._unreported_used or frozenset())
-        # As of now: an earlier reduction of the same backward, still in flight, ends `is_due` when it is delivered.
         due = frozenset([param.slot.fqn for param in self.params if param.is_due])
+        # Not when this reduction is delivered: `note_trained` may have noted the parameters for the next one by then.
+        for param in self.params:
+            param.is_due = False
         work = self.comm.reduce_scatter(part, source.flat)
         return ReducedShard(part, shard, home, source, work, used, due)
 
@@ -1089,7 +1091,6 @@ class ParamGroup:
             fqn, piece = param.slot.fqn, shard[param.local]
             if fqn not in reduced.due and fqn not in used:  # frozen: it gets no gradient
                 continue
-            param.is_due = False
             # A piece is delivered at once if it is known that some rank has used the parameter, or if adding the piece
             # is right in both cases. Any other piece waits for the flags of other ranks.
             if (

@@ -99,16 +99,19 @@ def partial_all_reduce() -> None:
     models.loss_of(model, models.batch(0, rank)).backward()
     assert all_wait(model)
     model.set_requires_all_reduce(True)
+    model.blocks[0].requires_grad_(False)
     models.loss_of(model, models.batch(1, rank)).backward()
-    losses = [models.loss_of(reference, models.batch(s, r)) for s in range(2) for r in range(4)]
-    (torch.stack(losses).sum() / 4).backward()
+    for step in range(2):
+        reference.blocks[0].requires_grad_(step == 0)
+        losses = [models.loss_of(reference, models.batch(step, r)) for r in range(4)]
+        (torch.stack(losses).sum() / 4).backward()
     for name, param in model.named_parameters():
         expected = reference.get_parameter(name).grad
         torch.testing.assert_close(param.grad.full_tensor(), expected, msg=name)
 
 
 def test_hsdp_accumulates_without_all_reduce() -> None:
-    """Sums over shards wait for the all-reduce of a later backward."""
+    """Sums over shards wait for the all-reduce of a later backward, also those of a unit that is frozen meanwhile."""
     run_ranks(4, partial_all_reduce)
 
 

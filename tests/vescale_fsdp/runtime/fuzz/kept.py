@@ -32,6 +32,16 @@ CURED = {
         blocks=(Block(), Block(frozen="base", spare="some ranks")),
         steps=(Step((Micro(forwards=2, apart=True),)),),
     ),
+    "a backward reduces a unit twice, and one rank alone uses what is trained of it": Program(
+        blocks=(Block(frozen="base", recompute="reentrant", spare="some ranks", times=2),),
+        steps=(Step(),),
+    ),
+    "a backward reduces a unit twice while reductions overlap, and one rank alone uses a layer": Program(
+        mesh=(2, 2),
+        blocks=(Block(unit="pair", recompute="reentrant", spare="some ranks"), Block()),
+        switches=("streams",),
+        steps=(Step((Micro(sync="no_all_reduce"), Micro())), Step()),
+    ),
 }
 
 # Forwards that only some ranks run: other gathers, which cannot be made up for. `OrderWatch` raises on all ranks, later
