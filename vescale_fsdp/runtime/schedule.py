@@ -129,6 +129,10 @@ class Schedule:
     def gather(self, unit: FSDPState) -> bool:
         """Start the all-gathers of a unit; return False if the unit is gathered or its gathers are in flight."""
         for group in unit.groups:
+            # Outside of a forward and its backward the part may be stale: an optimizer may have stepped.
+            is_outside = not self.in_forward and not self.in_backward
+            if group.state is GroupState.PARTLY_SHARDED and is_outside:
+                self.comm.reshard([group])
             if group.state.is_sharded:
                 if group.kept is not None and not group.kept.is_due and group.is_kept_stale():
                     # Written since ranks have agreed. A rank that gathered over nodes alone would wait for ever.

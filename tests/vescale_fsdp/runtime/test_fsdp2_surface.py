@@ -35,6 +35,8 @@ def reshard_to_part() -> int:
         assert states == [GroupState.SHARDED, GroupState.PARTLY_SHARDED]
         for param in model.parameters():
             param.mul_(0.5)  # as an optimizer would: the parts are out of date
+        x, plain = torch.ones(4, 7), _copy_of(model)
+        torch.testing.assert_close(model.blocks[0](x), plain.blocks[0](x))  # without a forward of the root
     check_steps(model, _copy_of(model), 1)
     return sum(state is GroupState.PARTLY_SHARDED for state in seen)
 

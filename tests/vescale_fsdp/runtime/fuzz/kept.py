@@ -42,6 +42,12 @@ CURED = {
         switches=("streams",),
         steps=(Step((Micro(sync="no_all_reduce"), Micro())), Step()),
     ),
+    "an unshard after an evaluation and a step gathered the parts that the evaluation had kept": Program(
+        mesh=(4,),
+        steps=(Step(evaluates="no_grad", late=True), Step()),
+        reshard=2,
+        switches=("unshards_ahead",),
+    ),
 }
 
 # Forwards that only some ranks run: other gathers, which cannot be made up for. `OrderWatch` raises on all ranks, later
