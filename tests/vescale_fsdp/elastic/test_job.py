@@ -44,8 +44,8 @@ class Scripted:
         self._left -= 1
         return self._left < 0
 
-    def end_epoch(self) -> None:
-        pass
+    def has_lost(self) -> bool:
+        return False
 
     def leave(self) -> None:
         pass
