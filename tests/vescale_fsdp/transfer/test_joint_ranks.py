@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
 import socket
 import sys
 import threading
@@ -22,7 +21,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.processes import wait_until
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
@@ -259,36 +257,6 @@ def misses_the_first_rank(port: int) -> list[str]:
 def test_a_first_rank_that_is_late_or_dies() -> None:
     """The documented error, which callers meet again after, not that of the store."""
     assert run_ranks(2, misses_the_first_rank, free_port())[0] == ["CheckpointError"] * 2
-
-
-def meets_among_strangers(port: int, count: int) -> bool:
-    """Rank 0 may open few files, and hosts the store, to whose port rank 1 opens silent connections before it meets."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    strangers: list[socket.socket] = []
-    if dist.get_rank() == 0:
-        used = max(map(int, os.listdir("/proc/self/fd")))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + count // 2, hard))
-    else:
-        wait_until(lambda: not _refuses(port), "the store")
-        strangers += [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(count)]
-    try:
-        with joint_ranks(f"tcp://127.0.0.1:{port}", first_rank=0, num_ranks=2, timeout_s=30) as ranks:
-            return ranks.world_size == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for stranger in strangers:
-            stranger.close()
-
-
-def _refuses(port: int) -> bool:
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) != 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists files in /proc")
-def test_strangers_do_not_cost_a_meeting() -> None:
-    """More connections to the port than rank 0 could open files when it began; 3,392 did at a limit of 1,024."""
-    assert run_ranks(2, meets_among_strangers, free_port(), 600) == [True, True]
 
 
 def meets_often(folder: str, port: int, count: int) -> list[tuple[int, int, int]]:
