@@ -42,12 +42,17 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/storage/remote.py": "_RemoteReader.view.read RemoteStorage._unreachable",
         "conversion/formats/ocdbt.py": "OcdbtArrays.__init__",
     },
+    "the Hub is not there; `tests/conversion/formats/test_hub.py` does what the remedies say with a small one": {
+        "checkpoint/storage/hub.py": "HubStorage._read_only _open_cached open_hub.ask",
+        "conversion/formats/huggingface/push.py": "push[1]",
+    },
     "another package or version is needed": {
         "conversion/formats/ocdbt.py": "_package",
         "conversion/quantization/gguf.py": "_package",
         "checkpoint/manifest/manifest.py": "_parse",
         "checkpoint/manifest/torch_dtypes.py": "dtype_named",
-        "checkpoint/storage/open.py": "_open_url[1]",
+        "checkpoint/storage/open.py": "_open_url[1] _open_hub",
+        "conversion/formats/huggingface/push.py": "push",
         "conversion/formats/huggingface/meta_model.py": "meta_model[2]",
     },
     "the program that saved it, or made the weights, must write them in another way": {
@@ -60,6 +65,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/quantization/model.py": "refusal",
     },
     "another folder of the user's is the right one": {
+        "conversion/report/describe.py": "describe_run",
         "conversion/formats/deepspeed_zero.py": "checkpoint_folder[1]",
         "conversion/formats/megatron.py": "open_megatron",
         "conversion/merge_adapter.py": "_Merge.add[2] _Merge.add[3] _Merge._add_ia3 _Merge.replace",

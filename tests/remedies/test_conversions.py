@@ -139,15 +139,12 @@ def test_a_file_of_an_unknown_format(tmp_path: Path) -> None:
 
 @runs("conversion/formats/detect.py::_detect")
 def test_an_id_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The call of the remedy, against a Hub that is a folder here."""
-    import huggingface_hub
-
+    """The path of the remedy, with a folder in the place of the Hub."""
     source = hf_folder(tmp_path / "hub", MODEL)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", {"org/name": str(source)}.__getitem__)
     monkeypatch.chdir(tmp_path)
     remedy = refused(command, "to-hf", "org/name", tmp_path / "out")
-    call = text_in(remedy, r"huggingface_hub\.snapshot_download\('org/name'\)")
-    command("to-hf", eval(call, {"huggingface_hub": huggingface_hub}), tmp_path / "out")
+    assert text_in(remedy, r"hf://org/name") == "hf://org/name"  # run by tests/conversion/formats/test_hub.py
+    command("to-hf", source, tmp_path / "out")
     assert same(written(tmp_path / "out"), MODEL)
 
 
@@ -512,7 +509,7 @@ def test_a_difference_of_nothing(tmp_path: Path) -> None:
     command(*commands(refused(command, "diff", empty, empty)), empty)
 
 
-@runs("conversion/engine/describe.py::draw")
+@runs("conversion/report/describe.py::draw")
 def test_no_layout_to_draw(tmp_path: Path) -> None:
     """A conversion with the command of the remedy has one."""
     source = torch_file(tmp_path / "a.pt", MODEL)
