@@ -24,6 +24,7 @@ from tests.support.hooked_tensors import Wrapper
 from tests.support.units import groups_of
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.conversion import HuggingFace, convert, open_source
 from vescale_fsdp.elastic.renewal import renew_model, renew_optimizer
 from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError
 from vescale_fsdp.optim import Muon, OwnerOptimizer, Shampoo, step_in_backward
@@ -358,6 +359,11 @@ def test_tensor_parallelism() -> None:
 
 def elsewhere(folder: Path) -> None:
     """Checkpoints in every format and transfers, from a hybrid cut and to one."""
+    assets = folder / "assets"
+    if dist.get_rank() == 0:
+        assets.mkdir()
+        (assets / "config.json").write_text('{"model_type": "unknown", "tie_word_embeddings": false}')
+    dist.barrier()
     target_meshes = ((nodes(2, 2), "node"), (cpu_mesh(), None))
     for number, (mesh, over) in enumerate(target_meshes):
         other, other_over = target_meshes[1 - number]
@@ -366,6 +372,13 @@ def elsewhere(folder: Path) -> None:
             save(folder / f"{form}{number}", {"model": source}, format=form)  # type: ignore[arg-type]
             target = models.shard(models.build(seed=4), other, shard_optimizer_over=other_over)
             load(folder / f"{form}{number}", {"model": target})
+            close(full(target), full(source), rtol=0, atol=0)
+        if dist.get_rank() == 0:
+            convert(open_source(str(folder / f"dcp{number}")), str(folder / f"{number}.pt"), "torch")
+        save(folder / f"hf{number}", {"model": source}, format=HuggingFace(assets=assets))
+        for path in (folder / f"hf{number}", folder / f"{number}.pt"):
+            target = models.shard(models.build(seed=4), other, shard_optimizer_over=other_over)
+            load(path, target if path.suffix else {"model": target})
             close(full(target), full(source), rtol=0, atol=0)
         target = models.shard(models.build(seed=4), other, shard_optimizer_over=other_over)
         target(models.batch(0, 0))
