@@ -11,10 +11,16 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save
 
+from tests.support.distributed import run_ranks
 from tests.support.hub_server import Hub, running_hub
 from tests.support.processes import run_command
+from vescale_fsdp.checkpoint import load
+from vescale_fsdp.checkpoint import save as save_checkpoint
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.errors import CheckpointError
 
 CONFIG = json.dumps({"model_type": "unknown-here", "tie_word_embeddings": False}).encode()
 OLD, NEW = ({"w": torch.full((300, 400), value), "b": torch.ones(3)} for value in (1.0, 2.0))
@@ -121,3 +127,21 @@ def test_offline_reads_the_cache(hub: Hub, tmp_path: Path) -> None:
     done = _run(hub, tmp_path, "inspect", "hf://org/model", HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr, done.stderr
     assert hub.requests == []
+
+
+def _loads_of_two_commits(folder: Path) -> None:
+    """A branch that moves between the questions of two ranks: each has resolved another commit."""
+    save_checkpoint(folder, {"w": torch.ones(4)})
+    storage, state = LocalStorage(str(folder)), {"w": torch.zeros(4)}
+    storage.revision = f"commit of rank {dist.get_rank()}"
+    with pytest.raises(CheckpointError):
+        load(storage, state)
+    assert state["w"].sum() == 0
+    storage.revision = "one commit"
+    load(storage, state)
+    assert state["w"].sum() == 4
+
+
+def test_ranks_read_one_commit(tmp_path: Path) -> None:
+    """Different commits are an error on every rank, before anything is loaded."""
+    run_ranks(2, _loads_of_two_commits, tmp_path / "saved")
