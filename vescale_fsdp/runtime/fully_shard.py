@@ -147,6 +147,7 @@ def fully_shard(
             "check_collectives must be a number of forwards.",
             expected="an int of at least 0",
             got=repr(check_collectives),
+            where="fully_shard(check_collectives=..)",
         )
     ignored = _ignored(ignored_params)
     check_policies(mp_policy, offload_policy)
@@ -212,6 +213,7 @@ def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: obje
                 expected=f"a {kind.__name__}",
                 got=f"the class {given.__name__}" if isinstance(given, type) else repr(given),
                 todo=f"make one: {given.__name__ if isinstance(given, type) else kind.__name__}(..)",
+                where=f"fully_shard({name}=..)",
             )
 
 
@@ -225,6 +227,7 @@ def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
                 expected="a set of nn.Parameter",
                 got=f"{type(each).__name__} among {type(params).__name__}",
                 todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
+                where="fully_shard(ignored_params=..)",
             )
     return frozenset(given)
 
@@ -267,6 +270,7 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
             "reshard_after_forward must be a bool, a number of ranks or None.",
             expected="bool, int or None",
             got=repr(wanted),
+            where="fully_shard(reshard_after_forward=..)",
         )
     if data.is_replicated_only:
         return False  # every rank's shard is the full parameters: there is nothing to free
@@ -299,7 +303,10 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     for each in given:
         if not isinstance(each, nn.Module):
             raise ArgumentError(
-                "fully_shard takes modules only.", expected="nn.Module or a list of them", got=type(each)
+                "fully_shard takes modules only.",
+                expected="nn.Module or a list of them",
+                got=type(each),
+                where="fully_shard(module)",
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ArgumentError(
@@ -307,6 +314,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
                 expected="a module with a forward",
                 got=type(each).__name__,
                 todo="shard its elements one by one, or pass them as a list to make one unit of them",
+                where="fully_shard(module)",
             )
         if state_of(each) is not None:
             raise MisuseError(
@@ -319,7 +327,12 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     inside = {id(below) for each in given for below in each.modules() if below is not each}
     roots = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
     if not roots:
-        raise ArgumentError("There is nothing to shard.", expected="at least one module", got=repr(module))
+        raise ArgumentError(
+            "There is nothing to shard.",
+            expected="at least one module",
+            got=repr(module),
+            where="fully_shard(module)",
+        )
     return roots
 
 

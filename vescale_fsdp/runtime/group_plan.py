@@ -303,6 +303,7 @@ def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
             expected=f"a divisor of {num_shards}, the number of ranks that shard",
             got=wanted,
             todo="give the number of accelerators per node",
+            where="fully_shard(reshard_after_forward=..)",
         )
     return wanted if 1 < wanted < num_shards else None  # 1 means False, all ranks mean True
 

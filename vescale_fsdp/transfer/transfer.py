@@ -316,7 +316,10 @@ class Transfer:
         """Check ``version``, and take the lock that admits one run at a time."""
         if version is not None and not 0 <= version < _NO_VERSION:
             raise ArgumentError(
-                "The version of a transfer is not valid.", expected="an int of at least 0", got=repr(version)
+                "The version of a transfer is not valid.",
+                expected="an int of at least 0",
+                got=repr(version),
+                where="the argument `version`",
             )
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(
