@@ -52,16 +52,17 @@ def replicas_at_the_end(run: Callable[[int, str], Any], file: str) -> tuple[int,
     made: list[weakref.ref[nn.Module]] = []
     alive: list[int] = []
 
-    def replica(model: nn.Module) -> nn.Module:
-        made.append(weakref.ref(wrapped := DistributedDataParallel(model)))
-        return wrapped
+    class Replica(DistributedDataParallel):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            made.append(weakref.ref(self))
 
     def destroyed() -> None:
         alive.append(sum(each() is not None for each in made))
 
     with (
-        mock.patch.object(network, "DistributedDataParallel", replica),
-        mock.patch.object(step, "DistributedDataParallel", replica),
+        mock.patch.object(network, "DistributedDataParallel", Replica),
+        mock.patch.object(step, "DistributedDataParallel", Replica),
         mock.patch.object(network, "traffic_of", return_value=Traffic(0, 0, 0, 0)),
         mock.patch.object(network, "_Exchange"),
         mock.patch.object(dist, "init_process_group"),
