@@ -184,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
                     files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     files[value["path"]] = hub._objects.pop(value["oid"])
+                elif line["key"] == "deletedFile":
+                    del files[value["path"]]
             commit = _commit_of(found[1], found[2])
             self._json(
                 {"commitUrl": f"{hub.url}/{found[1]}/commit/{commit}", "commitOid": commit, "success": True}

@@ -341,7 +341,8 @@ _Pairs = Iterator[tuple[torch.Tensor, torch.Tensor | _Unknown | None]]
 
 
 def _filled(target: torch.Tensor, value: Any) -> _Pairs:
-    is_zero = not isinstance(value, torch.Tensor) and value == 0
+    # Not -0.0, whose bits are not those of zeros. `repr`, because a value may be complex or a bool.
+    is_zero = not isinstance(value, torch.Tensor) and value == 0 and "-" not in repr(value)
     yield target, None if is_zero else _Unknown(f"filled with {value}")
 
 

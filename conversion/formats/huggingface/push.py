@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from vescale_fsdp.errors import ConversionError
 
+# Files at the top of a repository whose names or contents belong to other files of the same commit.
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*", "fingerprints.json")
+
 
 def push(folder: str, repository: str) -> str:
     """Upload a folder, and return the URL of the commit. The repository is made, private, if it does not exist.
 
+    The commit removes weights of earlier ones that the folder does not have: an old ``model.safetensors`` beside new
+    files with an index would be what transformers loads.
+
     Args:
-        folder: a local folder, without the files of earlier uploads.
+        folder: a local folder.
         repository: ``org/model`` or ``org/model@branch``.
 
     Raises:
@@ -37,6 +43,7 @@ def push(folder: str, repository: str) -> str:
             repo_id=name,
             revision=branch or None,
             commit_message="Upload by vescale-convert",
+            delete_patterns=list(_WEIGHTS),
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConversionError(

@@ -231,6 +231,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], str]] = {
     "partly": (lambda model, source: model.weight.data[:4].copy_(source[:4]), "[4:6, 0:4]"),
     "uninitialized": (lambda model, source: model.weight.data.copy_(torch.empty_like(source)), "not written"),
     "constant": (lambda model, source: model.weight.data.fill_(1), "1"),
+    "negative zeros": (lambda model, source: model.weight.data.fill_(-0.0), "-0.0"),
     "rounded": (lambda model, source: model.weight.data.copy_(source.bfloat16()), "bfloat16"),
     "rounded twice": (lambda model, source: model.weight.data.copy_(source.half().bfloat16()), "float16"),
     "kind": (lambda model, source: model.weight.data.copy_(source.int()), "int32"),
