@@ -89,6 +89,19 @@ def test_ls_lists_the_steps_of_a_run(tmp_path: Path) -> None:
     assert "1" in rows[2] and rows[5][-2] == "500" and rows[6][1:4] == ["-", "-", "-"]
 
 
+def test_ls_names_steps_that_a_rollback_has_abandoned(tmp_path: Path) -> None:
+    """Later steps than the one that a run was continued from are there, and marked."""
+    state = {"w": torch.ones(3)}
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state)
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(state, step=1)
+        manager.save(4, state)
+    found = json.loads(_run("ls", str(tmp_path), "--json").stdout)
+    assert [each["state"] for each in found] == ["committed", "abandoned", "abandoned", "committed"]
+
+
 def test_ls_of_a_checkpoint_says_what_it_wants(source: str) -> None:
     """A folder without steps is refused, with the command that prints a checkpoint."""
     result = _run("ls", source)
