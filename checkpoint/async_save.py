@@ -220,9 +220,9 @@ class AsyncSaver:
         Returns the state with these copies in place of its tensors, and the copies that may still run.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        # A tensor that every format leaves out is not copied.
-        left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
-        names = [name for name in taken.locals_by_name if name not in left_out]
+        # A tensor that every format drops is not copied.
+        dropped = set.intersection(*(set(saver.dropped(taken.structure)) for saver in savers))
+        names = [name for name in taken.locals_by_name if name not in dropped]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
         staged, copying = self._stager.stage(
             [*(taken.locals_by_name[name] for name in names), *per_rank],

@@ -380,13 +380,13 @@ class RaggedReader(StorageReader):
         loader = Loader(self._storage, self._ranks.coordinator(), planner.verify)
         empty_dicts = tuple(_empty_dicts(planner.state_dict, ""))
         report = loader.load(planner.state_dict, strict="missing" if planner.strict else False, include=None)
-        left_out = [name for name in (*report.unexpected, *report.left_out) if name.startswith(empty_dicts)]
-        if left_out and loader.coordinator.rank == 0:
+        ignored = [name for name in (*report.unexpected, *report.ignored) if name.startswith(empty_dicts)]
+        if ignored and loader.coordinator.rank == 0:
             warnings.warn(
                 explain(
-                    f"{len(left_out)} leaves of the checkpoint were not loaded: the state has an empty dict for them.",
+                    f"{len(ignored)} leaves of the checkpoint were not loaded: the state has an empty dict for them.",
                     expected="a state with a key for every value to load",
-                    got=f"an empty dict for {left_out[0]}" + (", .." if len(left_out) > 1 else ""),
+                    got=f"an empty dict for {ignored[0]}" + (", .." if len(ignored) > 1 else ""),
                     todo="an optimizer before its first step has no state yet: pass the optimizer itself to "
                     "vescale_fsdp.checkpoint.load, as {'model': model, 'optimizer': optimizer}",
                 ),

@@ -73,7 +73,7 @@ def sums_of_state(
         taken.locals_by_name,
         coordinator,
         check_replicas=False,
-        left_out=lambda _: (),
+        dropped=lambda _: (),
         most_sums=len(manifest.entries),
     )
     return taken.locals_by_name, manifest, finish()

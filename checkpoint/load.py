@@ -89,7 +89,7 @@ class LoadReport:
         num_bytes_received: bytes of tensors that other ranks read and sent to this rank.
         mismatched: tensors with different shapes or dtypes, which keep their values: name -> (in the checkpoint, in
             the state).
-        left_out: leaves of the checkpoint under keys that the state lacks, such as an optimizer's or a scheduler's.
+        ignored: leaves of the checkpoint under keys that the state lacks, such as an optimizer's or a scheduler's.
         warnings: possible problems with the checkpoint's files; the logger ``vescale_fsdp`` reports them too.
         unfilled: tensors of modules on the meta device that got no value, neither a stored one nor from ``init``.
 
@@ -106,7 +106,7 @@ class LoadReport:
     num_bytes_read: int = 0
     num_bytes_received: int = 0
     mismatched: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
 
@@ -143,7 +143,7 @@ def load(
         state: nested like the saved state; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Modules on the meta device are allocated.
         strict: what is an error. In every format, leaves of another object that only the checkpoint has (an optimizer,
-            a scheduler, a step count) are no error: they are logged and listed in ``left_out``.
+            a scheduler, a step count) are no error: they are logged and listed in ``ignored``.
             "auto": "missing" for Hugging Face's files, which often have the heads of other classes; else True.
             True: leaves that are missing, unexpected or mismatched, and name patterns that match no leaf.
             "missing": the same, except unexpected leaves, which are logged and reported.
@@ -591,7 +591,7 @@ def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport
         reads.num_bytes_read,
         reads.num_bytes_received,
         matched.mismatched,
-        tuple(matched.left_out),
+        tuple(matched.ignored),
         checkpoint.warnings,
         tuple(matched.unfilled),
     )
@@ -600,7 +600,7 @@ def _report_of(checkpoint: Loadable, reads: Reads, matched: Match) -> LoadReport
 def _log_report(
     where: str, report: LoadReport, seconds: float, strict: Strict, digest: str, *, is_partial: bool
 ) -> None:
-    """Log the speed and the warnings of a load; what was left out only if the caller asked for the whole state.
+    """Log the speed and the warnings of a load; what was ignored only if the caller asked for the whole state.
 
     Args:
         digest: the recorded fingerprint of the checkpoint; empty if there is none.
@@ -608,8 +608,8 @@ def _log_report(
     rate = report.num_bytes_read / max(seconds, 1e-9) / 1e9  # a coarse clock may measure 0 s
     text = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s, fingerprint %s"
     _log.info(text, where, report.num_bytes_read, seconds, rate, digest or "not recorded")
-    if report.left_out and not is_partial:
-        others = dict.fromkeys(name.partition(".")[0] for name in report.left_out)
+    if report.ignored and not is_partial:
+        others = dict.fromkeys(name.partition(".")[0] for name in report.ignored)
         _log.warning("%s: not loaded, since the state does not have it: %s", where, some(others))
     if report.unexpected and strict == "missing":
         _log.warning("%s: not loaded, since the state does not have it: %s", where, some(report.unexpected))

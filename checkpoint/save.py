@@ -158,9 +158,9 @@ class Saver:
             self.fingerprint = torch.accelerator.is_available()
         self._form = form_of(self.format)
 
-    def left_out(self, structure: Structure) -> Collection[str]:
+    def dropped(self, structure: Structure) -> Collection[str]:
         """Return the names of tensors that this format does not store."""
-        return self._form.left_out(structure)
+        return self._form.dropped(structure)
 
     def save(self, state: Any, metadata: Json = None) -> None:
         """Take the state on this thread, and save it."""
@@ -267,7 +267,7 @@ class Saver:
                 taken.locals_by_name,
                 self.coordinator,
                 self.check_replicas,
-                lambda manifest: self._form.left_out(manifest.structure),  # not stored, so not compared
+                lambda manifest: self._form.dropped(manifest.structure),  # not stored, so not compared
                 most_sums=sum(len(structure.entries) for _, structure in agreed.classes) if records else 0,
                 threads=self.storage.write_threads,
             )

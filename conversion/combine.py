@@ -25,7 +25,7 @@ from vescale_fsdp.conversion.engine.journal import EXPRESSION
 from vescale_fsdp.conversion.engine.source import Source, check_source
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
 from vescale_fsdp.conversion.expressions import parse_expression
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import equal_bytes, left_out_by
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import equal_bytes, tied_aliases_of
 from vescale_fsdp.conversion.quantization.names import find_quantized
 from vescale_fsdp.errors import ConversionError, as_pattern, option, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -51,7 +51,7 @@ def combine(
     operators by precedence and from left to right, one rounding per operation, and one rounding to the type of the
     result. Numbers among themselves are computed in float64 before. The bits are those of torch on a CPU. All other
     tensors (integers, bools, complex numbers) must be equal in all inputs, and are copied. Only models are written:
-    optimizer state, step counts and all other entries of the inputs are left out.
+    optimizer state, step counts and all other entries of the inputs are dropped.
 
     Args:
         sources: name in the expression -> opened checkpoint. The first one determines the names, their order, the types
@@ -301,10 +301,10 @@ class _Input:
         return cls(source, state, {short: name for name, short in names.items()})
 
     def with_tied_names(self, wanted: Set[str]) -> _Input:
-        """Return the input with those of the wanted names that its folder leaves out because they are tied."""
+        """Return the input with those of the wanted names that its folder does not store because they are tied."""
         missing = wanted - self.names.keys()
         # The class is asked only if needed, which is slow.
-        aliases = left_out_by(self.source, list(self.names))[0] if missing else {}
+        aliases = tied_aliases_of(self.source, list(self.names))[0] if missing else {}
         added = {alias: self.names[kept] for alias, kept in aliases.items() if alias in missing}
         return _Input.of(self.source, self.state.with_aliases(added)) if added else self
 

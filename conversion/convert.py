@@ -76,7 +76,7 @@ class ConvertReport:
     plan: OutputPlan
     state: CarriedState
     outcome: Outcome
-    tied: dict[str, str]  # name left out -> name under which its bytes are stored
+    tied: dict[str, str]  # alias of a tied weight -> name under which its bytes are stored
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
     uncast: tuple[str, ...]  # codes and scales of quantized weights, which keep their types
     left_assets: tuple[str, ...]  # files in the assets folder that are not copied
@@ -91,13 +91,13 @@ class ConvertReport:
     @property
     def dropped_optimizer(self) -> int:
         """Number of the source's optimizer entries that are not in the result."""
-        return len(set(self.state.left_out).intersection(self.state.model.optimizer))
+        return len(set(self.state.dropped).intersection(self.state.model.optimizer))
 
     @property
     def dropped_others(self) -> tuple[str, ...]:
         """Names of the source's entries outside the optimizer that are not in the result."""
         optimizer = set(self.state.model.optimizer)
-        return tuple(name for name in self.state.left_out if name not in optimizer)
+        return tuple(name for name in self.state.dropped if name not in optimizer)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, as ``--json`` prints it."""
@@ -116,7 +116,7 @@ class ConvertReport:
             "kept_files": list(self.outcome.kept),
             "closing_files": [file.name for file in self.plan.closing],
             "dropped": {"optimizer_entries": self.dropped_optimizer, "others": list(self.dropped_others)},
-            "tied": [{"left_out": alias, "same_as": kept} for alias, kept in self.tied.items()],
+            "tied": [{"name": alias, "stored_as": kept} for alias, kept in self.tied.items()],
             "casts": [{"name": n, "from": a, "to": b} for n, (a, b) in self.casts.items()],
             "uncast": list(self.uncast),
             "left_assets": list(self.left_assets),
@@ -296,7 +296,7 @@ def plan_conversion(
     # Other formats have no __metadata__, and it may describe tensors that this conversion changes.
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
-        warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
+        warnings.append(f"__metadata__ of safetensors files is dropped: {some(described)}")
     # After the rules, because config.json ties weights by their names in the result.
     state, tied, tie_warnings = _with_ties(state, kind, options, source, assets, is_equal)
     warnings += tie_warnings
@@ -479,21 +479,25 @@ def _with_ties(
     assets: Assets,
     is_equal: Compare | None,
 ) -> tuple[CarriedState, dict[str, str], Sequence[str]]:
-    """Leave out tied weights, or store them, as the target requires.
+    """Drop aliases of tied weights, or store them, as the target requires.
 
     Returns:
-        The state; left-out name -> stored name of the same weight; warnings about ties.
+        The state; alias -> stored name of the same weight; warnings about ties.
     """
     # An adapter has no tied weights. Without config.json, nothing says which weights are tied.
     if kind == "adapter" or (kind == "hf" and assets.config is None):
         return state, {}, ()
-    from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names, find_ties, left_out_by
+    from vescale_fsdp.conversion.formats.huggingface.tied_weights import (
+        find_ties,
+        tied_aliases,
+        tied_aliases_of,
+    )
 
     if kind == "hf":
         tied, warnings, differing = find_ties(state.views, assets.settings, is_equal)
         if differing:
             # Untying in config.json keeps both values. It unties all weights, so every name must then be stored.
-            state = state.with_aliases(absent_names(assets.settings, state.views))
+            state = state.with_aliases(tied_aliases(assets.settings, state.views))
             assets.untie()
             tied, _, differing = find_ties(state.views, assets.settings, is_equal)
             if differing:  # some classes tie weights whatever config.json says
@@ -507,9 +511,9 @@ def _with_ties(
                     "the config.json of the right class",
                 )
         return state.without(tied), tied, warnings
-    # Other formats store every name, so the names that a Hugging Face source leaves out are added again.
+    # Other formats store every name, so the aliases that a Hugging Face source does not store are added again.
     in_memory = options.rules is None and options.rules_to != "hf"
-    aliases, warnings_of_class = left_out_by(source, state.views, in_memory=in_memory)
+    aliases, warnings_of_class = tied_aliases_of(source, state.views, in_memory=in_memory)
     return state.with_aliases(aliases), {}, warnings_of_class
 
 

@@ -24,7 +24,7 @@ from vescale_fsdp.conversion.engine.tensor_view import (
 )
 from vescale_fsdp.conversion.formats.huggingface.class_names import in_memory
 from vescale_fsdp.conversion.formats.huggingface.repository import NAMES_OF_FILES, config_class, own_config
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import tied_aliases_of
 from vescale_fsdp.conversion.quantization.float_codes import cast_array
 from vescale_fsdp.errors import ConversionError, format_bytes, option, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
@@ -259,11 +259,11 @@ def _with_names_of(other: Source, others: Views, source: Source, views: Views) -
 
 
 def _add_aliases(source: Source, views: Views, others: Views) -> None:
-    """Add names of tied weights to ``views``: those that a Hugging Face folder leaves out and the other side stores."""
+    """Add to ``views`` the aliases that a Hugging Face folder does not store and the other side stores."""
     missing = others.keys() - views.keys()
     if not any(key[0] == "model" for key in missing):
-        return  # `left_out_by` may start a process that imports transformers, which is slow
-    aliases, _ = left_out_by(source, [name for kind, name in views if kind == "model"])
+        return  # `tied_aliases_of` may start a process that imports transformers, which is slow
+    aliases, _ = tied_aliases_of(source, [name for kind, name in views if kind == "model"])
     views.update({("model", name): views["model", aliases[name]] for _, name in missing if name in aliases})
 
 

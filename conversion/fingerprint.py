@@ -78,7 +78,7 @@ def fingerprints_of(
 ) -> tuple[Fingerprint, Fingerprint]:
     """Return the fingerprints of two checkpoints under names that are equal for the same tensor, as in `diff`.
 
-    If one checkpoint contains only a model, the other one's further tensors are left out.
+    If one checkpoint contains only a model, the other one's further tensors are ignored.
 
     Args:
         a, b: opened checkpoints.

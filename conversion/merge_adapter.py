@@ -22,7 +22,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.conversion.formats.huggingface.model_class import orientation_of_class
 from vescale_fsdp.conversion.formats.huggingface.repository import config_class
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import tied_aliases
 from vescale_fsdp.conversion.formats.peft import ROOT, PeftConfig
 from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.geometry import Box, whole_box
@@ -61,7 +61,7 @@ def merged_state(
     """
     parts, whole_weights = _by_module(adapter)
     changed = [*(f"{module}.weight" for module in parts), *whole_weights]
-    aliases = absent_names(model_config, base.views)
+    aliases = tied_aliases(model_config, base.views)
     changed_tensors = {aliases.get(name, name) for name in changed}
     base = base.with_aliases({name: kept for name, kept in aliases.items() if kept in changed_tensors})
     merge = _Merge(base.views, config, model_config, adapter.url)

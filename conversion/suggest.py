@@ -15,7 +15,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     is_weight_file,
     own_config,
 )
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names, declared_ties
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import declared_ties, tied_aliases
 from vescale_fsdp.conversion.rules.suggest import NamedShapes, Shape, suggest_rules
 from vescale_fsdp.errors import ConversionError
 
@@ -43,7 +43,7 @@ def _named_shapes(model: str) -> NamedShapes:
     state = model_state(opened := open_source(model))
     config = own_config(opened.store)
     shapes = {name: view.info.shape for name, view in state.views.items()}
-    ties = absent_names(config, shapes)
+    ties = tied_aliases(config, shapes)
     return NamedShapes(shapes | {alias: shapes[name] for alias, name in ties.items()}, ties, config)
 
 

@@ -75,7 +75,7 @@ VOLATILE = (
     (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID"),  # torch's, in .metadata
 )
 
-TARGETS = {"to-vescale": "native", "to-hf": "hf", "to-fsdp2": "dcp", "to-torch": "torch", "to-zarr": "zarr"}
+TARGETS = {"to-native": "native", "to-hf": "hf", "to-fsdp2": "dcp", "to-torch": "torch", "to-zarr": "zarr"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cast": {"dtype": ("bf16",)},
@@ -102,7 +102,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "SRC", "--shards", "2,8"),
     "plan --json": ("plan", "SRC", "--shards", "3", "--granularity", "rows:2", "--json"),
     "to-hf --dry-run": ("to-hf", "SRC", "OUT", "--dry-run"),
-    "to-vescale --json": ("to-vescale", "SRC", "OUT", "--json", "--threads", "1"),
+    "to-native --json": ("to-native", "SRC", "OUT", "--json", "--threads", "1"),
 }
 
 # For `MODEL`, for the model of `_training`, and for flax's names in the Orbax source.

@@ -8,7 +8,7 @@
 | resume | 3 ranks: the same script, from the newest step |
 | DCP | stock `dcp.save` and `dcp.load` of a model, on 2 ranks; a load of the folder by this library |
 | Hugging Face | 3 ranks: a repository into shards, and the shards as a repository |
-| commands | inspect, verify, diff, report, to-hf, to-fsdp2, to-torch, to-zarr, to-vescale, rules, plan |
+| commands | inspect, verify, diff, report, to-hf, to-fsdp2, to-torch, to-zarr, to-native, rules, plan |
 
 Only public names and commands are used, and this script does not change, so that two versions of the product can be
 compared. Every process, ranks and commands too, loads the product through `tools.mutate.loading`, which notes each
@@ -286,8 +286,8 @@ def commands() -> list[tuple[int, tuple[str, ...]]]:
         (0, ("to-fsdp2", last, "stock")),
         (0, ("to-torch", last, "model.pt")),
         (0, ("to-zarr", last, "arrays")),
-        (0, ("to-vescale", "repository", "start", "--ranks", "4", "--granularity", "rows:16")),
-        (0, ("to-vescale", "repository", "renamed", *names)),
+        (0, ("to-native", "repository", "start", "--ranks", "4", "--granularity", "rows:16")),
+        (0, ("to-native", "repository", "renamed", *names)),
         (0, ("diff", "repository", "start")),
         (0, ("report", last, "--out", "report.html")),
         (0, ("rules",)),

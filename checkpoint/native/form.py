@@ -48,7 +48,7 @@ class RankShare(NamedTuple):
 
     Attributes:
         locals_by_name: this rank's tensors; each has the elements of the rank's whole region. `async_save` omits
-            tensors that every format leaves out.
+            tensors that every format drops.
         blob: this rank's `PerRank` values, packed into bytes.
         replace: whether an existing folder may be replaced.
         every_node: whether each node has a storage of its own.
@@ -117,7 +117,7 @@ class Form(ABC):
         """
         return self
 
-    def left_out(self, structure: Structure) -> Collection[str]:
+    def dropped(self, structure: Structure) -> Collection[str]:
         """Return names of tensors whose values `write` never reads; a save need not copy these tensors."""
         return ()
 

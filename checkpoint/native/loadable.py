@@ -170,13 +170,13 @@ class NativeCheckpoint(Loadable):
         if stored:
             for key in stored:
                 tree = dict(items_of_node(tree) or ()).get(key, {})
-            # What is not the model's stays where it is, or is left out if the state has no such key.
+            # What is not the model's stays where it is, or is ignored if the state has no such key.
             keys = {path[0] for path in live.leaves if path} - {stored[0]}
             names = {**leaves.paths, **{name: (name,) for name in leaves.per_rank}}
-            left_out = tuple(n for n, path in names.items() if n not in model.names and path[0] not in keys)
+            ignored = tuple(n for n, path in names.items() if n not in model.names and path[0] not in keys)
             others = {key: item for key, item in root.items() if key in keys}
             return ManifestCatalogue(
-                self._manifest, self.where, {**others, **dict(items_of_node(tree) or ())}, left_out
+                self._manifest, self.where, {**others, **dict(items_of_node(tree) or ())}, ignored
             )
         inner: Json = {key: root.pop(key) for key in list(root) if key in model.names}
         for key in reversed(own[1:]):

@@ -86,10 +86,10 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
         todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"
     elif ".metadata" in names:
         got += ", but .metadata of torch.distributed.checkpoint"
-        todo = "read it with `load` or dcp.load, or convert it to this format with vescale-convert to-vescale"
+        todo = "read it with `load` or dcp.load, or convert it to this format with vescale-convert to-native"
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
-        todo = "read them with `load`, or convert them to this format with vescale-convert to-vescale"
+        todo = "read them with `load`, or convert them to this format with vescale-convert to-native"
     return NoCheckpointError(
         "There is no checkpoint at this path.",
         expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",

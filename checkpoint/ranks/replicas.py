@@ -97,7 +97,7 @@ def begin_comparison(
     locals_by_name: Mapping[str, torch.Tensor],
     coordinator: Coordinator,
     check_replicas: CheckReplicas,
-    left_out: Callable[[Manifest], Collection[str]],
+    dropped: Callable[[Manifest], Collection[str]],
     *,
     most_sums: int = 0,
     threads: int = 1,
@@ -109,7 +109,7 @@ def begin_comparison(
     Args:
         plan: returns the manifest of the save.
         locals_by_name: name -> this rank's part of the tensor.
-        left_out: returns the names of tensors that the save does not write.
+        dropped: returns the names of tensors that the save does not write.
         most_sums: a number of tensors that the manifest does not exceed, equal on all ranks; 0 to compute no sums. A
             rank that cannot compute the manifest then still takes part in an all-reduce of the right size.
         threads: number of threads that compute the sums of host tensors.
@@ -132,7 +132,7 @@ def begin_comparison(
             manifest = plan()
             if compares:
                 replicas = _Replicas(
-                    manifest, locals_by_name, coordinator.rank, check_replicas, left_out(manifest)
+                    manifest, locals_by_name, coordinator.rank, check_replicas, dropped(manifest)
                 )
                 words = replicas.words()
             if most_sums:
@@ -168,7 +168,7 @@ class _Replicas:
         locals_by_name: Mapping[str, torch.Tensor],
         rank: int,
         check_replicas: CheckReplicas,
-        left_out: Collection[str],
+        dropped: Collection[str],
     ) -> None:
         self._locals_by_name = locals_by_name
         # Each save samples different elements, so that a small difference is detected by one of the next saves.
@@ -177,7 +177,7 @@ class _Replicas:
         self.entries: list[Entry] = []  # the same on all ranks
         self._own: list[tuple[_Replica, list[int]]] = []  # this rank's rings, with indices into `entries`
         kinds: dict[tuple[int, int], list[int]] = {}
-        skipped = frozenset(left_out)
+        skipped = frozenset(dropped)
         for number, (entry, holders) in enumerate(zip(manifest.entries, manifest.holders, strict=True)):
             if entry.name in skipped or not entry.numel:  # not written, or nothing to compare
                 continue

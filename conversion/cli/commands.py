@@ -88,7 +88,7 @@ def cli() -> None:
     \b
     vescale-convert inspect run
     vescale-convert to-hf run/step-00000020 repository --assets original_repository
-    vescale-convert to-vescale repository checkpoint
+    vescale-convert to-native repository checkpoint
     """
     click.get_current_context().with_resource(flags_in_messages())
 
@@ -661,9 +661,9 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "List the shipped key rules, or suggest a rule file.",
         ("rules", "rules --suggest run/step-00000020 original_repository"),
     ),
-    "to-vescale": (
+    "to-native": (
         "Write SRC to OUT as a native checkpoint.",
-        ("to-vescale repository checkpoint", "to-vescale s3://bucket/global_step500 checkpoint --resume"),
+        ("to-native repository checkpoint", "to-native s3://bucket/global_step500 checkpoint --resume"),
     ),
     "to-zarr": (
         "Write SRC to OUT as a native checkpoint in zarr v3 form.",
@@ -741,10 +741,10 @@ def summary(report: ConvertReport) -> str:
         by = f"by the {_CHECKED_BY[report.check.how]}{child}"
         lines.append(f"checked: {report.check.class_name} loads it ({by})")
     if report.dropped_optimizer:
-        lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
+        lines.append(f"dropped: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:
-        lines.append(f"left out: {some(_by_container(report), _MOST)}")
-    lines += [f"left out: {alias} (tied to {kept})" for alias, kept in report.tied.items()]
+        lines.append(f"dropped: {some(_by_container(report), _MOST)}")
+    lines += [f"tied: {alias} (stored as {kept})" for alias, kept in report.tied.items()]
     if report.uncast:
         lines.append(f"not cast, since quantized or a scale: {some(report.uncast, _MOST)}")
     if report.left_assets:
@@ -757,7 +757,7 @@ def summary(report: ConvertReport) -> str:
 
 
 def _by_container(report: ConvertReport) -> list[str]:
-    """List the omitted entries, one text per container: a trainer may store a hundred counters and random states."""
+    """List the dropped entries, one text per container: a trainer may store a hundred counters and random states."""
     containers: dict[str, list[str]] = {}
     for name in report.dropped_others:
         root, *inner = map(str, report.source.path(name))

@@ -62,7 +62,7 @@ class CarriedState:
         paths: name -> path in the nested state; names without a path are at the root.
         model: the split of the entries into model, optimizer and others, by their names in this state.
         is_model: names in this state that belong to the model.
-        left_out: names in the source that are not in this state.
+        dropped: names in the source that are not in this state.
         warnings: messages to the user about changes of the state.
         file_metadata: ``__metadata__`` of the source's safetensors files.
     """
@@ -72,7 +72,7 @@ class CarriedState:
     paths: Mapping[str, Path]
     model: ModelNames
     is_model: frozenset[str]
-    left_out: tuple[str, ...] = field(default=())
+    dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
     file_metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,20 +109,20 @@ class CarriedState:
         return self.restricted_to(kept)
 
     def restricted_to(self, kept: Set[str]) -> CarriedState:
-        """Return the state with only these entries; the names of all other entries are added to ``left_out``."""
+        """Return the state with only these entries; the names of all other entries are added to ``dropped``."""
         return replace(
             self,
             views={name: view for name, view in self.views.items() if name in kept},
             values={name: value for name, value in self.values.items() if name in kept},
-            left_out=(*self.left_out, *(name for name in (*self.views, *self.values) if name not in kept)),
+            dropped=(*self.dropped, *(name for name in (*self.views, *self.values) if name not in kept)),
         )
 
     def without(self, names: Iterable[str]) -> CarriedState:
-        """Return the state without these tensors, which other entries contain; ``left_out`` does not change."""
-        dropped = set(names)
-        if not dropped:
+        """Return the state without these tensors, which other entries contain; ``dropped`` does not change."""
+        aliases = set(names)
+        if not aliases:
             return self
-        return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
+        return replace(self, views={n: v for n, v in self.views.items() if n not in aliases})
 
     def with_replaced(
         self, made: Mapping[str, tuple[TensorView, str]], gone: Set[str], warnings: tuple[str, ...] = ()
@@ -253,10 +253,10 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
         if renamed
         else ()
     )
-    left_out = (*model.optimizer, *model.others, *source.omitted)
+    dropped = (*model.optimizer, *model.others, *source.unsupported)
     own = replace(model, names={name: name for name in views})
     # No values and no paths: a repository has only tensors, whose names are not nested.
-    return CarriedState(views, {}, {}, own, frozenset(views), left_out, warnings, source.file_metadata)
+    return CarriedState(views, {}, {}, own, frozenset(views), dropped, warnings, source.file_metadata)
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
@@ -302,7 +302,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         paths,
         own,
         frozenset(own.names),
-        source.omitted,
+        source.unsupported,
         file_metadata=source.file_metadata,
     )
 

@@ -21,7 +21,7 @@ class Entries:
     paths: dict[str, Path] = field(default_factory=dict)
     readers: dict[str, BoxReader] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
-    omitted: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def add_tensor(self, path: Path, tensor: StoredTensor, reader: BoxReader | None = None) -> None:
@@ -48,7 +48,7 @@ class Entries:
         self.paths |= other.paths
         self.readers |= other.readers
         self.decoded |= other.decoded
-        self.omitted += other.omitted
+        self.unsupported += other.unsupported
         self.warnings += other.warnings
 
     def source(
@@ -71,7 +71,7 @@ class Entries:
             self.readers,
             self.decoded,
             file=file,
-            omitted=tuple(self.omitted),
+            unsupported=tuple(self.unsupported),
             warnings=tuple(self.warnings),
             locate=locate,
         )

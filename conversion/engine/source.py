@@ -73,7 +73,7 @@ class Source(OpenSource):
         decoded: name -> bytes of memory that decoding one chunk takes, for tensors whose chunks are decoded whole.
         aliases: name -> earlier name of the same tensor, if equal file locations do not show that.
         file: name of the file, if the checkpoint is a single file; empty for a folder.
-        omitted: names of entries that this package cannot convert (values that differ per rank).
+        unsupported: names of entries that this package cannot convert (values that differ per rank).
         layouts: the sharding of groups of tensors, if the format stores it.
         checked: returns the stripes and checksums of a file; None if the format has no checksums, or has checksums of
             byte ranges instead (see `verified_reads`).
@@ -103,7 +103,7 @@ class Source(OpenSource):
     decoded: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     file: str = ""
-    omitted: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
     checked: Callable[[str], StripedFile | None] = lambda _: None
     file_metadata: Mapping[str, str] = field(default_factory=dict)

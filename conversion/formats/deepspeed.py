@@ -51,7 +51,7 @@ def open_deepspeed(store: Storage) -> Source:
     """Open a DeepSpeed checkpoint, or the folder around several with a file ``latest``.
 
     Reads the zip directory and the pickle of each file. Pickled objects other than tensors and plain values are
-    omitted, and their classes are never imported.
+    unsupported, and their classes are never imported.
 
     Raises:
         ConversionError: if the checkpoint uses more than data parallelism, or the optimizer's files are missing.
@@ -165,10 +165,10 @@ class _Reader:
             model.opened.add_all(entries, ("optimizer",), content["optimizer"])
         self._damaged.raise_any()
         for path, leaf in model.rest.items():
-            # An entry is left out if it has the name of the model or the optimizer, which are added above, or if its
+            # An entry is unsupported if it has the name of the model or the optimizer, which are added above, or if its
             # value differs between ranks.
             if path[0] in ("model", "optimizer") or model.differs(path, self._models[1:]):
-                entries.omitted.append(".".join(map(str, path)))
+                entries.unsupported.append(".".join(map(str, path)))
             else:
                 model.opened.add_all(entries, path, leaf)
         ranks = len(self._files.optim)

@@ -524,7 +524,7 @@ class ZeroShards:
                     )
                 for kind, value in counts.items():
                     first.opened.add_step(entries, ("optimizer", "state", name, kind), value)
-            entries.omitted += [
+            entries.unsupported += [
                 f"optimizer.state.{kind} of group {group}"
                 for kind in first.states[group]
                 if kind not in moments and kind not in counts

@@ -40,7 +40,7 @@ _NORMS = {  # names of Megatron's local layers -> names of Transformer Engine's
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
 _BY_RANGES = (
-    "the optimizer is left out: its state is stored by ranges of buffers, not by parameter; Megatron stores it by "
+    "the optimizer is dropped: its state is stored by ranges of buffers, not by parameter; Megatron stores it by "
     "parameter with --dist-ckpt-optim-fully-reshardable"
 )
 # Keys of parameter groups that are not copied as options: ``params`` is empty, and the step is added to the state of
@@ -150,7 +150,7 @@ def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
             stacks.add(entries, path_of, name, tensor)
     _add_common(entries, TorchFile.open(store, _COMMON_FILE, stand_ins=True))
     # `stored.values` are pickled objects: extra state of Transformer Engine's layers, and random states of ranks.
-    entries.omitted += [*others, *stored.values]
+    entries.unsupported += [*others, *stored.values]
     return entries.source("megatron", store, stored.facts, locate=stacks.located)
 
 
@@ -222,7 +222,7 @@ def _add_options(entries: Entries, groups: list[dict[str, Any]], names: list[str
             f"{option} {chosen[0]!r:.60}" for option, chosen in options.items() if option not in differing
         )
         entries.warnings.append(
-            f"options of the optimizer are left out: it has {len(groups)} groups, and the checkpoint does not store "
+            f"options of the optimizer are dropped: it has {len(groups)} groups, and the checkpoint does not store "
             f"which parameters a group has; the groups differ in {differences}, and have in common "
             f"{common_options or 'nothing'}"
         )

@@ -7,7 +7,7 @@
 
 Nested keys become dotted names. ``params`` at the root is the model, and ``opt_state`` is its optimizer. If there is no
 ``params``, the whole tree is the model. Items without a tree, such as a config's JSON or the state of a data iterator,
-are left out and listed.
+are dropped and listed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_orbax(store: Storage) -> Source:
     items = [tree.removesuffix(TREE_FILE) for tree in trees]
     entries, arrays = Entries(), Arrays(store, files)
     if "" not in items:  # the folders of a step are its items
-        entries.omitted += sorted(
+        entries.unsupported += sorted(
             {f"{file.partition('/')[0]}/" for file in files if "/" in file} - set(items)
         )
     for item in items:

@@ -9,7 +9,7 @@
     meta.pt                                              at the root                  Lightning and Fabric
 
 The state in these files is added to the checkpoint's state under the names in the middle column. A file whose pickle
-contains objects other than tensors and plain values is omitted with a warning, because the weights can be read without
+contains objects other than tensors and plain values is dropped with a warning, because the weights can be read without
 it.
 """
 
@@ -36,7 +36,7 @@ _OF_RANK = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _LIGHTNING = "meta.pt"  # its state has no common name: each entry is added at the root
 _TRAINER_STATE = "trainer_state.json"
 _Locate = Callable[[TensorInfo, StoredChunk], StoredChunk]
-_OMITTED = ("training_args.bin",)  # pickled arguments of the training script, not state
+_UNSUPPORTED = ("training_args.bin",)  # pickled arguments of the training script, not state
 
 
 def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
@@ -54,13 +54,13 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
                     entries.update(_entries_of(source.store, file, container, trust_pickle))
                     read_files.append(file)
             except ConversionError as error:
-                entries.omitted.append(file)
+                entries.unsupported.append(file)
                 # The first 3 lines of an error are the problem, what was expected and what was found.
-                entries.warnings.append(f"{file} is left out. {' '.join(str(error).splitlines()[:3])}")
-        elif file in _OMITTED:
-            entries.omitted.append(file)
+                entries.warnings.append(f"{file} is dropped. {' '.join(str(error).splitlines()[:3])}")
+        elif file in _UNSUPPORTED:
+            entries.unsupported.append(file)
     damaged.raise_any()
-    if not (entries.tensors or entries.values or entries.omitted):
+    if not (entries.tensors or entries.values or entries.unsupported):
         return source
     if doubles := {**source.tensors, **source.values}.keys() & {**entries.tensors, **entries.values}.keys():
         raise CorruptCheckpointError(
@@ -77,7 +77,7 @@ def with_side_files(source: Source, *, trust_pickle: bool = False) -> Source:
         paths={**source.paths, **entries.paths},
         readers={**source.readers, **entries.readers},
         facts={**source.facts, "next to the model": ", ".join(read_files) or "nothing that can be read"},
-        omitted=(*source.omitted, *entries.omitted),
+        unsupported=(*source.unsupported, *entries.unsupported),
         warnings=(*source.warnings, *entries.warnings),
         # If `locate` is None, all chunks of the source are located already, and it stays None.
         locate=source.locate and partial(_located, source.locate, frozenset(read_files)),

@@ -82,9 +82,9 @@ class Format(NamedTuple):
 
 
 _granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granularities")
-_plan_native = lazy_function("vescale_fsdp.conversion.formats.vescale.plan", "plan_native")
+_plan_native = lazy_function("vescale_fsdp.conversion.formats.native.plan", "plan_native")
 _plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.plan", "plan_dcp")
-_plan_zarr = lazy_function("vescale_fsdp.conversion.formats.vescale.zarr_plan", "plan_zarr")
+_plan_zarr = lazy_function("vescale_fsdp.conversion.formats.native.zarr_plan", "plan_zarr")
 _plan_adapter = lazy_function("vescale_fsdp.conversion.formats.peft", "plan_adapter")
 _plan_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.plan", "plan_hf")
 _plan_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.write", "plan_torch")
@@ -94,10 +94,10 @@ _plan_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.write", 
 FORMATS = {
     "native": Format(
         r"(vescale-checkpoint/)?manifest\.json",  # the native form, the zarr form
-        "vescale_fsdp.conversion.formats.vescale.source:open_native",
+        "vescale_fsdp.conversion.formats.native.source:open_native",
         takes=(),
         target=Target(
-            "to-vescale",
+            "to-native",
             "Write SRC to OUT as a native checkpoint.",
             lambda state, o, *_: _plan_native(
                 state, o.ranks, _granularities(o.granularity), fingerprint=o.fingerprint
@@ -246,7 +246,7 @@ def open_zarr(store: Storage) -> Source:
         CorruptCheckpointError: if the hierarchy is damaged.
     """
     # Imported here, so that `--help` does not import readers.
-    from vescale_fsdp.conversion.formats.vescale.source import open_native
+    from vescale_fsdp.conversion.formats.native.source import open_native
     from vescale_fsdp.conversion.formats.zarr import hierarchy
 
     return open_native(store) if hierarchy.has_manifest(store) else hierarchy.open_zarr(store)

@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView, read_range
-from vescale_fsdp.conversion.formats.vescale.source import constants_of, infos_of
+from vescale_fsdp.conversion.formats.native.source import constants_of, infos_of
 from vescale_fsdp.layout.distribution import ShardCut
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.extent import Extent
@@ -76,7 +76,7 @@ class HeldShards:
             leaves.paths,
             readers={name: partial(self._read, place) for name, place in self.places.items()},
             aliases={name: firsts[place] for name, place in self.places.items() if firsts[place] != name},
-            omitted=tuple(leaves.per_rank),
+            unsupported=tuple(leaves.per_rank),
         )
 
     def place_of(self, leaf: SourceView) -> int:

@@ -54,7 +54,7 @@ class HuggingFace(Form):
         >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
         >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
 
-    The optimizer is left out. Each rank writes its part of the files, and no tensor is gathered. Ranks exchange small
+    The optimizer is dropped. Each rank writes its part of the files, and no tensor is gathered. Ranks exchange small
     parts only where the bytes of several ranks alternate in a file: after some key rules, and for shards along other
     dims than the first.
 
@@ -62,7 +62,7 @@ class HuggingFace(Form):
         assets: folder or URL whose config.json, tokenizer files and so on are copied.
         rules: key rules from the model's names to Hugging Face's: the name of a shipped set, or a TOML file.
         dtype: the type that floats are cast to, or several texts such as ``"*.gate.bias=float32"``.
-        model_prefix: prefix of the model's names in the state, such as ``"model"``; all other entries are left out.
+        model_prefix: prefix of the model's names in the state, such as ``"model"``; all other entries are dropped.
             By default the model is detected, and a state with entries outside the model and its optimizer is refused.
         max_shard_bytes: maximum bytes of tensors per file.
         budget_bytes: maximum bytes of other ranks' tensors that a rank buffers.
@@ -147,8 +147,8 @@ class HuggingFace(Form):
         """Remove all files of a failed save."""
         repository_folder(storage).clear_away()
 
-    def left_out(self, structure: Structure) -> Collection[str]:
-        """Return the names of the optimizer's tensors. `_planned` may leave out further tensors, such as tied ones."""
+    def dropped(self, structure: Structure) -> Collection[str]:
+        """Return the names of the optimizer's tensors. `_planned` may drop further tensors, such as tied ones."""
         leaves = NativeLeaves(structure, "the state")
         optimizer = set(optimizer_names(leaves.paths))
         kept = {number for name, number in leaves.tensors.items() if name not in optimizer}
@@ -161,14 +161,14 @@ class HuggingFace(Form):
             ConversionError: without ``model_prefix``, for entries outside the model and its optimizer.
         """
         # An unexpected entry may be data that the user wants to keep, so only `model_prefix` drops it without an error.
-        others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
+        others = (*find_model(shards.source, self.model_prefix).others, *shards.source.unsupported)
         if others and self.model_prefix is None:
             raise ConversionError(
                 "A Hugging Face repository cannot contain all of this state.",
-                expected="a model, and an optimizer, which is left out",
+                expected="a model, and an optimizer, which is dropped",
                 got=some(others, 8),
                 where=shards.source.url,
-                todo="save the model alone, or name it: HuggingFace(.., model_prefix='model') leaves out all else",
+                todo="save the model alone, or name it: HuggingFace(.., model_prefix='model') drops all else",
             )
         options = ConvertOptions(
             assets=os.fspath(self.assets),

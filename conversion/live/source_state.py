@@ -16,7 +16,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     config_class,
     own_config,
 )
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import tied_aliases_of
 from vescale_fsdp.conversion.formats.peft import names_in_training
 from vescale_fsdp.conversion.live.viewed_checkpoint import OpenedSource
 from vescale_fsdp.conversion.quantization.dequantize import dequantized
@@ -60,7 +60,7 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
         return None if class_name is None else in_memory(state, settings, class_name, url)
 
     def aliases(names: Collection[str], are_in_memory: bool) -> tuple[dict[str, str], tuple[str, ...]]:
-        return left_out_by(source, names, in_memory=are_in_memory)
+        return tied_aliases_of(source, names, in_memory=are_in_memory)
 
     def adapter_names(live: Collection[str], stored: Collection[str]) -> dict[str, str]:
         is_folder = source.kind == "adapter"

@@ -46,7 +46,7 @@ from vescale_fsdp.conversion.engine.casting import CastRules, CastView
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView
 from vescale_fsdp.conversion.engine.verified_reads import SeenReads
-from vescale_fsdp.conversion.formats.vescale.tree import native_tree
+from vescale_fsdp.conversion.formats.native.tree import native_tree
 from vescale_fsdp.errors import callers_level
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
@@ -105,7 +105,7 @@ class ViewCatalogue(Catalogue):
         adapter: Collection[str],
         computed: Collection[str],
     ) -> None:
-        self.where, self.left_out = where, carried.left_out
+        self.where, self.ignored = where, carried.dropped
         self.tree, names = native_tree(carried, lambda _: 0)  # any file order, since the tree is not written
         self._views = [carried.views[name] for _, name in names]
         self._casts_to_state, self._quantized = casts_to_state, quantized
@@ -272,7 +272,7 @@ def _at_paths_of(
     """Move a source's entries to the paths that a live state has for them.
 
     If both sides have one model, the source's model moves to the live model's path, whatever its own path is. A single
-    optimizer moves in the same way. Entries under other keys than the live state's are left out, such as a scheduler's,
+    optimizer moves in the same way. Entries under other keys than the live state's are ignored, such as a scheduler's,
     or the optimizer's if the live state is a model alone.
 
     With ``by_name``, only a model without a key, in the state or in the source, moves.

@@ -75,7 +75,7 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
             "the model",
         )
     # Such as scales of activations, and scales next to weights that are stored as floats.
-    warning = (f"scales without a weight of their own are left out: {some(left)}",) if left else ()
+    warning = (f"scales without a weight of their own are dropped: {some(left)}",) if left else ()
     return state.with_replaced(weights, used.union(left), warning)
 
 

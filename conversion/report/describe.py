@@ -43,7 +43,7 @@ def describe(source: Source) -> dict[str, Any]:
         "dtypes": dict(sorted(kinds.items())),
         "fingerprint": source.recorded and source.recorded.digest,
         "facts": dict(source.facts),
-        "left_out": list(source.omitted),
+        "unsupported": list(source.unsupported),
         "tensors": [
             {
                 "name": name,
@@ -149,7 +149,7 @@ def draw(source: Source, number: int | None = None) -> str:
             expected="a native checkpoint of sharded groups" if not layouts else f"0 to {len(layouts) - 1}",
             got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
             where=source.url,
-            todo="choose another layout, or convert the checkpoint first: vescale-convert to-vescale SRC OUT --ranks N",
+            todo="choose another layout, or convert the checkpoint first: vescale-convert to-native SRC OUT --ranks N",
         )
     chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
     return layout_svg(layouts[chosen], layout_title(layouts[chosen]))
@@ -185,7 +185,7 @@ def format_description(description: dict[str, Any]) -> str:
         "model prefix": ", ".join(prefix or "(root)" for prefix in description["models"]) or "no model found",
         **({"fingerprint": description["fingerprint"]} if description["fingerprint"] else {}),
         "other values": str(len(description["values"])),
-        **({"left out": ", ".join(description["left_out"])} if description["left_out"] else {}),
+        **({"unsupported": ", ".join(description["unsupported"])} if description["unsupported"] else {}),
         **description["facts"],
     }
     width = max(map(len, head)) + 2

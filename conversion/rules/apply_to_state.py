@@ -96,7 +96,7 @@ def state_with_rules(
             _add_value(path, value, entry, applied, result)
         else:
             result.add_value(path, value, name)  # the optimizer of another model keeps its names
-    left_out = (*state.left_out, *applied.dropped)
+    dropped = (*state.dropped, *applied.dropped)
     kept = [name_of(other) for other in other_models(state)]
     warnings = [f"{some(kept)} kept their names: the rules apply only to the model"] if kept else []
     return replace(
@@ -106,7 +106,7 @@ def state_with_rules(
         paths=result.paths,
         model=replace(state.model, names=names),
         is_model=frozenset(names),
-        left_out=left_out,
+        dropped=dropped,
         warnings=(*state.warnings, *applied.warnings, *warnings),
     )
 

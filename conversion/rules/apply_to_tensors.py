@@ -41,10 +41,10 @@ class Applied:
     Args:
         views: the new tensors by new name.
         origins: new name -> the old names that it was made from; tensors of zeros have none.
-        aliases: new names of tied weights that hf leaves out. They have no optimizer state: a tied parameter has one
-            state, under the new name of the weight that hf stores.
-        dropped: names that [[drop]] left out.
-        warnings: messages about names that were left out and padding that was removed.
+        aliases: new names of tied weights that hf does not store. They have no optimizer state: a tied parameter has
+            one state, under the new name of the weight that hf stores.
+        dropped: names that [[drop]] matched.
+        warnings: messages about names that were dropped and padding that was removed.
     """
 
     views: dict[str, TensorView]
@@ -116,9 +116,9 @@ class _Application:
         zeros = tuple(Drop(zeros.ours) for zeros in self.rules.zeros)  # hf lacks these tensors
         drops = (*self.rules.drops_ours, *zeros) if self.to_hf else self.rules.drops_hf
         by_drop = [drop.among(self.views, self._size) for drop in drops]
-        left_out = set(chain.from_iterable(by_drop))
-        dropped = tuple(name for name in self.views if name in left_out)
-        names = [name for name in self.views if name not in left_out]
+        matched = set(chain.from_iterable(by_drop))
+        dropped = tuple(name for name in self.views if name in matched)
+        names = [name for name in self.views if name not in matched]
         self._kept = frozenset(names)
         for rule in self.rules.rules:
             self._collect_errors(lambda rule=rule: self._apply(rule, names))  # type: ignore[misc]
@@ -142,7 +142,7 @@ class _Application:
         if not (self.to_hf or self.partial):  # neither hf nor optimizer state has these tensors
             self._add_zeros()
         warnings = tuple(
-            f"{drop.warn}: left out {some(names)}"
+            f"{drop.warn}: dropped {some(names)}"
             for drop, names in zip(drops, by_drop, strict=True)
             if drop.warn and names
         )
@@ -245,7 +245,7 @@ class _Application:
                 # Sorted: the patterns of a rule may have their captures in different orders.
                 rows = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 rows[row][index] = name
-        # If hf leaves out a tied weight, the rule is applied to the weight that hf stores.
+        # If hf does not store a tied weight, the rule is applied to the weight that hf stores.
         may_tie = not (groups or self.to_hf or self.partial) and rule.tie in self.views
         if may_tie and rule.tie is not None and self.config.get("tie_word_embeddings") is True:
             groups[()] = [{0: rule.tie}]

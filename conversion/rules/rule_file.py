@@ -1,6 +1,6 @@
 """Key rules: files that describe how tensors of one framework become tensors of another.
 
-A rule file is TOML: [let] has sizes, [[rule]] has rules, [[drop]] has keys to leave out, and [[zeros]] has tensors of
+A rule file is TOML: [let] has sizes, [[rule]] has rules, [[drop]] has keys to drop, and [[zeros]] has tensors of
 zeros that only the other framework has. It is written once, from Hugging Face's names ("hf") to another framework's
 ("ours"), and used in both directions: every operation has an inverse.
 
@@ -16,7 +16,7 @@ zeros that only the other framework has. It is written once, from Hugging Face's
     [[drop]]
     hf = "model.layers.{l}.*"
     from = { l = "num_hidden_layers" }           # only keys whose {l} is at least this value
-    warn = "modules for multi-token prediction"  # a warning says that these were left out
+    warn = "modules for multi-token prediction"  # a warning says that these were dropped
     [[refuse]]
     hf = "*.weight_scale_inv"
     todo = "convert a copy in bf16"
@@ -106,7 +106,7 @@ class KeyRule:
         ours: name patterns of the tensors in the other layout.
         ops: the operations from hf to ours.
         optional: whether the rule may match no key.
-        tie: the hf name to use if hf omits the tied weight; None if the weight is never omitted.
+        tie: the hf name to use if hf does not store the tied weight; None if hf always stores it.
     """
 
     hf: tuple[Pattern, ...]
@@ -149,11 +149,11 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class Drop:
-    """Keys that are left out of the result.
+    """Keys that are dropped from the result.
 
     Args:
         pattern: the keys' name pattern.
-        least: capture -> size expression; keys whose capture has a smaller value are not left out.
+        least: capture -> size expression; keys whose capture has a smaller value are not dropped.
         warn: a description of the keys for a warning; None for no warning.
     """
 
@@ -167,7 +167,7 @@ class Drop:
             raise _bad(self.pattern.text, expected, ", ".join(self.least))
 
     def among(self, names: Iterable[str], size: Callable[[str | int], int]) -> list[str]:
-        """Return those of ``names`` that are left out.
+        """Return those of ``names`` that are dropped.
 
         Args:
             size: evaluates a size expression; called only if a name matches, since the config may lack the size.

@@ -47,7 +47,7 @@ class NamedShapes:
 
     Args:
         shapes: name -> shape, including names that files omit because their tensor is tied.
-        ties: omitted name -> name of the same tensor.
+        ties: alias -> stored name of the same tensor.
         config: the config.json; empty without one.
     """
 

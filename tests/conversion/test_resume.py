@@ -413,7 +413,7 @@ def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) 
     for part in ((0, 1), (0, 2), (1, 2)):
         report = resume(1, part)
         assert report.outcome.published and not report.outcome.written
-    command = {"native": "to-vescale", "dcp": "to-fsdp2"}.get(kind, f"to-{kind}")
+    command = {"native": "to-native", "dcp": "to-fsdp2"}.get(kind, f"to-{kind}")
     shown = vescale_convert(command, tmp_path / "step1", out, "--resume", "--max-shard-size", 100_000)
     assert shown.exit_code == 0 and "nothing" in shown.output
     assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}

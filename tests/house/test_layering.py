@@ -41,7 +41,7 @@ LEVELS = (
     ("planning",),
     ("transfer", "conversion.quantization.bit_packing"),
     ("elastic", "conversion.engine"),
-    ("conversion.quantization", "conversion.formats.torch_save", "conversion.formats.vescale"),
+    ("conversion.quantization", "conversion.formats.torch_save", "conversion.formats.native"),
     ("conversion.formats.zarr", "conversion.live"),
     ("conversion.formats.dcp", "conversion.formats.huggingface", "conversion.rules"),
     ("conversion.convert_options", "conversion.diff"),

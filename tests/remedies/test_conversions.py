@@ -199,11 +199,11 @@ def test_a_value_of_another_class(way: str, tmp_path: Path) -> None:
     ("site", "target"),
     [
         ("conversion/formats/torch_save/write.py::_Writer.put", "to-torch"),
-        ("conversion/formats/vescale/tree.py::_node", "to-vescale"),
-        ("conversion/formats/vescale/tree.py::_node", "to-zarr"),
+        ("conversion/formats/native/tree.py::_node", "to-native"),
+        ("conversion/formats/native/tree.py::_node", "to-zarr"),
     ],
 )
-@runs("conversion/formats/torch_save/write.py::_Writer.put", "conversion/formats/vescale/tree.py::_node")
+@runs("conversion/formats/torch_save/write.py::_Writer.put", "conversion/formats/native/tree.py::_node")
 def test_a_value_that_no_format_has(site: str, target: str, tmp_path: Path) -> None:
     """A trusted object is left out, by the name in the error."""
     dcp.save({"model": MODEL, "args": _Args()}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -530,12 +530,12 @@ def test_a_source_that_a_conversion_did_not_finish(tmp_path: Path, monkeypatch: 
     assert same(written(out), MODEL)
 
 
-@runs("conversion/formats/vescale/plan.py::plan_native")
+@runs("conversion/formats/native/plan.py::plan_native")
 def test_too_many_ranks(tmp_path: Path) -> None:
     """Fewer."""
     source = torch_file(tmp_path / "a.pt", MODEL)
-    refused(command, "to-vescale", source, tmp_path / "out", "--ranks", "100000")
-    command("to-vescale", source, tmp_path / "out", "--ranks", "2")
+    refused(command, "to-native", source, tmp_path / "out", "--ranks", "100000")
+    command("to-native", source, tmp_path / "out", "--ranks", "2")
     assert same(native_tensors(tmp_path / "out"), MODEL)
 
 
@@ -595,12 +595,12 @@ def test_two_entries_of_one_name(tmp_path: Path) -> None:
     state = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}
     refused(command, "to-hf", torch_file(tmp_path / "a.pt", state), tmp_path / "out")
     state["c"] = state.pop("a.b")
-    command("to-vescale", torch_file(tmp_path / "a.pt", state), tmp_path / "out")
+    command("to-native", torch_file(tmp_path / "a.pt", state), tmp_path / "out")
     assert torch.equal(native_tensors(tmp_path / "out")["a.b"], torch.ones(2))
 
 
 @runs("checkpoint/state/nesting.py::_inside")
-@pytest.mark.parametrize("target", ["to-torch", "to-vescale", "to-zarr"])
+@pytest.mark.parametrize("target", ["to-torch", "to-native", "to-zarr"])
 def test_an_entry_inside_another(target: str, tmp_path: Path) -> None:
     """One of them is excluded."""
     source = torch_file(tmp_path / "a.pt", {"net": MODEL, "x": 3})

@@ -262,8 +262,8 @@ def test_optimizers_that_rules_cannot_rename(site: str, state: dict[str, Any], t
     source = torch_file(tmp_path / "a.pt", {"model": MODEL, "optimizer": state})
     (tmp_path / "rules.toml").write_text(RULES)
     given = ["--rules", tmp_path / "rules.toml", "--rules-to", "ours"]
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", *given)
-    command("to-vescale", source, tmp_path / "out", *given, *flag(remedy, "--optimizer"))
+    remedy = refused(command, "to-native", source, tmp_path / "out", *given)
+    command("to-native", source, tmp_path / "out", *given, *flag(remedy, "--optimizer"))
     found = native_tensors(tmp_path / "out")
     assert torch.equal(found["model.down.weight"], MODEL["up.weight"]) and len(found) == 2
 
@@ -281,8 +281,8 @@ def test_parameters_that_are_joined(way: str, tmp_path: Path) -> None:
     rule = '[[rule]]\nhf = ["q", "k"]\nours = "qk"\nops = [{ concat = { dim = 0, sizes = ["2", "2"] } }]\n'
     (tmp_path / "rules.toml").write_text(f"format = 1\n{rule}")
     given = ["--rules", tmp_path / "rules.toml", "--rules-to", "ours"]
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", *given)
-    command("to-vescale", source, tmp_path / "out", *given, *flag(remedy, way))
+    remedy = refused(command, "to-native", source, tmp_path / "out", *given)
+    command("to-native", source, tmp_path / "out", *given, *flag(remedy, way))
     found = native_tensors(tmp_path / "out")
     assert torch.equal(found["model.qk"], torch.cat([model["q"], model["k"]]))
     assert ("optimizer.state.qk.exp_avg" in found) == (way == "--on-disagreement")
@@ -295,9 +295,9 @@ def test_an_optimizer_entry_of_no_parameter(way: str, tmp_path: Path) -> None:
     state = {"state": {"other": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["other"]}]}
     flat = {f"state.{name}.exp_avg": torch.ones(2) for name in ("up.weight", "x.y")}
     source = torch_file(tmp_path / "a.pt", {"model": MODEL, "optimizer": flat if way else state})
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", "--optimizer", "nested")
+    remedy = refused(command, "to-native", source, tmp_path / "out", "--optimizer", "nested")
     first, second = remedy.split("; or ")
-    command("to-vescale", source, tmp_path / "out", *flag(first if way == "keep" else second, "--optimizer"))
+    command("to-native", source, tmp_path / "out", *flag(first if way == "keep" else second, "--optimizer"))
     assert len(native_tensors(tmp_path / "out")) == (4 if way == "keep" else 2)
 
 
@@ -308,8 +308,8 @@ def test_rules_in_the_other_direction(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('format = 1\n[[rule]]\nhf = "hf.w"\nours = "ours.w"\n')
     given = ["--rules", rules, "--rules-to", "ours"]
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", *given)
-    command("to-vescale", source, tmp_path / "out", "--rules", rules, *flag(remedy, "--rules-to"))
+    remedy = refused(command, "to-native", source, tmp_path / "out", *given)
+    command("to-native", source, tmp_path / "out", "--rules", rules, *flag(remedy, "--rules-to"))
     assert same(native_tensors(tmp_path / "out"), {"hf.w": torch.ones(2)})
     wrong = ConvertOptions(rules=str(rules), rules_to="ours")
     remedy = refused(convert, open_source(str(source)), str(tmp_path / "python"), "native", wrong)
@@ -322,9 +322,9 @@ def test_rules_in_the_other_direction(tmp_path: Path) -> None:
 def test_a_prefix_that_is_taken(tmp_path: Path) -> None:
     """Another one."""
     source = torch_file(tmp_path / "a.pt", {"model": MODEL, "step.norm.weight": 3})
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", "--prefix", "step")
+    remedy = refused(command, "to-native", source, tmp_path / "out", "--prefix", "step")
     assert "--prefix" in remedy
-    command("to-vescale", source, tmp_path / "out", "--prefix", "net")
+    command("to-native", source, tmp_path / "out", "--prefix", "net")
     assert same(native_tensors(tmp_path / "out"), {f"net.{name}": value for name, value in MODEL.items()})
 
 
@@ -455,7 +455,7 @@ def test_rules_that_are_corrected(site: str, tmp_path: Path) -> None:
 
 
 @runs("conversion/rules/apply_to_tensors.py::_bad")
-@pytest.mark.parametrize("target", ["to-torch", "to-vescale", "to-hf", "to-fsdp2", "to-zarr"])
+@pytest.mark.parametrize("target", ["to-torch", "to-native", "to-hf", "to-fsdp2", "to-zarr"])
 def test_rules_with_sizes_of_the_config(target: str, tmp_path: Path) -> None:
     """Every command has the option that the remedy names."""
     source, rules = (
@@ -481,8 +481,8 @@ def test_a_group_of_unknown_parameters(tmp_path: Path) -> None:
     source = torch_file(tmp_path / "a.pt", {"model": MODEL, "optimizer": state})
     (tmp_path / "rules.toml").write_text(RULES)
     given = ["--rules", tmp_path / "rules.toml", "--rules-to", "ours"]
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", *given)
-    command("to-vescale", source, tmp_path / "out", *given, *flag(remedy, "--optimizer"))
+    remedy = refused(command, "to-native", source, tmp_path / "out", *given)
+    command("to-native", source, tmp_path / "out", *given, *flag(remedy, "--optimizer"))
     assert len(native_tensors(tmp_path / "out")) == 2
 
 
@@ -493,8 +493,8 @@ def test_an_optimizer_of_two_models(tmp_path: Path) -> None:
     source, rules = torch_file(tmp_path / "a.pt", state), tmp_path / "rules.toml"
     rules.write_text(RULES)
     given = ["--rules", rules, "--rules-to", "ours", "--model-prefix", "student"]
-    remedy = refused(command, "to-vescale", source, tmp_path / "out", *given)
-    command("to-vescale", source, tmp_path / "out", *given, *flag(remedy, "--optimizer"))
+    remedy = refused(command, "to-native", source, tmp_path / "out", *given)
+    command("to-native", source, tmp_path / "out", *given, *flag(remedy, "--optimizer"))
     assert torch.equal(native_tensors(tmp_path / "out")["student.down.weight"], MODEL["up.weight"])
 
 

@@ -31,12 +31,12 @@ class Catalogue(ABC):
     Attributes:
         where: the checkpoint's path or URL.
         tree: the leaves as in a manifest; its tensor nodes have the numbers of `stored`.
-        left_out: names of the checkpoint that are not in ``tree``, since the state has no object for them.
+        ignored: names of the checkpoint that are not in ``tree``, since the state has no object for them.
     """
 
     where: str
     tree: Json
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @abstractmethod
     def stored(self, number: int, wanted: torch.dtype | None) -> Stored:
@@ -64,11 +64,11 @@ class ManifestCatalogue(Catalogue):
 
     Args:
         tree: the manifest's tree, or the part of it that one module is loaded from.
-        left_out: names of the leaves outside of ``tree``.
+        ignored: names of the leaves outside of ``tree``.
     """
 
-    def __init__(self, manifest: Manifest, where: str, tree: Json, left_out: tuple[str, ...] = ()) -> None:
-        self._entries, self.where, self.tree, self.left_out = manifest.entries, where, tree, left_out
+    def __init__(self, manifest: Manifest, where: str, tree: Json, ignored: tuple[str, ...] = ()) -> None:
+        self._entries, self.where, self.tree, self.ignored = manifest.entries, where, tree, ignored
 
     def stored(self, number: int, wanted: torch.dtype | None) -> Stored:
         entry = self._entries[number]

@@ -54,7 +54,7 @@ def match(
     leaves = LeafMatcher(catalogue, include)
     matched = leaves.matched
     matched.finish = _Matcher(leaves, live).visit(state, catalogue.tree, "", False)
-    matched.left_out = [*catalogue.left_out, *matched.left_out]
+    matched.ignored = [*catalogue.ignored, *matched.ignored]
     matched.reads = [read for read in matched.reads if matched.fits(read)]
     if matched.missing:
         _excuse_missing(matched, live)
@@ -143,7 +143,7 @@ class _Matcher:
             if key in nodes:
                 inner = child_name(name, key)
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
-            # Of an object's state, only missing tensors are reported; plain entries that were not saved are left out.
+            # Of an object's state, only missing tensors are reported; plain entries that were not saved are ignored.
             elif not stateful or holds_tensors(value):
                 self._matched.missing += self._leaves.leaf_names(
                     value, child_name(name, key), self._items_of_value
@@ -158,8 +158,8 @@ class _Matcher:
                 # The object's load_state_dict accepts or refuses it.
                 finishers[key] = self._leaves.fresh(item, inner)
             elif key not in target:
-                is_left_out = name == "" and not (kind_of_node(item) == "a tensor" and _has_tensor(target))
-                names = self._matched.left_out if is_left_out else self._matched.unexpected
+                is_ignored = name == "" and not (kind_of_node(item) == "a tensor" and _has_tensor(target))
+                names = self._matched.ignored if is_ignored else self._matched.unexpected
                 names += self._leaves.leaf_names(item, inner, items_of_node)
 
         def finish() -> Any:

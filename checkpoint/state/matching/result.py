@@ -45,7 +45,7 @@ class Match:
         of_class: leaves that the checkpoint lacks because the model's class computes them.
         unfilled: tensors of modules on the meta device without a value; set by the caller.
         unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module.
-        left_out: leaves of the checkpoint under keys that the state lacks, such as another object's.
+        ignored: leaves of the checkpoint under keys that the state lacks, such as another object's.
         problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
         mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
         containers: names of the dicts and lists that were visited, in the state or the checkpoint.
@@ -64,7 +64,7 @@ class Match:
     of_class: list[str] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
@@ -184,8 +184,8 @@ class Match:
 
     @property
     def _only_stored(self) -> list[str]:
-        """Names in the checkpoint alone. If leaves are missing, they may be stored under a key that is left out."""
-        return [*self.unexpected, *self.left_out]
+        """Names in the checkpoint alone. If leaves are missing, they may be stored under a key that is ignored."""
+        return [*self.unexpected, *self.ignored]
 
     def _how_to_fit(self) -> str:
         """Return what to do if the state and the checkpoint do not have the same leaves."""
@@ -193,12 +193,12 @@ class Match:
             # A pattern for a whole model would include what it lacks.
             example = "" if self.unexpected else " ('model.*' for a model alone)"
             return (
-                "pass strict='missing' to load all of the state, and leave out what only the checkpoint has; or "
+                "pass strict='missing' to load all of the state, and ignore what only the checkpoint has; or "
                 f"include= with patterns of what to load{example}"
             )
         if self._only_stored and self._renaming is None:
             return (
-                "if leaves were renamed, rename them in a copy: vescale-convert to-vescale .. --rules FILE; "
+                "if leaves were renamed, rename them in a copy: vescale-convert to-native .. --rules FILE; "
                 "or pass strict=False to load what both have and keep the values of missing leaves"
             )
         return (

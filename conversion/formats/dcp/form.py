@@ -49,11 +49,11 @@ class DcpForm(Form):
         world_size = coordinator.world_size
         with coordinator.together("planning a DCP folder"), gc_paused():
             shards = HeldShards(plan(), coordinator.rank, share.locals_by_name, storage)
-            if shards.source.omitted:
+            if shards.source.unsupported:
                 raise ConversionError(
                     "A DCP folder cannot contain all entries of this state.",
                     expected="values that are the same on all ranks",
-                    got=f"{some(shards.source.omitted, 8)}: PerRank",
+                    got=f"{some(shards.source.unsupported, 8)}: PerRank",
                     where=storage.where,
                     todo="leave them out, or save in the native form",
                 )

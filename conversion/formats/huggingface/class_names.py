@@ -110,10 +110,8 @@ def in_files(state: CarriedState, config: Mapping[str, Any], class_name: str) ->
             possible[name] = expression
     converted = _converted(state, views, possible)
     full = {fqn: name for name, fqn in converted.model.names.items()}
-    left_out = {full[fqn] for fqn in unsaved}
-    return (
-        converted.restricted_to({*converted.views, *converted.values} - left_out) if left_out else converted
-    )
+    dropped = {full[fqn] for fqn in unsaved}
+    return converted.restricted_to({*converted.views, *converted.values} - dropped) if dropped else converted
 
 
 def _not_made(class_name: str, problems: list[str], where: str) -> ConversionError:

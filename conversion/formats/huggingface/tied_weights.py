@@ -48,7 +48,7 @@ def declared_ties(
             are recognized by them.
 
     Returns:
-        Omitted name -> stored name; and warnings if the class gave no answer.
+        Alias -> stored name; and warnings if the class gave no answer.
     """
     declared, classes = set(_tie_settings(config)), config.get("architectures")
     classes = classes if isinstance(classes, list) else ()
@@ -76,34 +76,34 @@ def _tie_settings(config: Any) -> Iterator[bool | None]:
             yield from _tie_settings(value)
 
 
-def left_out_by(
+def tied_aliases_of(
     source: Source, names: Collection[str], *, in_memory: bool = False
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Find the names of tied tensors that a Hugging Face folder omits.
+    """Find the aliases of tied tensors that a Hugging Face folder does not store.
 
     Args:
         names: names of the folder's tensors.
         in_memory: whether ``names`` are those that the class has in memory. By default they may be those in files, too,
-            and so may the omitted names.
+            and so may the aliases.
 
     Returns:
-        Omitted name -> the one of ``names`` that the folder stores, empty for other formats; and warnings.
+        Alias -> the one of ``names`` that the folder stores, empty for other formats; and warnings.
     """
     if source.kind not in KINDS:  # others store a tied tensor under all its names
         return {}, ()
     config = own_config(source.store)
     ties, warnings = declared_ties(config, names)
-    absent = _absent(ties, names)
-    own = memory_names(config, config_class(config)) if in_memory and absent else None
-    return absent if own is None else {name: kept for name, kept in absent.items() if name in own}, warnings
+    aliases = _aliases_of(ties, names)
+    own = memory_names(config, config_class(config)) if in_memory and aliases else None
+    return aliases if own is None else {name: kept for name, kept in aliases.items() if name in own}, warnings
 
 
-def absent_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+def tied_aliases(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Return the names of tied tensors that are missing in ``names`` -> the one of ``names`` to which each is tied."""
-    return _absent(declared_ties(config, names)[0], names)
+    return _aliases_of(declared_ties(config, names)[0], names)
 
 
-def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+def _aliases_of(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """Map each name that is missing in ``names`` to a name in ``names`` of the same tensor.
 
     A folder may store a tensor under any of its names, so all names are compared.
@@ -119,12 +119,12 @@ def _absent(ties: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
             target = min(chain)
         groups.setdefault(target, [target]).append(alias)
     known = set(names)
-    absent: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for group in groups.values():
         stored = [name for name in group if name in known]
         if stored:
-            absent |= {name: stored[0] for name in group if name not in known}
-    return absent
+            aliases |= {name: stored[0] for name in group if name not in known}
+    return aliases
 
 
 def find_ties(

@@ -11,7 +11,7 @@ The position of a rank's part in the whole tensor depends on the class of the pi
     plain tensor    must be whole on every rank; the first rank's copy is read. The same holds for numpy arrays.
 
 `StoredTensor` checks that the boxes tile the tensor, so a missing rank is an error. Placements without boxes (partial
-sums, split factors that do not fit the mesh) are refused. Other state (schedulers, random states) is left out if it
+sums, split factors that do not fit the mesh) are refused. Other state (schedulers, random states) is dropped if it
 differs between ranks, or if it contains objects other than tensors and plain values.
 """
 
@@ -178,13 +178,13 @@ class TorchFile:
             entries.add_value(path, leaf)
 
     def add_all(self, entries: Entries, path: Path, value: Any) -> None:
-        """Add the leaves inside a value to ``entries``; leaves other than tensors and plain values are omitted."""
+        """Add the leaves inside a value to ``entries``; leaves other than tensors and plain values are unsupported."""
         for inner, leaf in flatten({path[-1]: value}, is_tensor_ref).items():
             leaf_path = (*path[:-1], *inner)
             if is_tensor_ref(leaf) or is_plain(leaf):
                 self.add_leaf(entries, leaf_path, leaf)
             else:
-                entries.omitted.append(name_of(leaf_path))
+                entries.unsupported.append(name_of(leaf_path))
 
     def add_step(self, entries: Entries, path: Path, value: Any) -> None:
         """Add the step count of one parameter, given the step count that the file stores for several parameters.
@@ -353,7 +353,7 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
 # Names of accelerate's files, and of verl's files, which also contain the world size.
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
 _MOST_RANKS = 100_000  # files of ranks that are looked for
-_STATES = ("model", "optimizer")  # only in other states (schedulers), single entries may be left out
+_STATES = ("model", "optimizer")  # only in other states (schedulers), single entries may be dropped
 _CONTAINERS = {  # names of accelerate and verl -> name of the state
     "pytorch_model_fsdp": "model",
     "optim": "optimizer",
@@ -420,10 +420,10 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             # parameter names.
             if container == "model" or (is_state and "model" not in groups):
                 raise
-            entries.omitted.append(container)
+            entries.unsupported.append(container)
             # The first line is the error's summary; its other lines are too long for a warning.
             problem = str(error).splitlines()[0]
-            entries.warnings.append(f"{container} is left out because of {names[0]}. {problem}")
+            entries.warnings.append(f"{container} is dropped because of {names[0]}. {problem}")
     damaged.raise_any()
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
     return entries.source("ranks", store, facts)
@@ -452,11 +452,13 @@ def _joined_state(container: str, opened: Sequence[tuple[TorchFile, dict[Path, A
             if container in _STATES or (is_plain(first) and all(part.ref == first for part in parts)):
                 entries.add_value(path, first)
             else:
-                entries.omitted.append(name_of(path))
+                entries.unsupported.append(name_of(path))
             continue
         unlike = differing_files(parts)[:1]  # one file is enough for the message
         if unlike and container not in _STATES:
-            entries.omitted.append(name_of(path))  # such as a random state, which each rank has of its own
+            entries.unsupported.append(
+                name_of(path)
+            )  # such as a random state, which each rank has of its own
             continue
         entries.add_tensor(path, stored_tensor(name_of(path), parts), _array_reader(first))
         is_sharded |= isinstance(first, (ShardRef, PiecesRef))

@@ -315,7 +315,7 @@ def test_missing_and_unexpected_keys(saved: Path) -> None:
     report = load(saved, state, strict=False)
 
     assert report.missing == ("model.new",) and report.unexpected == ("model.t2",)
-    assert report.left_out == ("step",)
+    assert report.ignored == ("step",)
     assert torch.equal(_state()["model"]["t0"], state["model"]["t0"])
 
 

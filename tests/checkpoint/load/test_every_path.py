@@ -250,7 +250,7 @@ def test_tied_tensors_are_compared_in_pieces(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_folder_with_a_head_of_its_own_is_not_loaded_into_a_tied_model(tmp_path: Path) -> None:
-    """Neither from the folder nor from what `to-vescale` makes of it: the embedding would get the head's values."""
+    """Neither from the folder nor from what `to-native` makes of it: the embedding would get the head's values."""
     _write_hf(tmp_path / "hf", _BOTH)
     convert(open_source(str(tmp_path / "hf")), str(tmp_path / "native"), "native")
     for path in ("hf", "native"):

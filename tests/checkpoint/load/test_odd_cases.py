@@ -364,7 +364,7 @@ def test_what_lies_there_instead(tmp_path: Path) -> None:
     for name, reader in (
         ("steps", "CheckpointManager"),
         ("dcp", "dcp.load"),
-        ("hf", "vescale-convert to-vescale"),
+        ("hf", "vescale-convert to-native"),
         ("torn", ""),
         ("none", ""),
     ):

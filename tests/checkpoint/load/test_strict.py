@@ -109,14 +109,14 @@ def test_what_differs_is_the_same_error_in_every_format(
     difference: str, format_: str, tmp_path: Path
 ) -> None:
     """All of the state must be stored; further objects may be, but no further part of an object of the state."""
-    stored, make, missing, unexpected, left_out = DIFFERENCES[difference]
+    stored, make, missing, unexpected, ignored = DIFFERENCES[difference]
     path, options = tmp_path / "c", {"dtype": "state"} if format_ == "native, cast" else {}
     WRITERS[format_](path, stored)
 
     report = load(path, make(), strict=False, **options)
 
-    found = (report.missing, report.unexpected, tuple(sorted(report.left_out)))
-    assert found == (missing, unexpected, left_out)
+    found = (report.missing, report.unexpected, tuple(sorted(report.ignored)))
+    assert found == (missing, unexpected, ignored)
     if missing or unexpected:
         with pytest.raises(CheckpointError, check=lambda error: error.expected == "equal names"):
             load(path, make(), **options)

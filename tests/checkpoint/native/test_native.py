@@ -104,7 +104,7 @@ def test_through_dcp_to_native_and_into_training(tmp_path: Path, ranks: int) -> 
 
 @pytest.mark.parametrize("through", ["dcp", "torch", "zarr"])
 def test_layouts_are_those_of_training(tmp_path: Path, through: str) -> None:
-    """What to-vescale plans for 3 ranks is what fully_shard planned on 3 ranks: the same layouts, from every format
+    """What to-native plans for 3 ranks is what fully_shard planned on 3 ranks: the same layouts, from every format
     that keeps the order of the parameters, with patterns as training's."""
     run_ranks(3, _train_and_save, str(tmp_path / "a"))
     _convert(tmp_path / "a", tmp_path / "between", through)
@@ -165,7 +165,7 @@ def test_inspect_draws_a_layout(tmp_path: Path) -> None:
     assert vescale_convert("inspect", str(tmp_path / "native"), "--svg", str(picture)).exit_code == 0
     assert picture.read_text().startswith("<svg") and ">w<" in picture.read_text()
     refused = vescale_convert("inspect", str(tmp_path / "dcp"), "--svg", str(picture))
-    assert isinstance(refused.exception, ConversionError) and "to-vescale" in str(refused.exception)
+    assert isinstance(refused.exception, ConversionError) and "to-native" in str(refused.exception)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

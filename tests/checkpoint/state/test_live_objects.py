@@ -448,10 +448,10 @@ def test_a_model_without_a_key_is_the_only_one(device: str, options: dict[str, A
             net = Net(2)
         report = load(tmp_path / path, own(net), **options)
         assert torch.equal(net.a.weight, whole.a.weight) and torch.equal(net.b.weight, whole.b.weight)
-        assert sorted(report.left_out) == (["seed", "step"] if path == "with" else [])
+        assert sorted(report.ignored) == (["seed", "step"] if path == "with" else [])
     tensors = {name: torch.zeros_like(value) for name, value in whole.state_dict().items()}
     state = {**tensors, "step": 0}
-    assert load(tmp_path / "with", state, **options).left_out == ("seed",)
+    assert load(tmp_path / "with", state, **options).ignored == ("seed",)
     assert state["step"] == 7 and torch.equal(tensors["a.weight"], whole.a.weight)
 
 
@@ -467,7 +467,7 @@ def test_the_error_proposes_what_loads(tmp_path: Path) -> None:
     assert torch.equal(part["model"]["2.a.weight"], torch.ones(2))
     with pytest.raises(CheckpointError) as error:
         load(tmp_path / "c", {"model": {f"{layer}.c.weight": torch.zeros(2) for layer in range(3)}})
-    assert "to-vescale" in str(error.value.todo) and "--rules" in str(error.value.todo)
+    assert "to-native" in str(error.value.todo) and "--rules" in str(error.value.todo)
 
 
 def test_unexpected_state_is_named_as_it_is_stored(tmp_path: Path) -> None:

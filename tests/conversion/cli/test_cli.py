@@ -227,7 +227,7 @@ def test_flags_are_these() -> None:
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,
-        "to-vescale": f"{STATE} --fingerprint --granularity --ranks",
+        "to-native": f"{STATE} --fingerprint --granularity --ranks",
     }.items():
         expected[name] = sorted(f"{CONVERT} {more}".split())
     found = {

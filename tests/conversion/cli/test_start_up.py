@@ -70,7 +70,7 @@ def test_to_hf_needs_no_torch(sources: Path, tmp_path: Path, source: str) -> Non
     assert all(torch.equal(cast[name], expected[name].bfloat16()) for name in expected)
 
 
-@pytest.mark.parametrize("target", ["to-fsdp2", "to-torch", "to-zarr", "to-vescale"])
+@pytest.mark.parametrize("target", ["to-fsdp2", "to-torch", "to-zarr", "to-native"])
 def test_other_targets_need_no_torch(sources: Path, tmp_path: Path, target: str) -> None:
     """Pickles, zips, state trees and zarr chunks are written by hand."""
     assert "torch" not in loaded(target, str(sources / "dcp"), str(tmp_path / "out"))

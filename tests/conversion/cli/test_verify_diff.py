@@ -53,7 +53,7 @@ def test_verify_of_an_open_storage(tmp_path: Path, deep: bool) -> None:
     assert len(verify(LocalStorage(tmp_path / "c"), deep=deep).problems) == 1
 
 
-@pytest.mark.parametrize("command", ["to-vescale", "to-zarr"])
+@pytest.mark.parametrize("command", ["to-native", "to-zarr"])
 @pytest.mark.parametrize("options", [(), ("--from", "native"), ("--quick",)])
 def test_the_command_lists_every_missing_or_cut_file(
     tmp_path: Path, options: tuple[str, ...], command: str
@@ -64,9 +64,9 @@ def test_the_command_lists_every_missing_or_cut_file(
     for folder in (tmp_path / "run/step-00000001", newest):
         folder.parent.mkdir(exist_ok=True)
         args = [command, str(tmp_path / "one"), str(folder), "-q"]
-        args += ["--ranks", "2"] if command == "to-vescale" else []
+        args += ["--ranks", "2"] if command == "to-native" else []
         assert CliRunner().invoke(cli, args).exit_code == 0
-    if command == "to-vescale":
+    if command == "to-native":
         missing, cut = newest.glob("data-*/*.safetensors")
     else:
         (missing,), (cut,) = newest.glob("*/*.safetensors"), newest.glob("**/c/0")
@@ -86,7 +86,7 @@ def test_the_command_lists_every_missing_or_cut_file(
 def test_the_command_prints_the_first_problems_and_their_number(tmp_path: Path) -> None:
     """Of 30 missing files 20; all of them with --json, quick or not."""
     save(tmp_path / "one", {f"w{number}": torch.ones(30) for number in range(30)})
-    args = ["to-vescale", str(tmp_path / "one"), str(tmp_path / "native"), "--ranks", "30", "-q"]
+    args = ["to-native", str(tmp_path / "one"), str(tmp_path / "native"), "--ranks", "30", "-q"]
     assert CliRunner().invoke(cli, args).exit_code == 0
     for file in (tmp_path / "native").glob("data-*/*.safetensors"):
         file.unlink()

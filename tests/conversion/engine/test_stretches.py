@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint import verify
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
-from vescale_fsdp.conversion.formats.vescale import plan
+from vescale_fsdp.conversion.formats.native import plan
 from vescale_fsdp.errors import CorruptCheckpointError
 
 MIB = 2**20

@@ -51,7 +51,7 @@ from vescale_fsdp.conversion import (
     open_source,
 )
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, read_range
-from vescale_fsdp.conversion.formats.vescale import zarr_plan as zarr_plan
+from vescale_fsdp.conversion.formats.native import zarr_plan as zarr_plan
 from vescale_fsdp.conversion.report.describe import describe
 from vescale_fsdp.errors import CheckpointError, ConversionError, NoCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -471,7 +471,7 @@ def test_convert_refuses_or_reports_what_a_target_lacks(target: str, tmp_path: P
     for kind in LACKS[TARGETS[target]]:
         save(tmp_path / kind, _only(kind))
         source, out = open_source(str(tmp_path / kind)), tmp_path / f"{kind} out"
-        names = [name for name in (*source.tensors, *source.values, *source.omitted) if kind in name]
+        names = [name for name in (*source.tensors, *source.values, *source.unsupported) if kind in name]
         try:
             report = convert(source, out, target)
         except ConversionError as error:

@@ -158,7 +158,7 @@ def test_to_hugging_face_with_the_optimizer(tmp_path: Path, family: str, is_stac
     (tmp_path / "assets/config.json").write_text(json.dumps(CONFIG))
     rules = ConvertOptions(rules=f"megatron-{family}", rules_to="hf", assets=str(tmp_path / "assets"))
     report = convert(source, str(tmp_path / "out.pt"), "torch", rules)
-    assert sum("padding" in text for text in report.warnings) == 2 and "args" in source.omitted
+    assert sum("padding" in text for text in report.warnings) == 2 and "args" in source.unsupported
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (
         found["model"].keys() == found["optimizer"]["state"].keys() == hf.keys() and found["iteration"] == 10
@@ -195,7 +195,7 @@ def test_optimizers_by_ranges_of_buffers(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", megatron_weights(hf, "llama"), is_stacked=True, **{name: torch.ones(4)})
     source = open_source(str(folder))
     assert any("--dist-ckpt-optim-fully-reshardable" in text for text in source.warnings)
-    assert name in source.omitted and not any(n.startswith("optimizer") for n in source.tensors)
+    assert name in source.unsupported and not any(n.startswith("optimizer") for n in source.tensors)
     assert source.info("model.output_layer.weight").dtype.name == "bfloat16"
 
 

@@ -271,7 +271,7 @@ def test_items_without_a_tree_are_listed(tmp_path: Path) -> None:
         (step / item).mkdir()
         (step / item / file).write_text("{}")
     source = open_source(str(step))
-    assert list(source.tensors) == ["w"] and source.omitted == ("config/", "dataset/")
+    assert list(source.tensors) == ["w"] and source.unsupported == ("config/", "dataset/")
     shown = vescale_convert("inspect", str(step)).output
     done = vescale_convert("to-torch", str(step), str(tmp_path / "a.pt")).output
     for text in (shown, done):

@@ -89,7 +89,7 @@ def test_all_of_it_comes_along(tmp_path: Path, form: str) -> None:
     user registered is not taken for the model, and Hugging Face gets the model alone."""
     saved = _folder(tmp_path / "run", form)
     source = open_source(str(tmp_path / "run"))
-    assert source.omitted == ("training_args.bin",) and not source.warnings
+    assert source.unsupported == ("training_args.bin",) and not source.warnings
     for kind in ("torch", "native", "dcp", "zarr"):
         out = tmp_path / f"{kind}.pt"
         report = convert(source, str(out), kind)
@@ -137,7 +137,7 @@ def test_into_a_live_state(tmp_path: Path, form: str) -> None:
     other = torch.optim.AdamW(fresh.parameters())
     state: dict[str, Any] = {"model": fresh, "optimizer": other, "scheduler": {"step_size": 0}}
     report = load(tmp_path / "run", state, strict=False)
-    assert not report.missing and any(name.startswith("rng_state.1") for name in report.left_out)
+    assert not report.missing and any(name.startswith("rng_state.1") for name in report.ignored)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
     moments, expected = (o.state_dict()["state"] for o in (other, optimizer))
     assert all(torch.equal(moments[n][key], expected[n][key]) for n in expected for key in expected[n])

@@ -123,8 +123,8 @@ def test_the_named_option_has_the_value(name: str, value: object) -> None:
     assert eval(f"dict({argument})") == {name: value}
     with flags_in_messages():
         words = shlex.split(option(name, value))
-    command = COMMANDS["to-vescale"]
-    parsed = command.make_context("to-vescale", ["source", "target", *words]).params[name]
+    command = COMMANDS["to-native"]
+    parsed = command.make_context("to-native", ["source", "target", *words]).params[name]
     assert (list(parsed) if isinstance(parsed, tuple) else parsed) == value
     assert isinstance(command, click.Command)
 

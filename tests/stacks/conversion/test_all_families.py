@@ -20,7 +20,7 @@ from tests.support.tiny_families import family_classes, tiny_model
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import diff, open_source
 from vescale_fsdp.conversion.formats.huggingface.class_child import answer
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import tied_aliases_of
 
 FAMILIES = family_classes()
 
@@ -50,7 +50,7 @@ def test_what_a_class_ties_is_known(ties: bool | None, tmp_path: Path) -> None:
             continue
         model.save_pretrained(tmp_path / family)
         source = open_source(str(tmp_path / family))
-        twins, unsaid = left_out_by(source, source.tensors)
+        twins, unsaid = tied_aliases_of(source, source.tensors)
         own = _tied(model)
         groups = [{_in_file(model, name) for name in names} for names in own]
         lacking = {name for names in groups for name in names if name not in source.tensors}

@@ -42,8 +42,8 @@ ACCELERATE_NAME = "accelerate merge"
 PAIRS = {  # command, source, and the targeted fraction of cp's speed (from 4 GB up)
     "DCP to HF": ("to-hf", "dcp", 0.9),
     "native to HF": ("to-hf", "native", 0.9),
-    "native to native": ("to-vescale", "native", 0.9),
-    "native with moments to native": ("to-vescale", "trained", 0.7),
+    "native to native": ("to-native", "native", 0.9),
+    "native with moments to native": ("to-native", "trained", 0.7),
     "torch.save to HF": ("to-hf", "torch.pt", 0.7),
     "native to torch.save": ("to-torch", "native", 0.7),
 }

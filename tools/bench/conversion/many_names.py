@@ -34,7 +34,7 @@ EXPERTS = 200  # of three matrices each, as in a layer of a large model
 RANKS = 64
 COMMANDS = {
     "dcp": ["to-fsdp2"],
-    "native": ["to-vescale", "--ranks", str(RANKS)],
+    "native": ["to-native", "--ranks", str(RANKS)],
     "hf": ["to-hf"],
     "torch": ["to-torch"],
     "zarr": ["to-zarr"],

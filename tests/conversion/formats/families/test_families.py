@@ -43,7 +43,7 @@ IS_WHOLE = os.environ.get("FAMILIES") == "all"
 def test_a_family_comes_into_memory_and_back_to_the_same_bytes(
     tmp_path: Path, family: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """`load` into shards, `to-vescale`, `to-fsdp2`, `to-hf` and a save from shards: names, layouts and bytes."""
+    """`load` into shards, `to-native`, `to-fsdp2`, `to-hf` and a save from shards: names, layouts and bytes."""
     class_name = (families() if IS_WHOLE else SAMPLE)[family]
     record_property("class", class_name or "")
     if class_name is None:

@@ -171,7 +171,7 @@ def test_no_optimizer_is_staged(tmp_path: Path) -> None:
     (written,) = (tmp_path / "hf").glob("*.safetensors")
     assert torch.equal(load_file(written)["w"], weight)
     alone = take_state({"optimizer": state["optimizer"]}).structure  # a rank without a part of the model
-    assert len(repository.left_out(alone)) == 2
+    assert len(repository.dropped(alone)) == 2
 
 
 class _Counts:

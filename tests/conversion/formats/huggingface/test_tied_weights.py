@@ -17,7 +17,11 @@ from tests.support.rule_cases import convert_in_parts
 from tests.support.tiny_families import tiny_model
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import diff, open_source
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import _absent, declared_ties, left_out_by
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import (
+    _aliases_of,
+    declared_ties,
+    tied_aliases_of,
+)
 
 SIZES = {
     "vocab_size": 40,
@@ -128,7 +132,7 @@ def test_files_with_other_names_than_the_model(
     assert model is not None
     model.save_pretrained(tmp_path / "hf")
     source = open_source(str(tmp_path / "hf"))
-    twins, _ = left_out_by(source, source.tensors)
+    twins, _ = tied_aliases_of(source, source.tensors)
     assert twins and not twins.keys() & source.tensors.keys()
     assert head is None or twins == {head: embedding}
     convert_in_parts(tmp_path / "hf", tmp_path / "native", "native")
@@ -181,4 +185,4 @@ def test_settings_that_make_no_model(tmp_path: Path) -> None:
 )
 def test_names_tied_to_each_other_are_one_tensor(ties: dict[str, str], absent: dict[str, str]) -> None:
     """A cycle of ties has no last name, and ends the search all the same."""
-    assert _absent(ties, ["a"]) == absent
+    assert _aliases_of(ties, ["a"]) == absent

@@ -21,7 +21,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.diff import diff
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.formats.vescale import zarr_plan as to_zarr
+from vescale_fsdp.conversion.formats.native import zarr_plan as to_zarr
 from vescale_fsdp.errors import CorruptCheckpointError
 
 

@@ -74,7 +74,7 @@ def open_native(store: Storage) -> Source:
         constants_of(leaves),
         leaves.paths,
         facts,
-        omitted=tuple(leaves.per_rank),
+        unsupported=tuple(leaves.per_rank),
         layouts=layouts,
         checked=checked,
         sums={} if sums is None else {name: sums[place] for name, place in leaves.tensors.items()},

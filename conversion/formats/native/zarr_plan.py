@@ -38,7 +38,7 @@ from vescale_fsdp.conversion.engine.plan import (
 )
 from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
-from vescale_fsdp.conversion.formats.vescale.tree import native_manifest, native_tree
+from vescale_fsdp.conversion.formats.native.tree import native_manifest, native_tree
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB; largest chunk, unless a single row is larger
 

@@ -32,7 +32,7 @@ from vescale_fsdp.conversion.engine.plan import (
 )
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
 from vescale_fsdp.conversion.engine.written_sums import sums_as_hex, written_sums
-from vescale_fsdp.conversion.formats.vescale.tree import native_manifest, native_tree
+from vescale_fsdp.conversion.formats.native.tree import native_manifest, native_tree
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
