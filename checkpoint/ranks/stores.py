@@ -14,6 +14,7 @@ import fcntl
 import hmac
 import ipaddress
 import os
+import resource
 import socket
 import struct
 import time
@@ -32,6 +33,7 @@ _DIGEST = "sha256"
 _MAC_BYTES = 64  # length of a SHA-256 digest in hexadecimal
 _SIOCGIFADDR = 0x8915  # Linux ioctl, absent from Python's modules: get the IPv4 address of an interface
 _POLL_S = 0.02  # between two checks for missing keys
+_MAX_FILES = 65_536
 _MOST_READ = 64  # ranks whose reports are read for an error
 T = TypeVar("T")
 
@@ -112,7 +114,15 @@ def local_address(host: str, port: int) -> str:
 
 
 def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Create a store that listens on this address only; by default, torch's listen on all. Port 0: any free port."""
+    """Create a store that listens on this address only; by default, torch's listen on all. Port 0: any free port.
+
+    Raises this process's limit of open files to 65,536, or as far as it may. With the usual limit of 1,024, so many
+    connections of strangers, which the store keeps open while they send nothing, shut ranks out.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # Many processes may connect at once.
     listener = socket.create_server(address[:2], family=family, backlog=2048)

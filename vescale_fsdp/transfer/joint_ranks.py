@@ -8,7 +8,8 @@ Pass the result in place of a process group: ``describe_states(..., ranks=...)``
     store        each rank enters a greeting, waits for the greetings of all other ranks, and checks their signatures;
                  then it enters that it is ready, and waits until all ranks are
     connections  gloo connects all pairs of ranks
-    proof        each rank sends each other rank a signature of random numbers, one drawn by each rank
+    proof        each rank sends each other rank a signature of random numbers, one drawn by each rank; without a
+                 secret, ranks only wait until all are connected. So a rank may close its ranks at once
 
 After a loss, all ranks meet again at the same rendezvous: those that are left close their ranks and call `joint_ranks`
 again, and so does the process that replaces a lost one. Meetings at one store are numbered. A rank joins the first
@@ -350,13 +351,16 @@ class JointRanks(GroupCoordinator):
 
         The greetings in the store do not show who is at the other end of a connection, so proofs are sent over each
         connection. Every rank draws a random number. A proof is a signature of the digest of all numbers, so that no
-        proof can be replayed. Does nothing without a secret.
+        proof can be replayed. Without a secret, only waits until all ranks are connected: a rank that has its ranks may
+        close them, or end with the store that it hosts, which must not fail ranks that still connect.
 
         Raises:
             PlacementError: if the proof of another rank is wrong.
-            CheckpointError: on a rank that received correct proofs, if another rank received a wrong one.
+            CheckpointError: on a rank that received correct proofs, if another rank received a wrong one; if a rank is
+                lost.
         """
         if self._secret is None:
+            self.wait_for_all("connecting")
             return
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         drawn = secrets.token_bytes(_NONCE_BYTES)

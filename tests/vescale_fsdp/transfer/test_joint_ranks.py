@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +23,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.processes import wait_until
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint.ranks import coordinator
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.ranks.stores import bound_store
 from vescale_fsdp.errors import CheckpointError, PlacementError
-from vescale_fsdp.torch_private import store_of
+from vescale_fsdp.torch_private import named_group, store_of
 from vescale_fsdp.transfer.description import describe_states
 from vescale_fsdp.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.transfer.plan import plan_transfer
@@ -257,6 +260,60 @@ def misses_the_first_rank(port: int) -> list[str]:
 def test_a_first_rank_that_is_late_or_dies() -> None:
     """The documented error, which callers meet again after, not that of the store."""
     assert run_ranks(2, misses_the_first_rank, free_port())[0] == ["CheckpointError"] * 2
+
+
+def meets_among_strangers(port: int, count: int) -> bool:
+    """Rank 0 may open few files, and hosts the store, to whose port rank 1 opens silent connections before it meets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers: list[socket.socket] = []
+    if dist.get_rank() == 0:
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + count // 2, hard))
+    else:
+        wait_until(lambda: not _refuses(port), "the store")
+        strangers += [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(count)]
+    try:
+        with joint_ranks(f"tcp://127.0.0.1:{port}", first_rank=0, num_ranks=2, timeout_s=30) as ranks:
+            return ranks.world_size == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for stranger in strangers:
+            stranger.close()
+
+
+def _refuses(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists files in /proc")
+def test_strangers_do_not_cost_a_meeting() -> None:
+    """More connections to the port than rank 0 could open files when it began; 3,392 did at a limit of 1,024."""
+    assert run_ranks(2, meets_among_strangers, free_port(), 600) == [True, True]
+
+
+def leaves_at_once(folder: str, secret: str) -> bool:
+    """Whether rank 1 is connected when rank 0 has its ranks, and so may close them and end the store."""
+    connected = Path(folder, "connected")
+
+    def late(*args: Any) -> dist.ProcessGroup:
+        group = named_group(*args)
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+            connected.touch()
+        return group
+
+    with (
+        mock.patch.dict(joint_ranks.__globals__, named_group=late),
+        joint_ranks(f"file://{folder}/meet", first_rank=0, num_ranks=2, timeout_s=30, secret=secret),
+    ):
+        return connected.exists()
+
+
+@pytest.mark.parametrize("secret", ["", "s"])
+def test_no_rank_is_back_before_all_are_connected(tmp_path: Path, secret: str) -> None:
+    """With a secret and without."""
+    assert run_ranks(2, leaves_at_once, str(tmp_path), secret) == [True, True]
 
 
 def meets_often(folder: str, port: int, count: int) -> list[tuple[int, int, int]]:
