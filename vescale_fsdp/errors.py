@@ -33,11 +33,13 @@ from __future__ import annotations
 import glob
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
+_MOST_PROBLEMS = 20  # maximum number of problems in the text of one error
 _UNSAID = object()  # default of a missing part; not None, which may be the value that was expected or got
 
 
@@ -241,7 +243,26 @@ class TransferError(CheckpointError):
 
 
 class ConversionError(VescaleError, RuntimeError):
-    """A conversion that cannot be done as requested."""
+    """A conversion that cannot be done as requested.
+
+    Attributes:
+        problems: all problems with key rules, each with the parts of an error, if there are several.
+    """
+
+    problems: tuple[ConversionError, ...] = ()
+
+    def with_parts(self, **parts: Any) -> ConversionError:
+        """Return the error with some of its parts (``expected``, ``got``, ``where``, ``todo``) replaced."""
+        own = {"expected": self.expected, "got": self.got, "where": self.where, "todo": self.todo}
+        return type(self)(self.problem, **(own | parts))
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        for number, each in enumerate(self.problems[:_MOST_PROBLEMS], 1):
+            lines.append(textwrap.indent(f"{number}. {each}", "    "))
+        if len(self.problems) > _MOST_PROBLEMS:
+            lines.append(f"    and {len(self.problems) - _MOST_PROBLEMS} more")
+        return "\n".join(lines)
 
 
 class PaddingWarning(UserWarning):

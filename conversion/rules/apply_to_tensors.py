@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -29,7 +30,6 @@ from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node, Trim
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.errors import ConversionError, option, some
 
-_MOST_ERRORS = 20  # maximum number of problems that one error lists
 # (capture, value) pairs, which identify a group of keys that a rule matches.
 Key = tuple[tuple[str, int], ...]
 
@@ -130,10 +130,10 @@ class _Application:
             side = "names of Hugging Face" if not self.to_hf else "our names"
             way = "ours" if self.to_hf else "hf"
             todo = f"convert in the other direction: {option('rules_to', way)}"
-            raise self._bad(side, f"names of the rules' other side: {some(unused)}", todo)
+            raise self._bad(side, f"names of the rules' other side: {some(_by_layer(unused))}", todo)
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
-            self._errors.append(self._bad("rules for every key", f"none for {some(unused)}", todo))
+            self._errors.append(self._bad("rules for every key", f"none for {some(_by_layer(unused))}", todo))
         if self._unmatched:
             todo = "remove the rule or mark it optional = true; if the source is another model, use its rules"
             got = f"nothing matches {some(self._unmatched)}"
@@ -164,30 +164,27 @@ class _Application:
             self._errors.append(error)
 
     def _raise_errors(self) -> None:
-        """Raise a single error as it is, and several errors as one."""
+        """Raise a single error as it is, and several errors as the ``problems`` of one."""
         if len(self._errors) < 2:
             for error in self._errors:
                 raise error
             return
-        texts = [" ".join(str(error).split()) for error in self._errors]  # each error on one line
-        shown = "\n    ".join(texts[:_MOST_ERRORS])
-        more = len(texts) - _MOST_ERRORS
-        raise self._bad(
-            "rules that fit the whole model",
-            f"{len(texts)} that do not fit\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
-            "follow the advice of each error above",
-        ) from self._errors[0]
+        got = f"{len(self._errors)} problems"
+        error = self._bad("rules that fit the whole model", got, "follow the advice of each problem:")
+        error.problems = tuple(self._errors)
+        raise error from self._errors[0]
 
     def _rename(self, names: list[str]) -> None:
         """Add keys that no rule matches, with their prefixes replaced; keys without a known prefix are unchanged."""
         renamed = {name: self.rules.moved(name, to_hf=self.to_hf) for name in names}
+        wrong = [name for name in names if self.rules.is_of_other_side(name, to_hf=self.to_hf)]
+        if wrong:
+            side = "our names" if self.to_hf else "names of Hugging Face"
+            todo = f"use the rules of this model, or leave out {option('rules')} if it has the names you want"
+            self._errors.append(self._bad(side, some(_by_layer(wrong)), todo))
+            return
         for name, new in renamed.items():
-            if self.rules.is_of_other_side(name, to_hf=self.to_hf):
-                side = "our names" if self.to_hf else "names of Hugging Face"
-                todo = f"use the rules of this model, or leave out {option('rules')} if it has the names you want"
-                self._errors.append(self._bad(side, name, todo))
-            else:
-                self._add(new, self.views[name], (name,))
+            self._add(new, self.views[name], (name,))
         changes_none = all(name == new for name, new in renamed.items())  # no key has a known prefix
         if self.rules.prefixes and changes_none and not self.partial:
             prefixes = [pair[1 if self.to_hf else 0] for pair in self.rules.prefixes]
@@ -197,7 +194,7 @@ class _Application:
         """Raise an error for keys that a [[refuse]] matches."""
         for refusal in () if self.to_hf else self.rules.refusals:  # refusals name keys of hf
             if matches := [name for name in self.views if refusal.pattern.match(name) is not None]:
-                raise self._bad(f"no {refusal.pattern.text}", some(matches), refusal.todo)
+                raise self._bad(f"no {refusal.pattern.text}", some(_by_layer(matches)), refusal.todo)
 
     def _add_zeros(self) -> None:
         """Add the tensors of [[zeros]]."""
@@ -215,10 +212,24 @@ class _Application:
         groups = self._groups(rule, sources, names)
         if not groups and not rule.optional and not self.partial:
             self._unmatched.append(sources[0].text)
+        # Layers with the same mistake have the same parts, with patterns in place of names.
+        failed: dict[tuple[object, ...], list[tuple[Key, ConversionError]]] = {}
         for key, rows in groups.items():
-            self._collect_errors(
-                lambda key=key, rows=rows: self._apply_to_group(rule, sources, dict(key), rows)  # type: ignore[misc]
-            )
+            try:
+                self._apply_to_group(rule, sources, dict(key), rows)
+            except ConversionError as error:
+                parts = (error.problem, error.expected, error.got, error.where, error.todo)
+                general = tuple(_with_patterns(part, rule, dict(key)) for part in parts)
+                failed.setdefault(general, []).append((key, error))
+        place = self._where(rule)
+        for (_, expected, got, where, _), errors in failed.items():
+            _, error = errors[0]
+            if len(errors) > 1:
+                error = error.with_parts(expected=expected, got=got, where=where)
+            places = [str(error.where)] if error.where not in (None, place) else []  # such as a tensor
+            if len(errors) > 1:
+                places.append(f"{len(errors)} times: {_values(key for key, _ in errors)}")
+            self._errors.append(error.with_parts(where=", ".join((*places, place))))
 
     def _groups(
         self, rule: KeyRule, sources: tuple[Pattern, ...], names: list[str]
@@ -239,7 +250,7 @@ class _Application:
                 if name in self._used:
                     both = f"{self._used[name].text} and {rule.text}"
                     todo = "remove one of the two rules, or make the patterns distinct"
-                    raise self._bad("one rule for each key", f"two for {name}: {both}", todo)
+                    raise self._bad("one rule for each key", f"two for {name}: {both}", todo, rule)
                 self._used[name] = rule
                 index = captures.pop(over, 0) if over else 0
                 # Sorted: the patterns of a rule may have their captures in different orders.
@@ -278,9 +289,10 @@ class _Application:
                 ]
                 present = [name for each in rows for name in each.values()]
                 raise self._bad(
-                    f"all tensors of {pattern.text} with {captures or 'no captures'}",
+                    f"all tensors of {pattern.text}",
                     f"only {some(present)}, not {some(absent)}",
                     "the source is not complete, or the pattern of the rule is wrong",
+                    rule,
                 )
         bundle: Bundle = [
             [self.views[row[i]] for i in sorted(row)] if counted else self.views[row[0]] for row in rows
@@ -292,7 +304,7 @@ class _Application:
         targets = rule.hf if self.to_hf else rule.ours
         if len(results) != len(targets):
             raise self._bad(
-                f"{len(targets)} results", f"{len(results)} from {some(origins)}", "correct the ops"
+                f"{len(targets)} results", f"{len(results)} from {some(origins)}", "correct the ops", rule
             )
         for pattern, node in zip(targets, results, strict=True):
             for index, view in enumerate(node) if isinstance(node, list) else [(0, node)]:
@@ -316,7 +328,8 @@ class _Application:
         again = self._run_ops(rule, results, to_hf=not self.to_hf)
         before, after = _shapes(bundle), _shapes(again)
         if before != after:
-            raise self._bad(f"shapes {before} after undoing the rule", after, "correct the sizes in the rule")
+            expected = f"shapes {before} after undoing the rule"
+            raise self._bad(expected, after, "correct the sizes in the rule", rule)
 
     def _is_trimmed(self, rule: KeyRule, bundle: Bundle, results: Bundle) -> bool:
         """Whether a rule removed padding, which cannot be undone; adds a warning if so."""
@@ -337,18 +350,67 @@ class _Application:
             )
             got = f"{name} made twice, from {first} and from {second}"
             todo = "remove one of the two rules, or give their patterns different names"
-            raise self._bad("each result made once", got, todo)
+            raise self._bad("each result made once", got, todo, rule)
         if rule is not None:
             self._made_by[name] = rule
         self._results[name] = RenamedView(view, name)
         if origins:
             self._origins[name] = origins
 
-    def _bad(self, expected: str, got: object, todo: str) -> ConversionError:
-        where = f"{self.rules.name}, {'to' if self.to_hf else 'from'} Hugging Face"
+    def _bad(self, expected: str, got: object, todo: str, rule: KeyRule | None = None) -> ConversionError:
         return ConversionError(
-            "The key rules do not fit the source.", expected=expected, got=got, where=where, todo=todo
+            "The key rules do not fit the source.",
+            expected=expected,
+            got=got,
+            where=self._where(rule),
+            todo=todo,
         )
+
+    def _where(self, rule: KeyRule | None) -> str:
+        """Return the place of an error: the rule or the file, and the direction."""
+        place = (rule and rule.where) or self.rules.name
+        return f"{place}, {'to' if self.to_hf else 'from'} Hugging Face"
+
+
+def _with_patterns(part: object, rule: KeyRule, captures: Mapping[str, int]) -> object:
+    """Return a part of an error with patterns in place of one group's names: ``a.{l}.q`` for ``a.3.q``."""
+    if not isinstance(part, str):
+        return part
+
+    def pattern_of(word: re.Match[str]) -> str:
+        for pattern in (*rule.hf, *rule.ours):
+            found = pattern.match(word[0])
+            if found is not None and found.items() >= captures.items():  # else another group's name
+                return pattern.fill({**found, **{name: f"{{{name}}}" for name in captures}})
+        return word[0]
+
+    return re.sub(r"[^\s,:;'\"()\[\]]+", pattern_of, part)
+
+
+def _values(keys: Iterable[Key]) -> str:
+    """Return the captures' values of several groups, as a range or the first few.
+
+    >>> _values([(("l", 1),), (("l", 0),)]), _values([(("l", 1),), (("l", 3),)])
+    ('l=0 to 1', 'l=1, l=3')
+    """
+    ordered = sorted(keys)
+    (name, first), *inner = ordered[0]
+    last = first + len(ordered) - 1
+    if not inner and ordered[-1] == ((name, last),):  # no two groups have one value
+        return f"{name}={first} to {last}"
+    return some(" ".join(f"{name}={value}" for name, value in key) for key in ordered)
+
+
+def _by_layer(names: Iterable[str]) -> list[str]:
+    """Return names with one text for those that differ only in numbers.
+
+    >>> _by_layer(["a.0.q", "b", "a.1.q"])
+    ['a.*.q (2 names)', 'b']
+    """
+    forms: dict[str, list[str]] = {}
+    for name in names:
+        forms.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
+    return [f"{form} ({len(each)} names)" if len(each) > 1 else each[0] for form, each in forms.items()]
 
 
 def _shapes(node: Node) -> Any:

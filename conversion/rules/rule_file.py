@@ -92,7 +92,7 @@ class Pattern:
         match = self._regex.fullmatch(name)
         return {key: int(value) for key, value in match.groupdict().items()} if match else None
 
-    def fill(self, captures: Mapping[str, int]) -> str:
+    def fill(self, captures: Mapping[str, object]) -> str:
         """Return the name that has these values in place of the captures."""
         return _CAPTURE.sub(lambda match: str(captures[match[1]]), self.text)
 
@@ -107,6 +107,7 @@ class KeyRule:
         ops: the operations from hf to ours.
         optional: whether the rule may match no key.
         tie: the hf name to use if hf does not store the tied weight; None if hf always stores it.
+        where: the rule's place in its file, for messages.
     """
 
     hf: tuple[Pattern, ...]
@@ -114,6 +115,7 @@ class KeyRule:
     ops: tuple[Operation, ...] = ()
     optional: bool = False
     tie: str | None = None
+    where: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         # Both sides need the same captures, since `fill` makes the names of one side from the captures of the other.
@@ -127,6 +129,7 @@ class KeyRule:
                 "The two sides of a rule do not match.",
                 expected="the same captures on both sides, and one more where a stack or unstack counts over it; no *",
                 got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
+                where=self.where,
                 todo="correct the rule",
             )
 
@@ -368,7 +371,7 @@ def _rule(name: str, number: int, data: Mapping[str, Any]) -> KeyRule:
         raise _bad(where, "hf, ours, ops, optional, tie", ", ".join(sorted(unknown)))
     ops = tuple(parse_operation(op, where=where) for op in data.get("ops", ()))
     optional, tie = bool(data.get("optional", False)), data.get("tie")
-    return KeyRule(_patterns(data["hf"]), _patterns(data["ours"]), ops, optional, tie)
+    return KeyRule(_patterns(data["hf"]), _patterns(data["ours"]), ops, optional, tie, where)
 
 
 def _patterns(value: str | list[str]) -> tuple[Pattern, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,57 @@ def test_quantized_weights_are_refused_with_the_way_on(
         convert_in_parts(source, tmp_path / "out.pt", "torch", rules=rules)
     convert_in_parts(source, tmp_path / "out.pt", "torch")
     assert torch.load(tmp_path / "out.pt", weights_only=True)[name].dtype == torch.uint8
+
+
+def _refused(tmp_path: Path, sizes: dict[str, int], rules: str) -> ConversionError:
+    """The error of a conversion from Hugging Face, of tensors with this many rows."""
+    source = hf_folder(tmp_path / "hf", {name: torch.ones(size, 2) for name, size in sizes.items()})
+    (tmp_path / "r.toml").write_text(rules)
+    with pytest.raises(ConversionError) as refused:
+        convert_in_parts(source, tmp_path / "out.pt", "torch", rules=str(tmp_path / "r.toml"))
+    return refused.value
+
+
+def _parts(error: ConversionError) -> dict[str, list[str]]:
+    """The parts of an error and its problems as lines of its text: name -> values."""
+    pairs = [line.strip().split(": ", 1) for line in str(error).splitlines() if ": " in line]
+    return {name: [value for key, value in pairs if key == name] for name in ("expected", "got", "where")}
+
+
+def test_layers_with_one_mistake_are_one_problem(tmp_path: Path) -> None:
+    """40 layers have a tensor of a wrong size, and one of another; two kinds of keys have no rule."""
+    sizes = {f"a.{layer}.{name}": 4 for layer in range(41) for name in ("q", "x", "y")}
+    sizes |= {f"a.{layer}.k": 3 if layer else 5 for layer in range(41)}
+    error = _refused(tmp_path, sizes, RULES)
+    lone, layers, unused = error.problems
+    assert (lone.expected, lone.got) == ("2 in dim 0 (2)", "shape (5, 2)")
+    assert (layers.expected, layers.got) == ("2 in dim 0 (2)", "shape (3, 2)")
+    assert "a.0.k" in str(lone.where) and "{" not in str(lone.where)
+    assert "a.{l}.k" in str(layers.where) and {"40", "1", "l=1"} <= set(
+        re.findall(r"[\w=]+", str(layers.where))
+    )
+    assert {"a.*.x", "a.*.y", "41"} <= set(re.findall(r"[\w.*]+", str(unused.got)))
+    assert all("r.toml" in str(each.where) for each in error.problems)
+    for name, values in _parts(error).items():  # one part a line
+        assert values == [str(getattr(each, name)) for each in (error, *error.problems)]
+    again = pickle.loads(pickle.dumps(error))  # as it is sent to other ranks
+    assert str(again) == str(error) and len(again.problems) == 3
+
+
+def test_a_mistake_of_all_layers_alone_is_the_error(tmp_path: Path) -> None:
+    """Its place is the pattern, the layers and the rule."""
+    error = _refused(tmp_path, {f"a.{n}.{k}": 4 if k == "q" else 3 for n in (1, 4, 9) for k in "qk"}, RULES)
+    assert error.problems == () and error.got == "shape (3, 2)"
+    assert {"a.{l}.k", "3", "l=1", "l=4", "l=9"} <= set(re.findall(r"[^\s,]+", str(error.where)))
+
+
+def test_layers_of_experts_that_lack_one(tmp_path: Path) -> None:
+    """Each layer has one group per capture that is not counted: the lists of missing experts are one problem."""
+    rule = STACKED.replace("e.{e}", "a.{l}.{e}").replace('"w"', '"b.{l}"')
+    error = _refused(tmp_path, {f"a.{layer}.{expert}": 1 for layer in range(30) for expert in (0, 2)}, rule)
+    assert error.problems == () and {"a.{l}.0", "a.{l}.1", "a.{l}.2"} <= set(
+        re.findall(r"[^\s,]+", str(error.got))
+    )
 
 
 def test_a_capture_has_the_name_of_a_group() -> None:

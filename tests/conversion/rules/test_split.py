@@ -228,7 +228,11 @@ def test_a_rule_that_unstacks_what_is_not_stacked_yet_is_refused(tmp_path: Path)
     (tmp_path / "r.toml").write_text(UNORDERED)
     with pytest.raises(ConversionError) as caught:
         convert_in_parts(source, tmp_path / "out.pt", "torch", rules=str(tmp_path / "r.toml"))
-    assert caught.value.where.endswith(" f") and caught.value.got == "a list of tensors" and caught.value.todo
+    assert (
+        caught.value.where.split(", ")[0].endswith(" f")
+        and caught.value.got == "a list of tensors"
+        and caught.value.todo
+    )
 
 
 SPLIT = '{{ split = {{ dim = 0, sizes = ["{size}", "{size}"] }} }}'
@@ -254,7 +258,7 @@ def test_a_split_that_does_not_fit_is_refused(tmp_path: Path, ops: str, got: str
     with pytest.raises(ConversionError) as caught:
         convert_in_parts(source, tmp_path / "out.pt", "torch", rules=str(tmp_path / "r.toml"))
     assert got in caught.value.got and caught.value.todo
-    assert where is None or caught.value.where == where
+    assert where is None or caught.value.where.split(", ")[0] == where
 
 
 def test_rules_that_make_one_name_are_both_named(tmp_path: Path) -> None:
