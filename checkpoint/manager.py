@@ -163,7 +163,7 @@ class CheckpointManager:
                     f"export_every cannot be {export_every}.",
                     expected="at least 1",
                     got=export_every,
-                    where=path_text(root),
+                    where="CheckpointManager(export_every=..)",
                 )
             check_choice(check_replicas)
             check_exit_timeout(exit_timeout_s)
@@ -365,7 +365,7 @@ class CheckpointManager:
             step = _step_number(step)
             if step < 0:
                 raise ArgumentError(
-                    "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
+                    "A step cannot be negative.", expected="step >= 0", got=step, where="step=.."
                 )
             metric = None if metric is None else float(metric)  # a tensor of one item becomes a float
         except Exception:  # any class: a metric's `__float__` is the user's code
@@ -717,7 +717,10 @@ class CheckpointManager:
             check_choices(verify, read)  # also checked by `Loader`, but only if there is a step to load
             if not patience_s >= 0:  # also refuses NaN
                 raise ArgumentError(
-                    "patience_s is not a time.", expected=">= 0", got=patience_s, where=self._root.where
+                    "patience_s is not a time.",
+                    expected=">= 0",
+                    got=patience_s,
+                    where="CheckpointManager.restore(patience_s=..)",
                 )
             patterns = (include,) if isinstance(include, str) else include
             if isinstance(state, (int, str, os.PathLike)):
@@ -725,7 +728,7 @@ class CheckpointManager:
                     "A number or a path is no state to fill.",
                     expected="a state, such as {'model': model, 'optimizer': optimizer}",
                     got=repr(state),
-                    where=self._root.where,
+                    where="CheckpointManager.restore(state=..)",
                     todo="manager.restore(state), or manager.restore(state, step=5)",
                 )
             wanted = None if step is None else _step_number(step)
@@ -798,5 +801,5 @@ def _step_number(step: object) -> int:
             got=repr(step) if isinstance(step, (str, float)) else f"a value of type {type(step).__name__}",
             todo="pass the number first: manager.save(step, state), manager.should_save(step), manager.pin(step); to "
             "restore, manager.restore(state, step=5)",
-            where="the argument `step`",
+            where="step=..",
         ) from error

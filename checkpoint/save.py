@@ -325,7 +325,7 @@ def form_of(format: Format) -> Form:
             "There is no such format.",
             expected="'native', 'zarr', 'dcp', or a form: conversion.HuggingFace(assets=..)",
             got=repr(format),
-            where="the argument `format`",
+            where="format=..",
         )
     return form
 

@@ -253,7 +253,12 @@ class ConversionError(VescaleError, RuntimeError):
 
     def with_parts(self, **parts: Any) -> ConversionError:
         """Return the error with some of its parts (``expected``, ``got``, ``where``, ``todo``) replaced."""
-        own = {"expected": self.expected, "got": self.got, "where": self.where, "todo": self.todo}
+        own: dict[str, Any] = {
+            "expected": self.expected,
+            "got": self.got,
+            "where": self.where,
+            "todo": self.todo,
+        }
         return type(self)(self.problem, **(own | parts))
 
     def __str__(self) -> str:

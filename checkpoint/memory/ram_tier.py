@@ -109,7 +109,7 @@ class RamTier:
                 "A RamTier cannot be created with these arguments.",
                 expected="a plain name, interval >= 1, keep_last >= 1 and replicas >= 0",
                 got=f"{name!r}, {interval}, {keep_last}, {replicas}",
-                where="RamTier",
+                where="RamTier(name=.., interval=.., keep_last=.., replicas=..)",
             )
         if mesh is not None and (mesh.ndim != 1 or not replicas):
             raise ArgumentError(
@@ -117,7 +117,7 @@ class RamTier:
                 expected="replicas >= 1 and a mesh of one dimension",
                 got=f"replicas={replicas} and {mesh.ndim} dimensions",
                 todo="pass one dimension of the mesh, such as mesh['replicate']",
-                where="RamTier",
+                where="RamTier(mesh=.., replicas=..)",
             )
         self.name = name
         self.replicas = replicas

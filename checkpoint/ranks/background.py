@@ -121,7 +121,7 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
             "exit_timeout_s is not a time.",
             expected=">= 0",
             got=exit_timeout_s,
-            where="the argument exit_timeout_s",
+            where="exit_timeout_s=..",
         )
 
 

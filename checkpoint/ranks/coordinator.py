@@ -688,7 +688,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
             "This rank is not in the process group.",
             expected="a group that includes this rank",
             got=repr(base),
-            where=f"rank {dist.get_rank()}",
+            where=f"process_group=.., rank {dist.get_rank()}",
             todo="call this on the group's ranks only",
         )
     ranks = dist.get_process_group_ranks(base)

@@ -59,7 +59,7 @@ def check_choice(check_replicas: object) -> None:
             "check_replicas has an unknown value.",
             expected="check_replicas='all', 'sample' or False",
             got=repr(check_replicas),
-            where="the argument check_replicas",
+            where="check_replicas=..",
         )
 
 

@@ -126,7 +126,7 @@ def memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
                 expected="torch.optim.Optimizer",
                 got=type(optimizer).__name__,
                 todo="remove the argument `optimizer`: the state is then copied before the call returns",
-                where="the argument `optimizer`",
+                where="optimizer=..",
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         states = [value for state in optimizer.state.values() for value in state.values()]

@@ -73,7 +73,7 @@ class ReshardableSampler(Sampler[int]):
                 "A sampler needs a number of samples, and a rank in its world.",
                 expected="num_samples >= 0 and 0 <= rank < world_size",
                 got=f"{num_samples}, {self.rank}, {self.world_size}",
-                where="ReshardableSampler",
+                where="ReshardableSampler(num_samples=.., rank=.., world_size=..)",
             )
         self._settings = {
             "num_samples": num_samples,
@@ -294,7 +294,7 @@ class ReshardableLoader(Generic[T]):
                 "This data loader has no position to save.",
                 expected="DataLoader(dataset, batch_size=n, sampler=ReshardableSampler(..))",
                 got=f"a {type(sampler).__name__}, batch_size={batch_size}",
-                where="ReshardableLoader",
+                where="ReshardableLoader(loader=..)",
             )
         self.loader, self.sampler, self._batch_size = loader, sampler, batch_size
         self._num_taken = sampler.num_taken

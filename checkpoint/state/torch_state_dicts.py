@@ -96,7 +96,7 @@ def _check_model(model: object, call: str) -> None:
             expected="an nn.Module",
             got=type(model).__name__,
             todo=f"call {call}",
-            where="the first argument",
+            where="model=..",
         )
 
 

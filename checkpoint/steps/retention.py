@@ -50,14 +50,17 @@ class RetentionPolicy:
         for name, limit in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if limit is not None and limit < 1:
                 raise ArgumentError(
-                    f"{name} cannot be {limit}.", expected="at least 1", got=limit, where="RetentionPolicy"
+                    f"{name} cannot be {limit}.",
+                    expected="at least 1",
+                    got=limit,
+                    where=f"RetentionPolicy({name}=..)",
                 )
         if not isinstance(self.keep_best, BestOf | None):
             raise ArgumentError(
                 "keep_best is not a BestOf.",
                 expected="such as BestOf(3)",
                 got=repr(self.keep_best),
-                where="RetentionPolicy",
+                where="RetentionPolicy(keep_best=..)",
             )
 
 
@@ -75,7 +78,7 @@ def retention_of(retention: RetentionPolicy | int | None) -> RetentionPolicy:
             "This is not a retention policy.",
             expected="a RetentionPolicy, or the number of steps to keep",
             got=repr(retention),
-            where="the argument `retention`",
+            where="retention=..",
         )
     return retention
 

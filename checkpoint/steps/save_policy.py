@@ -108,7 +108,13 @@ class _Combined(SavePolicy):
     policies: tuple[SavePolicy, ...]
 
     def __init__(self, *policies: SavePolicy) -> None:
-        _check(bool(policies), f"{type(self).__name__} combines policies.", "at least one", policies)
+        _check(
+            bool(policies),
+            f"{type(self).__name__}(..)",
+            f"{type(self).__name__} combines policies.",
+            "at least one",
+            policies,
+        )
         # Not an assignment, because the dataclass is frozen.
         object.__setattr__(self, "policies", tuple(map(check_policy, policies)))
 
@@ -166,7 +172,13 @@ class EverySteps(SavePolicy):
     steps: int
 
     def __post_init__(self) -> None:
-        _check(self.steps >= 1, "EverySteps needs a number of steps.", "steps >= 1", self.steps)
+        _check(
+            self.steps >= 1,
+            "EverySteps(steps=..)",
+            "EverySteps needs a number of steps.",
+            "steps >= 1",
+            self.steps,
+        )
 
     def should_save(self, context: SaveContext) -> bool:
         return context.step % self.steps == 0
@@ -186,7 +198,13 @@ class EveryMinutes(SavePolicy):
     minutes: float
 
     def __post_init__(self) -> None:
-        _check(self.minutes > 0, "EveryMinutes needs a time.", "minutes > 0", self.minutes)
+        _check(
+            self.minutes > 0,
+            "EveryMinutes(minutes=..)",
+            "EveryMinutes needs a time.",
+            "minutes > 0",
+            self.minutes,
+        )
 
     def should_save(self, context: SaveContext) -> bool:
         return context.unix_s - context.last_save_unix_s >= self.minutes * 60
@@ -213,8 +231,16 @@ class BestOf(SavePolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        _check(self.count >= 1, "BestOf keeps at least one step.", "count >= 1", self.count)
-        _check(self.mode in ("min", "max"), "BestOf has an unknown mode.", "'min' or 'max'", repr(self.mode))
+        _check(
+            self.count >= 1, "BestOf(count=..)", "BestOf keeps at least one step.", "count >= 1", self.count
+        )
+        _check(
+            self.mode in ("min", "max"),
+            "BestOf(mode=..)",
+            "BestOf has an unknown mode.",
+            "'min' or 'max'",
+            repr(self.mode),
+        )
 
     def should_save(self, context: SaveContext) -> bool:
         return self.takes(context.metric, context.known_metrics)
@@ -250,7 +276,13 @@ class BeforeDeadline(SavePolicy):
     margin_s: float = 300.0
 
     def __post_init__(self) -> None:
-        _check(math.isfinite(self.unix_s), "A deadline is a time.", "seconds since 1970", self.unix_s)
+        _check(
+            math.isfinite(self.unix_s),
+            "BeforeDeadline(unix_s=..)",
+            "A deadline is a time.",
+            "seconds since 1970",
+            self.unix_s,
+        )
 
     def should_save(self, context: SaveContext) -> bool:
         return context.unix_s >= self.unix_s - self.margin_s
@@ -278,7 +310,11 @@ class OnSignal(SavePolicy):
     def __post_init__(self) -> None:
         unknown = [name for name in self.names if name not in signal.Signals.__members__]
         _check(
-            bool(self.names) and not unknown, "OnSignal needs names of signals.", "SIGTERM, ..", self.names
+            bool(self.names) and not unknown,
+            "OnSignal(names=..)",
+            "OnSignal needs names of signals.",
+            "SIGTERM, ..",
+            self.names,
         )
 
     def should_save(self, context: SaveContext) -> bool:
@@ -286,6 +322,7 @@ class OnSignal(SavePolicy):
         unwatched = [name for name in self.names if name not in context.signals]
         _check(
             not unwatched,
+            "save_policy=..",
             "The manager does not listen for these signals.",
             "OnSignal used alone, or combined with other policies by | or &",
             unwatched,
@@ -304,7 +341,7 @@ def check_policy(policy: object) -> SavePolicy:
             "This is not a save policy.",
             expected="a SavePolicy, such as EverySteps(n)",
             got=repr(policy),
-            where="the argument `save_policy`",
+            where="save_policy=..",
             todo="combine policies with | and &; to write your own, subclass SavePolicy",
         )
     return policy
@@ -327,7 +364,7 @@ def shape_of(policy: SavePolicy) -> str:
     return name
 
 
-def _check(is_true: bool, problem: str, expected: str, got: object) -> None:
+def _check(is_true: bool, where: str, problem: str, expected: str, got: object) -> None:
     """Raise an ArgumentError unless a condition is true."""
     if not is_true:
-        raise ArgumentError(problem, expected=expected, got=got, where="the arguments of a save policy")
+        raise ArgumentError(problem, expected=expected, got=got, where=where)

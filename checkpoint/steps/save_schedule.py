@@ -392,7 +392,7 @@ class SignalWatch:
                 "Signals can be handled in the main thread only.",
                 expected="a manager with OnSignal() to be created in the main thread",
                 got=f"thread {threading.current_thread().name}",
-                where="OnSignal",
+                where="CheckpointManager(save_policy=..)",
             )
         for name in names:
             number = signal.Signals[name]

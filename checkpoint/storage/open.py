@@ -48,7 +48,7 @@ def checked_path(path: object) -> str:
             got=repr(path) if isinstance(path, str) else path_text(path),
             # torch.save and dcp.save take the state first.
             todo="pass the path first: save(path, state), load(path, state), CheckpointManager(root)",
-            where="the argument `path` or `root`",
+            where="path=.., root=..",
         )
     return text
 

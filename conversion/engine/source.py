@@ -50,7 +50,7 @@ def check_source(given: object, call: str) -> None:
             expected="a Source, as open_source returns it",
             got=repr(given) if isinstance(given, str) else f"a value of type {type(given).__name__}",
             todo=call,
-            where="the first argument",
+            where="source=..",
         )
 
 

@@ -223,13 +223,13 @@ class _Application:
                 failed.setdefault(general, []).append((key, error))
         place = self._where(rule)
         for (_, expected, got, where, _), errors in failed.items():
-            _, error = errors[0]
+            _, first = errors[0]
             if len(errors) > 1:
-                error = error.with_parts(expected=expected, got=got, where=where)
-            places = [str(error.where)] if error.where not in (None, place) else []  # such as a tensor
+                first = first.with_parts(expected=expected, got=got, where=where)
+            places = [str(first.where)] if first.where not in (None, place) else []  # such as a tensor
             if len(errors) > 1:
                 places.append(f"{len(errors)} times: {_values(key for key, _ in errors)}")
-            self._errors.append(error.with_parts(where=", ".join((*places, place))))
+            self._errors.append(first.with_parts(where=", ".join((*places, place))))
 
     def _groups(
         self, rule: KeyRule, sources: tuple[Pattern, ...], names: list[str]

@@ -104,7 +104,7 @@ class VescaleStrategy(ModelParallelStrategy):
             "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
             expected="no CheckpointIO plugin",
             got=type(plugin).__name__,
-            where="Trainer(plugins=...)",
+            where="Trainer(plugins=..)",
             todo="remove the plugin, or use Lightning's ModelParallelStrategy(save_distributed_checkpoint=False)",
         )
 
@@ -312,7 +312,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
             expected="a dict with one sharded model, such as {'model': model, 'optimizer': optimizer}",
             got=", ".join(key for key, _ in models) or "none",
             todo="set up the model with this strategy first; save several models in several checkpoints",
-            where="the state of Fabric.save or Fabric.load",
+            where="state=..",
         )
     return models[0]
 

@@ -84,7 +84,7 @@ def with_vescale(
             expected="checkpoint=CheckpointManager.Config(...) of torchtitan.components.checkpointer",
             got=f"{type(config.checkpoint).__module__}.{type(config.checkpoint).__qualname__}",
             todo="use parallelize_with alone to keep another manager",
-            where="with_vescale(config)",
+            where="with_vescale(config=..)",
         )
     spec = config.model_spec
     parallelize = parallelize_with(

@@ -377,7 +377,7 @@ def check_class(wrapper: str, kind: object, params: object) -> None:
         f"{wrapper} takes an optimizer class first, and then the parameters.",
         expected="a class",
         got=f"a value of type {type(kind).__name__}",
-        where=wrapper,
+        where=f"{wrapper}(kind=..)",
         todo=f"{wrapper}({meant}, model.parameters(), ...)",
     )
 
@@ -395,7 +395,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             expected="an iterable of parameters or param groups",
             got=type(params).__name__,
             todo="pass model.parameters()",
-            where="the argument `params`",
+            where="params=..",
         )
     if isinstance(params, torch.Tensor):
         raise LayoutError(
@@ -411,7 +411,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
             expected="an iterable of parameters or param groups",
             got=f"{len(items)} lists",
             todo="matrices, others = Muon.split_params(model); Muon(matrices, adamw_params=others)",
-            where="the argument `params`",
+            where="params=..",
         )
     if items and isinstance(items[0], dict):
         return [dict(group) for group in items]  # copies, since torch adds defaults to the dicts

@@ -67,7 +67,7 @@ class Cluster:
                     "A cluster has positive numbers of GPUs and bytes.",
                     expected=f"a positive {'whole ' if is_count else ''}number",
                     got=f"{field.name}={value!r}",
-                    where=f"Cluster({field.name}=...)",
+                    where=f"Cluster({field.name}=..)",
                     todo="correct the number",
                 )
         if self.gpus > self.per_node and self.gpus % self.per_node:
@@ -75,7 +75,7 @@ class Cluster:
                 "The GPUs do not fill whole nodes.",
                 expected=f"gpus a multiple of per_node={self.per_node}",
                 got=self.gpus,
-                where="Cluster(gpus=..., per_node=...)",
+                where="Cluster(gpus=.., per_node=..)",
                 todo=f"pass {self.gpus // self.per_node * self.per_node} or "
                 f"{-(-self.gpus // self.per_node) * self.per_node} GPUs, or another per_node",
             )

@@ -270,14 +270,14 @@ def _check(model: nn.Module, optimizer: str, param_dtype: torch.dtype) -> None:
             expected=f"one of {', '.join(get_args(OptimizerName))}",
             got=repr(optimizer),
             todo="pass the one whose state is most like yours",
-            where="the argument `optimizer`",
+            where="optimizer=..",
         )
     if not isinstance(param_dtype, torch.dtype) or not param_dtype.is_floating_point:
         raise ArgumentError(
             "Parameters are computed with in a float type.",
             expected="a float type of torch, such as torch.bfloat16",
             got=repr(param_dtype),
-            where="param_dtype",
+            where="param_dtype=..",
             todo="pass the param_dtype of the MixedPrecisionPolicy",
         )
 

@@ -255,7 +255,7 @@ class FSDPModule(_Base):
                 "set_reshard_after_forward takes True or False, not a number of ranks.",
                 expected="True or False",
                 got=repr(reshard_after_forward),
-                where="set_reshard_after_forward",
+                where="set_reshard_after_forward(reshard_after_forward=..)",
             )
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
@@ -328,7 +328,7 @@ class FSDPModule(_Base):
                 "max_input_buffers must be a positive number of reductions.",
                 expected="at least 1" if is_int else "an int",
                 got=repr(max_input_buffers),
-                where="the argument max_input_buffers",
+                where="set_reduce_scatter_max_input_buffers(max_input_buffers=..)",
             )
         for state in self._states(recurse):
             state.max_reductions = max_input_buffers
@@ -360,7 +360,7 @@ class FSDPModule(_Base):
                 "set_all_reduce_hook accepts no stream if replicas are all-reduced.",
                 expected="stream=None, or a mesh without a replicating axis",
                 got=stream,
-                where=type(self).__name__,
+                where="set_all_reduce_hook(stream=..)",
             )
 
         def run(shard: torch.Tensor) -> None:
@@ -519,7 +519,7 @@ def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
             "All modules must be sharded modules.",
             expected="modules created by fully_shard",
             got=got,
-            where="the list of modules",
+            where="modules=..",
         )
     return states
 

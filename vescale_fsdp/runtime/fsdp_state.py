@@ -624,7 +624,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "The module has no such method.",
             expected=f"a method of {type(module).__name__}",
             got=repr(method_name),
-            where=type(module).__name__,
+            where="register_fsdp_forward_method(method_name=..)",
         )
 
     @functools.wraps(method)

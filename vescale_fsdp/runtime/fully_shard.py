@@ -306,7 +306,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
                 "fully_shard takes modules only.",
                 expected="nn.Module or a list of them",
                 got=type(each),
-                where="fully_shard(module)",
+                where="fully_shard(module=..)",
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ArgumentError(
@@ -314,7 +314,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
                 expected="a module with a forward",
                 got=type(each).__name__,
                 todo="shard its elements one by one, or pass them as a list to make one unit of them",
-                where="fully_shard(module)",
+                where="fully_shard(module=..)",
             )
         if state_of(each) is not None:
             raise MisuseError(
@@ -331,7 +331,7 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
             "There is nothing to shard.",
             expected="at least one module",
             got=repr(module),
-            where="fully_shard(module)",
+            where="fully_shard(module=..)",
         )
     return roots
 

@@ -319,7 +319,7 @@ class Transfer:
                 "The version of a transfer is not valid.",
                 expected="an int of at least 0",
                 got=repr(version),
-                where="the argument `version`",
+                where="version=..",
             )
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(

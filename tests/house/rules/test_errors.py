@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
 
 from tests.house.test_names import FILES
 from vescale_fsdp import errors
@@ -89,3 +95,73 @@ def test_arguments_are_refused_with_parts() -> None:
                     found.append(f"{file}:{node.lineno}")
 
     assert not found
+
+
+def _signatures(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (function or class, argument) of all functions, and of all classes by __init__ or by annotated fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from ((node.name, each.arg) for each in ast.walk(node.args) if isinstance(each, ast.arg))
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                    yield node.name, inner.target.id
+                elif isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                    yield from ((node.name, each.arg) for each in inner.args.args + inner.args.kwonlyargs)
+
+
+@cache
+def _arguments() -> dict[str, set[str]]:
+    """Return function or class -> its arguments; "" -> all arguments there are."""
+    known: defaultdict[str, set[str]] = defaultdict(set, Trainer={"plugins"})  # Lightning's
+    for file in FILES:
+        for owner, argument in _signatures(ast.parse(file.read_text())):
+            known[owner].add(argument)
+            known[""].add(argument)
+    return known
+
+
+def _unnamed(source: str, known: dict[str, set[str]]) -> list[int]:
+    """Return the lines that make an ArgumentError whose ``where`` has no argument and no value of the run."""
+    found = []
+    for node in ast.walk(ast.parse(source)) if "ArgumentError" in source else ():
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("ArgumentError"):
+            continue
+        where = next(
+            (keyword.value for keyword in node.keywords if keyword.arg == "where"), ast.Constant(None)
+        )
+        if not isinstance(where, ast.Constant):
+            continue  # such as a path, a parameter or a rank
+        # call(argument=.., ..), or argument=.. of several calls
+        parts = re.fullmatch(r"(?:[\w.]*?(\w+)\()?((?:\w+=\.\.(?:, )?)+)\)?", str(where.value))
+        names = re.findall(r"(\w+)=", parts[2]) if parts else []
+        if parts is None or not known.get(parts[1] or "", set()).issuperset(names):
+            found.append(node.lineno)
+    return found
+
+
+def test_refused_arguments_are_named() -> None:
+    """Every ArgumentError says in ``where`` which argument of which call it refuses, and both exist."""
+    known = _arguments()
+    made = sum(file.read_text().count(" ArgumentError(") for file in FILES)
+    assert made and {str(file): lines for file in FILES if (lines := _unnamed(file.read_text(), known))} == {}
+
+
+@pytest.mark.parametrize(
+    ("where", "is_named"),
+    [
+        ("", False),
+        (", where=None", False),
+        (", where='load'", False),
+        (", where='the argument `read`'", False),
+        (", where='load(reads=..)'", False),
+        (", where='loads(read=..)'", False),
+        (", where='load(read=.., verify=..)'", True),
+        (", where='CheckpointManager.restore(state=..)'", True),
+        (", where='state=..'", True),
+        (", where=str(path)", True),
+    ],
+)
+def test_unnamed_arguments_are_seen(where: str, is_named: bool) -> None:
+    """The check above."""
+    assert _unnamed(f"raise errors.ArgumentError('No.'{where})", _arguments()) == ([] if is_named else [1])
