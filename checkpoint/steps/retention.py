@@ -177,19 +177,25 @@ class StepRecord:
 
 def read_record(root: Storage, step: int) -> StepRecord:
     """Read the record of a step."""
+    return read_step(root, step)[0]
+
+
+def read_step(root: Storage, step: int) -> tuple[StepRecord, Manifest | None]:
+    """Read the record of a step, and its manifest; None if another job has removed the step, or for a damaged one."""
     pinned, name = is_pinned(root, step), manifest_file(root, step_name(step))
     if name is None:  # another job has removed the step
-        return StepRecord(step, pinned=pinned)
+        return StepRecord(step, pinned=pinned), None
     try:
         manifest = Manifest.from_bytes(root.read(name), where=f"{root.where}/{name}")
     except FileNotFoundError:  # another job has removed the step
-        return StepRecord(step, pinned=pinned)
+        return StepRecord(step, pinned=pinned), None
     except CheckpointError as error:
-        return StepRecord(step, pinned=pinned, damage=str(error))
+        return StepRecord(step, pinned=pinned, damage=str(error)), None
     saved = manifest.saved
     if saved is None:
-        return StepRecord(step, manifest.num_bytes, pinned=pinned)
-    return StepRecord(step, manifest.num_bytes, saved.seconds, saved.unix_s, saved.metric, pinned)
+        return StepRecord(step, manifest.num_bytes, pinned=pinned), manifest
+    record = StepRecord(step, manifest.num_bytes, saved.seconds, saved.unix_s, saved.metric, pinned)
+    return record, manifest
 
 
 def read_records(root: Storage) -> list[StepRecord]:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -36,6 +36,7 @@ from vescale_fsdp.conversion.cli.options import (
     Location,
     part_of,
     quiet_option,
+    step_numbers,
     with_options,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS, Target
@@ -305,20 +306,40 @@ def fingerprint_command(
     "--against", type=Location(), metavar="OTHER", help="Another checkpoint or step to compare with."
 )
 @click.option(
+    "--steps",
+    callback=step_numbers,
+    metavar="N,N,..|all",
+    help="Steps of the run to read and compare, each with each: at most 12, of all steps so many at even distances.",
+)
+@click.option(
     "--out", type=Location(), required=True, metavar="FILE", help="The page to write, such as report.html."
 )
 @quiet_option()
 def report_command(
-    src: str, trust_pickle: bool, against: str | None, out: str, quiet: bool, **source_options: Any
+    src: str,
+    trust_pickle: bool,
+    against: str | None,
+    steps: list[int] | Literal["all"] | None,
+    out: str,
+    quiet: bool,
+    **source_options: Any,
 ) -> None:
-    """Write an HTML page about SRC: its tensors, their statistics, which files store them, and its history."""
+    """Write an HTML page about SRC: its tensors, their statistics, which files store them, and the steps of its run.
+
+    Any two steps of a run can be compared in the page: by recorded fingerprints, and those of --steps by values.
+    """
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report, report_page
+    from vescale_fsdp.conversion.report.run_steps import urls_of_steps
 
+    if against is not None and steps is not None:
+        raise click.UsageError("--against and --steps are two comparisons: make one page for each")
     source = _open(src, trust_pickle=trust_pickle, **source_options)
     other = conversion.open_source(against, trust_pickle=trust_pickle) if against is not None else None
-    with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
-        page = report_page(checkpoint_report(source, other, progress=progress.advance))
+    read = [] if steps is None else [conversion.open_source(url) for url in urls_of_steps(source, steps)]
+    nbytes = sum(each.nbytes for each in (source, other, *read) if each is not None)
+    with ProgressBar(nbytes, quiet=quiet) as progress:
+        page = report_page(checkpoint_report(source, other, steps=read, progress=progress.advance))
     folder, name = open_parent(out)
     # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
     folder.commit(name, page.encode(errors="backslashreplace"), replace=True)
@@ -649,7 +670,10 @@ SUMMARIES: dict[str, tuple[str, tuple[str, ...]]] = {
             "fingerprint run/step-00000020 repository --names hf --rules torchtitan-0.2-llama --dtype bf16",
         ),
     ),
-    "report": ("Write an HTML page about SRC.", ("report run --out report.html",)),
+    "report": (
+        "Write an HTML page about SRC.",
+        ("report run --out report.html", "report run --steps 10,20 --out report.html"),
+    ),
     "plan": (
         "Print whether a model fits on GPUs, and how to shard it.",
         (

@@ -11,13 +11,14 @@ import math
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from vescale_fsdp.conversion.formats.table import FORMATS, OPTIMIZER_FORMS, TARGETS
 from vescale_fsdp.errors import ConversionError
 
+_MAX_STEP_DIGITS = 18
 _MAX_RANK_DIGITS = 7  # planning time grows with the number of digits, which would otherwise be unlimited
 
 
@@ -139,6 +140,18 @@ def positive_numbers(ctx: click.Context, param: click.Parameter, text: str | Non
         raise click.BadParameter(
             f"{text!r} is not a list of positive numbers such as 8,64,512, each with at most seven digits."
         )
+    return [int(part) for part in parts]
+
+
+def step_numbers(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> list[int] | Literal["all"] | None:
+    """Parse numbers of steps such as ``0,100,200``, or ``all``; a callback for `click.option`."""
+    if text is None or text == "all":
+        return "all" if text else None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= _MAX_STEP_DIGITS for part in parts):
+        raise click.BadParameter(f"{text!r} is neither a list of steps such as 100,200 nor all.")
     return [int(part) for part in parts]
 
 

@@ -14,15 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.steps.retention import read_record
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
-from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.diff import Views, matched_views
 from vescale_fsdp.conversion.engine.copying import Progress, no_progress
 from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import StoredTensor, is_inflated
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, TensorView, read_range
+from vescale_fsdp.conversion.report.run_steps import RunSteps
 from vescale_fsdp.conversion.report.tensor_values import ValueDistance, ValueSummary, values_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import natural_key
@@ -31,18 +28,23 @@ from vescale_fsdp.layout.pictures import distinct_layouts, layout_svg, layout_ti
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, read at a time from each checkpoint
 _SAMPLED_PIECES = 4  # number of pieces that are read from a sampled tensor
 _MOST_LAYOUTS = 24  # maximum number of pictures; an SVG document takes some 20 kB
-_MOST_STEPS = 10_000  # maximum number of steps in the history; older steps are left out
 _VALUE_CHARS = 200  # maximum length of a value's text; the rest is cut off
 
 
 def checkpoint_report(
-    source: Source, against: Source | None = None, *, progress: Progress = no_progress
+    source: Source,
+    against: Source | None = None,
+    *,
+    steps: Sequence[Source] = (),
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Compute the contents of a page, as plain values that can be written as JSON.
 
     Args:
         source: the checkpoint that the page describes.
         against: another checkpoint, to compare values with; None for no comparison.
+        steps: steps of the source's run, ascending, that are read to compare each with each: see `urls_of_steps`. By
+            default, fingerprints that saves have recorded are compared, and no other step is read.
         progress: called with the number of bytes read since the last call.
 
     Raises:
@@ -50,6 +52,7 @@ def checkpoint_report(
     """
     files = FileNumbers()
     left, right = _pairs(source, against)
+    run = RunSteps(source, steps)
     tensors = []
     for name in sorted(source.tensors, key=natural_key):
         key = left[name]
@@ -67,11 +70,16 @@ def checkpoint_report(
                 "held": holders_of(stored, files),
                 "stats": summary,
                 **({"diff": distance} if against is not None else {}),
+                **run.measure(name, progress),
             }
         )
     values = {
         name: f"{source.values[name]()!r:.{_VALUE_CHARS}}" for name in sorted(source.values, key=natural_key)
     }
+    compare, histories = run.versions()
+    by_name = dict(zip(source.tensors, histories, strict=True))
+    for row in tensors if compare is not None else ():
+        row["history"] = by_name[row["name"]]
     return {
         "kind": source.kind,
         "url": source.url,
@@ -81,7 +89,17 @@ def checkpoint_report(
         "values": values,
         "files": files.names,
         "layouts": pictures_of(source.layouts),
-        "history": _history(source),
+        "history": [
+            {
+                "step": r.step,
+                "bytes": r.num_bytes,
+                "seconds": r.seconds,
+                "metric": r.metric,
+                "pinned": r.pinned,
+            }
+            for r in run.records
+        ],
+        "compare": compare,
         **({} if against is None else _against(against, left, right)),
     }
 
@@ -151,20 +169,6 @@ def _starts(numel: int, step: int, *, is_sampled: bool) -> Sequence[int]:
         return range(0, numel, step)
     # - 1: the first piece is at the start of the tensor, and the last piece is at its end.
     return [index * (numel - step) // (_SAMPLED_PIECES - 1) for index in range(_SAMPLED_PIECES)]
-
-
-def _history(source: Source) -> list[dict[str, Any]]:
-    """Read the records of all steps of the run; empty if no `CheckpointManager` saved this checkpoint."""
-    root, _, folder = source.url.rstrip("/").rpartition("/")
-    # A manager's checkpoints are step folders in the folder of the run.
-    if source.kind != "native" or parse_step_name(folder) is None or not root:
-        return []
-    storage = open_storage(root)
-    records = [read_record(storage, step) for step in committed_steps(storage)[-_MOST_STEPS:]]
-    return [
-        {"step": r.step, "bytes": r.num_bytes, "seconds": r.seconds, "metric": r.metric, "pinned": r.pinned}
-        for r in records
-    ]
 
 
 _MOST_RUNS = 64  # maximum per tensor; more could not be distinguished on the page

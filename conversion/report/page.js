@@ -2,8 +2,9 @@
 const report = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const ROW_PX = 30;
-const state = { open: new Set([""]), chosen: null, rows: [] };
-const compared = "against" in report;
+const state = { open: new Set([""]), chosen: null, rows: [], pair: [0, 0] };
+const run = "against" in report ? null : report.compare; // any two of its steps can be compared
+const compared = "against" in report || Boolean(run);
 
 // -- words and numbers ---------------------------------------------------------------------------
 function element(tag, className, text) {
@@ -29,7 +30,33 @@ const numel = (tensor) => tensor.shape.reduce((a, b) => a * b, 1);
 const share = (part) => (part < 1e-4 ? "< 0.01 %" : `${Number((100 * part).toPrecision(3))} %`);
 const shapeOf = (tensor) => tensor.shape.join(" × ") || "scalar";
 const stat = (tensor, key) => (tensor.stats ? tensor.stats[key] : undefined);
-const apart = (tensor) => (tensor.diff ? tensor.diff.relative ?? tensor.diff.max : undefined);
+// How a tensor differs from the other checkpoint's, or between the two chosen steps. `size` is the norm of the difference,
+// relative to that of the other checkpoint, or of the first step; undefined if it is not known.
+function change(tensor) {
+  if (run) return changeOfSteps(tensor);
+  const d = tensor.diff;
+  if (!d) return { kind: tensor.stats ? "absent" : "unknown" };
+  return d.differing ? { kind: "changed", size: d.relative ?? d.max } : { kind: "equal", size: 0 };
+}
+function changeOfSteps(tensor) {
+  const [from, to] = state.pair, places = run.histories[tensor.history];
+  if (places[from] === -1 || places[to] === -1) return { kind: "absent", missing: run.steps[places[from] === -1 ? from : to] };
+  const norm = norms(tensor, from), far = distance(tensor, from, to);
+  const size = far === undefined ? undefined : norm ? far / norm : far;
+  if (places[from] === -2 || places[to] === -2) return { kind: size === undefined ? "unknown" : "changed", size, far };
+  return places[from] === places[to] ? { kind: "equal", size: 0 } : { kind: "changed", size, far };
+}
+// A tensor's norm in a step that was read; undefined in others.
+const norms = (tensor, step) => (tensor.norms && run.read.includes(step) ? tensor.norms[run.read.indexOf(step)] ?? undefined : undefined);
+// The norm of the difference of two steps that were read; `far` has the pairs (0, 1), (0, 2), .. (1, 2), ..
+function distance(tensor, from, to) {
+  const [i, j] = [run.read.indexOf(from), run.read.indexOf(to)].sort((a, b) => a - b), count = run.read.length;
+  if (!tensor.far || i < 0) return undefined;
+  return i === j ? 0 : tensor.far[i * count - (i * (i + 1)) / 2 + j - i - 1] ?? undefined;
+}
+const isChanged = (tensor) => compared && change(tensor).kind === "changed";
+// The largest first; changes of unknown size before tensors that are equal.
+const apart = (tensor) => { const c = change(tensor); return c.size ?? (c.kind === "changed" ? Number.MIN_VALUE : undefined); };
 
 // -- visible rows: a tree, or a flat list -----------------------------------------------------------
 const tree = new Map([["", []]]); // prefix -> [{name, prefix | tensor}]
@@ -48,12 +75,15 @@ function grow() {
     }
     tree.get(prefix).push({ label: parts[parts.length - 1], tensor });
   }
+  sumUp();
+}
+function sumUp() {
   const add = (prefix) => {
     const sum = { bytes: 0, count: 0, nan: 0, apart: 0 };
     for (const node of tree.get(prefix)) {
       const t = node.tensor;
       if (node.prefix !== undefined) Object.assign(node, add(node.prefix));
-      const part = t ? { bytes: t.bytes, count: 1, nan: stat(t, "nan") || 0, apart: t.diff && t.diff.differing ? 1 : 0 } : node;
+      const part = t ? { bytes: t.bytes, count: 1, nan: stat(t, "nan") || 0, apart: isChanged(t) ? 1 : 0 } : node;
       for (const key of Object.keys(sum)) sum[key] += part[key];
     }
     return sum;
@@ -96,7 +126,11 @@ function cells(node) {
   const zeros = stat(t, "zero");
   return [t.dtype, shapeOf(t), bytes(t.bytes), ...["min", "max", "mean", "norm"].map((key) => number(stat(t, key))),
     stat(t, "nan") ? String(stat(t, "nan")) : "", zeros ? share(zeros / numel(t)) : "",
-    compared ? (t.diff ? (t.diff.differing ? number(apart(t)) : "equal") : "not there") : ""];
+    compared ? changeText(change(t)) : ""];
+}
+function changeText({ kind, size, missing }) {
+  if (kind === "absent") return missing === undefined ? "not there" : `not in ${missing}`;
+  return kind === "changed" && size !== undefined ? number(size) : kind === "unknown" ? "?" : kind;
 }
 function rowOf({ node, depth }, index) {
   const row = element("button", "row");
@@ -104,6 +138,10 @@ function rowOf({ node, depth }, index) {
   const mark = node.prefix === undefined ? "" : state.open.has(node.prefix) ? "▾ " : "▸ ";
   const name = element("span", "name", mark + node.label);
   name.style.paddingLeft = `${depth * 14}px`;
+  if (node.tensor && node.label === node.tensor.name) { // a whole name is cut at its start: its end says more
+    name.style.direction = "rtl";
+    name.textContent = `\u200e${node.label}\u200e`;
+  }
   name.title = node.tensor ? node.tensor.name : node.prefix;
   row.append(name);
   cells(node).forEach((text, i) => {
@@ -137,15 +175,17 @@ function histogram(stats) {
   const bars = [...negative.map(([i, n]) => [high - i, n]), ...positive.map(([i, n]) => [span + 1 + i - low, n])];
   if (stats.zero) bars.push([span, stats.zero]);
   const count = 2 * span + 1, width = 560 / count, most = Math.max(...bars.map((b) => b[1]));
-  const edge = (i) => (i <= 0 ? "0" : number(2 ** (2 * i - 62)));
+  const edge = number(2 ** (2 * high - 62)); // where the last bar ends
   const parts = bars.map(([x, n]) => {
     const tall = Math.max(1, (100 * n) / most), left = x * width;
     const fill = x === span ? "var(--quiet)" : "var(--accent)";
     return `<rect x="${left + 0.5}" y="${105 - tall}" width="${Math.max(1, width - 1)}" height="${tall}" fill="${fill}"><title>${n} values</title></rect>`;
   });
   const middle = (span + 0.5) * width;
-  parts.push(`<text x="0" y="122">-${edge(high + 1)}</text><text x="${middle}" y="122" text-anchor="middle">0</text><text x="560" y="122" text-anchor="end">${edge(high + 1)}</text>`);
-  return svg(560, 126, parts);
+  parts.push(`<text x="0" y="122">-${edge}</text><text x="${middle}" y="122" text-anchor="middle">0</text><text x="560" y="122" text-anchor="end">${edge}</text>`);
+  const figure = element("figure");
+  figure.append(element("figcaption", "", "values by magnitude; a bar spans a factor of four"), svg(560, 126, parts));
+  return figure;
 }
 function holderBar(tensor) {
   const all = numel(tensor) || 1;
@@ -169,7 +209,12 @@ function fileName(i) {
   const name = report.files[i] || "?", rank = /(\d{5})-of-\d{5}\.safetensors$/.exec(name);
   return rank && report.kind === "native" ? `rank ${Number(rank[1])}` : name;
 }
-const color = (i) => (i < 0 ? "var(--rule)" : `hsl(${(i * 137.5) % 360} 55% 55%)`);
+// A rank has the color that it has in the pictures of layouts (`layout.pictures.rank_color`).
+function color(file) {
+  const rank = Number(/^rank (\d+)$/.exec(fileName(file))?.[1] ?? file), cycle = Math.min(Math.max(report.files.length, 3), 16);
+  const hue = (0.58 + (rank % cycle) * (cycle < 7 ? 1 / cycle : 0.381966)) % 1;
+  return file < 0 ? "var(--rule)" : `hsl(${360 * hue} 62% 72%)`;
+}
 function choose(tensor) {
   state.chosen = tensor;
   const detail = $("detail"), stats = tensor.stats;
@@ -184,7 +229,8 @@ function choose(tensor) {
     if (stats.sampled) say("of a sample of", `${stats.sampled} values, since the file stores few of them`);
   }
   detail.append(facts);
-  if (compared) {
+  if (run) detail.append(element("p", "", stepsText(tensor)));
+  else if (compared) {
     const d = tensor.diff;
     const text = !d ? "the other checkpoint has no tensor of this name and shape" : !d.differing ? `equal to the other checkpoint's${d.sampled ? " in a sample" : ""}`
       : `${d.differing} of ${d.sampled || numel(tensor)} values differ from the other checkpoint's` + (d.max ? `, by up to ${number(d.max)}` : "") + (!d.max || d.relative === undefined ? "" : `; relative distance ${number(d.relative)}`);
@@ -194,6 +240,45 @@ function choose(tensor) {
   detail.append(holderBar(tensor));
   detail.hidden = false;
   draw();
+}
+
+function stepsText(tensor) {
+  const [from, to] = state.pair, { kind, size, far, missing } = change(tensor), pair = `steps ${run.steps[from]} and ${run.steps[to]}`;
+  if (kind === "absent") return `step ${missing} has no such tensor`;
+  if (kind === "unknown") return `${pair}: not known, see above`;
+  if (kind === "equal") return `${pair}: equal bit for bit`;
+  if (size === undefined) return `${pair}: not equal`;
+  return `${pair}: norm ${number(norms(tensor, from))} and ${number(norms(tensor, to))}, norm of the difference ${number(far)}, which is ${share(size)} of step ${run.steps[from]}'s`;
+}
+
+// -- two steps ---------------------------------------------------------------------------------------
+function choosePair() {
+  state.pair = [Number($("from").value), Number($("to").value)];
+  const counts = { changed: 0, equal: 0, absent: 0, unknown: 0 };
+  for (const tensor of report.tensors) counts[change(tensor).kind] += 1;
+  const words = { changed: "changed", equal: "equal", absent: "in one of the two only", unknown: "not known" };
+  const parts = Object.entries(counts).filter(([, count]) => count).map(([kind, count]) => `${count} ${words[kind]}`);
+  const command = `vescale-convert report ${report.url.replace(/\/step-\d+$/, "")} --steps ${[...new Set(state.pair.map((step) => run.steps[step]))].join(",")} --out report.html`;
+  const hint = counts.unknown ? `: the saves recorded no fingerprints (fingerprint=True). To compare the values: ${command}`
+    : state.pair.every((step) => run.read.includes(step)) ? ". Distance: the norm of the difference, relative to the norm in the first of the two"
+    : `, by recorded fingerprints. For distances: ${command}`;
+  $("verdict").textContent = parts.join(", ") + hint;
+  sumUp();
+  update();
+  if (state.chosen) choose(state.chosen);
+}
+function showPair() {
+  if (!run) return;
+  $("pair").hidden = false;
+  const read = run.read.length > 1 ? run.read : [run.steps.length - 2, run.steps.length - 1];
+  const chosen = { from: run.steps.indexOf(Number(wanted.get("from"))), to: run.steps.indexOf(Number(wanted.get("to"))) };
+  const preset = { from: read[0], to: read[read.length - 1] };
+  for (const id of ["from", "to"]) {
+    run.steps.forEach((step, place) => $(id).add(new Option(run.read.includes(place) ? `${step} (read)` : step, place)));
+    $(id).value = chosen[id] < 0 ? preset[id] : chosen[id];
+    $(id).addEventListener("change", choosePair);
+  }
+  choosePair();
 }
 
 // -- layouts: drawn by the library, as `vescale-convert plan` draws them -------------------------------
@@ -220,7 +305,7 @@ function curve(title, key, show) {
   const low = key === "metric" ? Math.min(least, high - 0.1 * size) : 0, spread = high - low || 1;
   const at = ([x, y]) => [60 + (320 * (x - x0)) / (x1 - x0 || 1), 110 - (90 * (y - low)) / spread];
   const line = points.map((p) => at(p).join(",")).join(" ");
-  const dots = points.length > 200 ? [] : points.map((p) => `<circle cx="${at(p)[0]}" cy="${at(p)[1]}" r="2.5" fill="var(--accent)"/>`);
+  const dots = points.length > 200 ? [] : points.map((p) => `<circle cx="${at(p)[0]}" cy="${at(p)[1]}" r="2.5" fill="var(--accent)"><title>step ${p[0]}: ${show(p[1])}</title></circle>`);
   const figure = element("figure");
   figure.append(element("figcaption", "", title), svg(400, 132, [
     `<polyline points="${line}" fill="none" stroke="var(--accent)" stroke-width="1.5"/>`, ...dots,
@@ -231,10 +316,10 @@ function curve(title, key, show) {
   return figure;
 }
 function head() {
-  $("where").textContent = `${report.kind} at ${report.url}` + (compared ? `, compared with ${report.against}` : "");
+  $("where").textContent = `${report.kind} at ${report.url}` + ("against" in report ? `, compared with ${report.against}` : "");
   const totals = { tensors: String(report.tensors.length), "of tensors": bytes(report.tensors.reduce((sum, t) => sum + t.bytes, 0)), [report.files.length === 1 ? "file" : "files"]: String(report.files.length) };
   Object.assign(totals, report.facts);
-  if (compared) totals["tensors differ"] = String(report.tensors.filter((t) => t.diff && t.diff.differing).length);
+  if (!run && compared) totals["tensors differ"] = String(report.tensors.filter((t) => t.diff && t.diff.differing).length);
   for (const [key, value] of Object.entries(totals)) {
     const box = element("div", "", key);
     box.prepend(element("b", "", value));
@@ -242,9 +327,11 @@ function head() {
   }
   const some = (count, one) => `${count} ${one}${count === 1 ? "" : "s"}`;
   const bad = report.tensors.filter((t) => stat(t, "nan") || stat(t, "inf")).length;
-  const lacking = compared ? report.tensors.filter((t) => !t.diff && t.stats).length : 0, more = compared ? report.only_there.length : 0;
+  const against = "against" in report;
+  const lacking = against ? report.tensors.filter((t) => !t.diff && t.stats).length : 0, more = against ? report.only_there.length : 0;
   const notes = [bad && `NaN or infinity in ${some(bad, "tensor")}`, lacking && `no match in the other checkpoint for ${some(lacking, "tensor")}`,
-    more && `only in the other checkpoint: ${report.only_there.slice(0, 8).join(", ")}${more > 8 ? ` and ${more - 8} more` : ""}`].filter(Boolean);
+    more && `only in the other checkpoint: ${report.only_there.slice(0, 8).join(", ")}${more > 8 ? ` and ${more - 8} more` : ""}`,
+    run && run.num_elsewhere && `only in other steps of this run: ${run.elsewhere.join(", ")}${run.num_elsewhere > run.elsewhere.length ? ` and ${run.num_elsewhere - run.elsewhere.length} more` : ""}`].filter(Boolean);
   $("notice").hidden = !notes.length;
   $("notice").textContent = notes.join("; ");
   $("head").append(element("span", "name", "name"), ...COLUMNS.map(([name, kind]) => element("span", kind, name)), element("span", "n keep", compared ? "distance" : ""));
@@ -252,18 +339,18 @@ function head() {
   else $("sort").querySelector("[value=diff]").remove();
 }
 function rest() {
-  const curves = [curve("seconds of a save", "seconds", number), curve("bytes", "bytes", bytes), curve("metric", "metric", number)].filter(Boolean);
+  const curves = [curve("metric", "metric", number), curve("bytes", "bytes", bytes), curve("seconds of a save", "seconds", number)].filter(Boolean);
   $("history").hidden = !curves.length;
   $("curves").append(...curves);
   const values = Object.entries(report.values);
   $("values").hidden = !values.length;
   $("valuelist").append(...values.slice(0, 500).flatMap(([key, value]) => [element("dt", "", key), element("dd", "", value)]));
 }
+const wanted = new URLSearchParams(location.hash.slice(1)); // #q=text&sort=bytes&tensor=name&from=10&to=20: a link to this view
 head();
 grow();
 let only = tree.get(""); // folders with a single entry start open
 while (only.length === 1 && only[0].prefix !== undefined) state.open.add(only[0].prefix), (only = tree.get(only[0].prefix));
-const wanted = new URLSearchParams(location.hash.slice(1)); // #q=text&sort=bytes&tensor=name: a link to this view
 $("search").value = wanted.get("q") || "";
 if (wanted.get("sort")) $("sort").value = wanted.get("sort");
 $("search").addEventListener("input", () => { $("list").scrollTop = 0; update(); });
@@ -271,6 +358,7 @@ $("sort").addEventListener("change", () => { $("list").scrollTop = 0; update(); 
 $("list").addEventListener("scroll", draw);
 addEventListener("resize", draw);
 update();
+showPair();
 showLayouts();
 rest();
 const named = report.tensors.find((tensor) => tensor.name === wanted.get("tensor"));

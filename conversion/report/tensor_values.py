@@ -8,6 +8,7 @@ The histogram counts magnitudes. Bins have fixed edges, two powers of two apart,
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 
 _F32, _F64 = dtype_from_torch("float32"), dtype_from_torch("float64")
 _NUM_BINS = 64
+_MOST = sys.float_info.max  # stands for larger numbers: JSON has no infinity
 
 
 def values_of(raw: np.ndarray, dtype: DType) -> np.ndarray | None:
@@ -65,8 +67,9 @@ class ValueSummary:
         self.least = min(self.least, float(values.min()))
         self.largest = max(self.largest, float(values.max()))
         wide = values.astype(np.float64)  # sums of many float32 numbers lose digits
-        self.total += float(wide.sum())
-        self.squares += float(np.dot(wide, wide))
+        with np.errstate(over="ignore"):  # squares of numbers beyond 1e154
+            self.total += float(wide.sum())
+            self.squares += float(np.dot(wide, wide))
         self.zeros += int(np.count_nonzero(values == 0))
         _, exponents = np.frexp(values)
         # frexp: 2**(e - 1) <= |x| < 2**e. The exponent is shifted to the first bin, and halved: a bin has two powers.
@@ -83,8 +86,8 @@ class ValueSummary:
             summary |= {
                 "min": self.least,
                 "max": self.largest,
-                "mean": self.total / count,
-                "norm": math.sqrt(self.squares),
+                "mean": max(-_MOST, min(_MOST, self.total)) / count,
+                "norm": math.sqrt(min(_MOST, self.squares)),
                 "bins": [[[int(i), int(row[i])] for i in np.flatnonzero(row)] for row in self.bins],
             }
         return summary
@@ -109,10 +112,11 @@ class ValueDistance:
         a, b = ours.astype(np.float64), others.astype(np.float64)
         self.differing += int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
         finite = np.isfinite(a) & np.isfinite(b)
-        distance = np.abs(a[finite] - b[finite])
-        self.largest = max(self.largest, float(distance.max(initial=0.0)))
-        self.squares += float(np.dot(distance, distance))
-        self.reference += float(np.dot(b[finite], b[finite]))
+        with np.errstate(over="ignore"):
+            distance = np.abs(a[finite] - b[finite])
+            self.largest = max(self.largest, min(_MOST, float(distance.max(initial=0.0))))
+            self.squares += float(np.dot(distance, distance))
+            self.reference += float(np.dot(b[finite], b[finite]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the distance as plain values.
@@ -121,5 +125,5 @@ class ValueDistance:
         """
         distance: dict[str, Any] = {"differing": self.differing, "max": self.largest}
         if self.reference:
-            distance["relative"] = math.sqrt(self.squares / self.reference)
+            distance["relative"] = math.sqrt(min(_MOST, self.squares) / min(_MOST, self.reference))
         return distance

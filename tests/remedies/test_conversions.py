@@ -116,6 +116,21 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
     assert flag(remedy, "--step") == ["--step"]
 
 
+@runs("conversion/report/run_steps.py::urls_of_steps", "conversion/report/run_steps.py::urls_of_steps[1]")
+def test_steps_that_cannot_be_compared(tmp_path: Path) -> None:
+    """A checkpoint without steps gets its page without the option; a step of the list that is printed is compared."""
+    torch_file(tmp_path / "m.pt", MODEL)
+    page = ("--out", tmp_path / "report.html")
+    remedy = refused(command, "report", tmp_path / "m.pt", "--steps", "1", *page)
+    assert flag(remedy, "--steps") == ["--steps"]
+    command("report", tmp_path / "m.pt", *page)
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, {"model": MODEL})
+    remedy = refused(command, "report", tmp_path / "run", "--steps", "3,4", *page)
+    assert "3 " in command(*text_in(remedy, r"ls [^;]+").split())
+    command("report", tmp_path / "run", *flag(remedy, "--steps"), *page)
+
+
 @runs("conversion/formats/detect.py::_refuse_other_kind")
 def test_another_kind_of_source(tmp_path: Path) -> None:
     """Without the option that the remedy names."""

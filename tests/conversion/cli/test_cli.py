@@ -198,7 +198,7 @@ FLAGS = {
     "inspect": "--from --json --layout --step --svg --trust-pickle",
     "ls": "--json",
     "verify": "--from --json --quick --quiet --step --trust-pickle",
-    "report": "--against --from --out --quiet --step --trust-pickle",
+    "report": "--against --from --out --quiet --step --steps --trust-pickle",
     "rules": "--from --model-prefix --step --suggest --trust-pickle",
     "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --recorded --rtol",
     "fingerprint": "--assets --dtype --exclude --from --include --json --model-prefix --names --quiet --recorded "

@@ -61,6 +61,7 @@ def _report() -> dict[str, Any]:
         "files": [f"data-0/{rank:05d}-of-{RANKS:05d}.safetensors" for rank in range(RANKS)],
         "layouts": pictures_of([layout, layout]),
         "history": steps,
+        "compare": None,
         "against": "/run/step-00000020",
         "only_there": ["model.lost.weight"],
     }
@@ -125,3 +126,40 @@ def test_searches_sorts_and_shows_a_tensor(page: Path) -> None:
     assert "by up to 0.25; relative distance 0.125" in detail
     assert "rank 1 to rank 1022, 4096 items each" in detail
     assert detail.count("<rect") >= 4
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of a run of four steps: two of them were read, and tensors of odd number change from step to step."""
+    report = _report()
+    del report["against"], report["only_there"]
+    for i, row in enumerate(report["tensors"]):
+        del row["diff"]
+        row |= {"history": i % 2, "norms": [8, 10], "far": [i % 2 * (1 + i)]}
+    names = {"elsewhere": ["model.early.bias"], "num_elsewhere": 1}
+    report["compare"] = {
+        "steps": [10, 20, 30, 40],
+        "read": [1, 3],
+        "histories": [[0] * 4, [0, 1, 2, -1]],
+    } | names
+    file = tmp_path_factory.mktemp("page") / "run.html"
+    file.write_text(report_page(report))
+    return file
+
+
+def test_two_steps_are_compared_in_the_page(run_page: Path) -> None:
+    """The two that were read are chosen first; any others by the address, as by the two select boxes."""
+    document = shown(run_page, "sort=diff&tensor=model.layers.0.part2.weight&from=10&to=20")
+    assert rows_of(document)[:2] == ["model.layers.0.part1.weight", "model.layers.0.part3.weight"]
+    assert "500 changed, 500 equal" in document and "--steps 10,20 --out report.html" in document
+    assert "equal bit for bit" in document and "model.early.bias" in document
+
+    report = run_page.read_text().replace("[0,1,2,-1]", "[0,1,2,3]")
+    run_page.with_name("read.html").write_text(report)
+    read = shown(run_page.with_name("read.html"), "sort=diff&tensor=model.layers.0.part3.weight")
+    assert rows_of(read)[:2] == ["model.layers.99.part9.weight", "model.layers.99.part7.weight"]
+    assert "20 (read)" in read and "--steps" not in read
+    assert "norm 8 and 10, norm of the difference 4, which is 50 % of step 20's" in read
+
+    lacking = shown(run_page, "from=40&to=10")
+    assert "500 equal, 500 in one of the two only" in lacking
