@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -373,21 +373,21 @@ class SignalWatch:
     ends a worker.
 
     Args:
-        names: names of signals, such as SIGTERM.
+        names: names of signals, such as SIGTERM; may be empty.
 
     Attributes:
         received: numbers of the signals that were received.
 
     Raises:
-        ValueError: outside of the main thread, where Python cannot set signal handlers.
+        ValueError: for any signal outside of the main thread, where Python cannot set signal handlers.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self.received: set[int] = set()
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._is_closed = False
-        if threading.current_thread() is not threading.main_thread():
+        if names and threading.current_thread() is not threading.main_thread():
             raise ArgumentError(
                 "Signals can be handled in the main thread only.",
                 expected="a manager with OnSignal() to be created in the main thread",

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,23 @@ def test_an_interval_asks_for_nothing_else(tmp_path: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert on_top == [signal.SIGTERM] and callable(ours)  # who listens by now goes on to
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_only_signals_need_the_main_thread(tmp_path: Path) -> None:
+    """Ray Train calls the training function in a thread, where a manager without `OnSignal` saves and restores."""
+
+    def in_thread() -> list[int]:
+        with CheckpointManager(tmp_path / "run") as manager:
+            manager.save(1, _state(1))
+            restored = manager.restore(_state(0))
+            assert restored is not None
+            return [restored.step, *manager.steps()]
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(in_thread).result(timeout=60) == [1, 1]
+        refused = threads.submit(CheckpointManager, tmp_path / "run", save_policy=OnSignal())
+        with pytest.raises(ArgumentError):
+            refused.result(timeout=60)
 
 
 def test_records_pins_and_removal(tmp_path: Path) -> None:

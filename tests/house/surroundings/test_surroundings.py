@@ -286,7 +286,6 @@ CHILDREN: dict[str, Callable[[], object]] = {
 # Where a call may also end in an error that says why.
 REFUSED = {
     "no room on the disk": ("OSError", "CheckpointError", "ConversionError"),
-    "a thread": ("ArgumentError: Signals can be handled in the main thread only",),
 }
 
 
