@@ -129,7 +129,7 @@ test-families: venv
 $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
-	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch-checkpointing,torchtitan,torchdata]" \
+	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch-checkpointing,torchtitan,torchdata,ray]" \
 	    torchft==0.2.0 fsspec==2026.2.0 s3fs==2026.2.0 gcsfs==2026.2.0 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 gguf==0.19.0 jax==0.10.2 orbax-checkpoint==0.12.8
@@ -140,7 +140,7 @@ $(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
 	$(INSTALL_STACKS) tensorboard wandb
 	$(INSTALL_STACKS) cloudpickle codetiming dill orjson protobuf pyvers
-	$(INSTALL_STACKS) --no-deps ray==2.60.0 tensordict==0.15.3 verl==0.9.1
+	$(INSTALL_STACKS) --no-deps tensordict==0.15.3 verl==0.9.1
 	$(INSTALL_STACKS) --no-deps adam-mini==1.1.1 apollo-torch==1.0.3 came-pytorch==0.1.3 galore-torch==1.0 \
 	    lion-pytorch==0.2.5 muon-optimizer==0.1.0 prodigyopt==1.1.2 pytorch_optimizer==4.1.0 schedulefree==1.4.1 \
 	    timm==1.0.31 torch-optimi==0.3.3

@@ -24,7 +24,6 @@ ONLY_NEEDED = (
     "fsspec",
     "s3fs",
     "gcp-storage-emulator",
-    "ray",
     "tensordict",
     "torchft",
 )  # by Orbax, gcsfs, a test of it, verl, torchtitan's replica groups
