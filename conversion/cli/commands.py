@@ -413,6 +413,7 @@ def _plan_training(src: str, options: Mapping[str, Any]) -> TrainingPlan:
         checkpointing=options["checkpointing"],
         granularity=parse_granularities(options["granularity"]) or None,
         units=options["unit"] or None,
+        micro_batches=options["micro_batches"],
     )
 
 

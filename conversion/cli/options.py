@@ -223,7 +223,14 @@ _TRAINING_OPTIONS: dict[str, Decorator] = {
         type=click.IntRange(1),
         default=8192,
         show_default=True,
-        help="Tokens per GPU and step, as one sequence.",
+        help="Tokens per GPU and micro-batch, as one sequence.",
+    ),
+    "micro_batches": click.option(
+        "--micro-batches",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Forwards and backwards per step.",
     ),
     "checkpointing": click.option(
         "--checkpointing", is_flag=True, help="Recompute the activations of each block in the backward."

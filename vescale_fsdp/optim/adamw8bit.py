@@ -432,6 +432,26 @@ class _Stepped(NamedTuple):
         return local_tensor(self.state[name], "state")
 
 
+def meta_step(numels: Sequence[int], dtype: torch.dtype, *, is_8bit: bool) -> Callable[[], None]:
+    """Return a function that steps pieces as one batch on the meta device, from which plans learn its temporaries.
+
+    Args:
+        numels: elements of the pieces.
+        dtype: dtype of the parameters and gradients.
+        is_8bit: whether the state is 8-bit.
+    """
+    optimizer = AdamW8bit([torch.zeros(1, dtype=torch.float32, device="cpu")])
+    optimizer._fixed = {}
+    group = {**optimizer.param_groups[0], "state_bits": 8 if is_8bit else 32, "min_8bit_numel": 0}
+    params = [torch.empty(1, numel, dtype=dtype, device="meta") for numel in numels]
+    for param in params:
+        param.grad = torch.empty_like(param)
+        optimizer.state[param] = optimizer._init_state(param, group)
+        optimizer.state[param]["step"] += 1
+        optimizer._fixed_of(group, optimizer.state[param]["step"], param.device)  # tables last for all steps
+    return lambda: optimizer._step_batch(params, group)
+
+
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors along the first dim; a single tensor is returned itself, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -71,6 +71,7 @@ from vescale_fsdp.torch_private import (
     zeropower_via_newtonschulz,
 )
 
+BUCKET_BYTES = 8 << 20  # 8 MiB
 _ADJUST_LR = (None, "original", "match_rms_adamw")
 
 
@@ -120,7 +121,7 @@ class Muon(StructuredOptimizer):
         *,
         adamw_params: Iterable[Any] | None = None,
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
-        bucket_bytes: int = 8 << 20,  # 8 MiB
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         if isinstance(lr, (list, tuple)):
             raise ArgumentError(
@@ -318,7 +319,7 @@ class NewtonSchulz:
         return x.mT if tall else x
 
 
-_STACK_NUMEL = 32 << 20
+STACK_NUMEL = 32 << 20
 """Maximum elements of a stack, 64 MiB in bf16. An iteration needs up to four such tensors: X, A, B and the next X."""
 
 _WIDENED_NUMEL = 8 << 20
@@ -412,7 +413,7 @@ def _stacks(
         ((jobs[matrix.param].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
         for position, matrix in enumerate(matrices)
     )
-    for positions in batches_of(items, _STACK_NUMEL):
+    for positions in batches_of(items, STACK_NUMEL):
         first = matrices[positions[0]]
         yield jobs[first.param].iteration(), torch.Size((first.rows, first.cols)), positions
 

@@ -293,11 +293,12 @@ class Ranks:
     """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``. This rank is at (replica, shard).
 
     Attributes:
-        shard_group: the ranks of this rank's replica, whose log of collectives contains the exchanges too.
+        group: all ranks; None in a plan of memory, which sends nothing.
+        shard_group: the ranks of this rank's replica, whose log of collectives contains the exchanges too; or None.
     """
 
-    group: dist.ProcessGroup
-    shard_group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None
     numbers: tuple[tuple[int, ...], ...]
     replica: int
     shard: int
@@ -390,6 +391,7 @@ class Pending(NamedTuple):
     def wait(self) -> torch.Tensor:
         """Wait for the collective; returns the received elements in the order of the sending ranks."""
         if self.work is not None:
+            assert self.ranks.shard_group is not None
             with explained([self.ranks.shard_group]):
                 self.work.wait()
         return self.received
@@ -407,10 +409,13 @@ def start_exchange(
         device: device of the buffers.
     """
     sends, receives = numels
+    group, shard_group = ranks.group, ranks.shard_group
     sent = torch.empty(sum(sends), dtype=WIRE_DTYPE, device=device)
     if parts:  # foreach refuses empty lists
         foreach_copy_(list(sent.split([part.numel() for part in parts])), list(parts))
     received = torch.empty(sum(receives), dtype=WIRE_DTYPE, device=device)
-    meet([ranks.group, ranks.shard_group], "exchange of updates", Meets.NEVER)
-    work = all_to_all_into(received, sent, receives, sends, ranks.group)
+    if group is None or shard_group is None:
+        return Pending(ranks, received, sent, None)
+    meet([group, shard_group], "exchange of updates", Meets.NEVER)
+    work = all_to_all_into(received, sent, receives, sends, group)
     return Pending(ranks, received, sent, work)

@@ -36,7 +36,7 @@ from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
-_BATCH_NUMEL = 8 << 20  # bounds memory: a step has up to a dozen fp32 temporaries with this many elements
+BATCH_NUMEL = 8 << 20  # bounds memory: a step has up to a dozen fp32 temporaries with this many elements
 
 
 @set_module("vescale_fsdp.optim")
@@ -295,7 +295,7 @@ class BatchedOptimizer(StructuredOptimizer):
 
     def _batch_numel(self, group: dict[str, Any]) -> int:
         """Return the maximum number of elements of a batch of a param group."""
-        return _BATCH_NUMEL
+        return BATCH_NUMEL
 
     def _batches_on(self, device: torch.device) -> bool:
         """Return whether a batch saves time. On the CPU there are no launches to save."""

@@ -112,7 +112,7 @@ def _measured(
     for param in on_meta.parameters():
         if param.is_floating_point():
             param.data = param.data.to(dtype)
-    meter = _Meter(skipped=[*on_meta.parameters(), *on_meta.buffers()])
+    meter = _Meter()
     attention = _Attention(meter)
     transformers = sys.modules.get("transformers")  # not imported: then the model is none of its
     if transformers is not None and isinstance(on_meta, transformers.PreTrainedModel):
@@ -163,42 +163,34 @@ def _loss_of(output: Any) -> torch.Tensor:
     return numbers[0] if numbers else torch.stack([each.sum() for each in tensors]).sum()
 
 
-class _Meter(TorchDispatchMode):
-    """Counts the bytes of all storages, by window, and the work of all operators."""
+class StorageMeter(TorchDispatchMode):
+    """Counts the bytes of the storages that operators create.
 
-    def __init__(self, skipped: Sequence[torch.Tensor]) -> None:
+    Attributes:
+        peak: the most bytes at one time.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.windows: list[Window] = []
-        self.operators: Counter[tuple[int, int]] = Counter()
+        self.peak = self._live = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._weights = {storage_id(tensor) for tensor in skipped}
-        self._live = self._kept_bytes = 0
-        self._kept: list[torch.Tensor] = []  # unsharded gradients of this window
-        self._open: list[str] = [""]  # modules whose forward runs, outermost first
-        self._name, self._is_backward = "", False  # of this window
-        self._peak = self._bare_peak = self._kept_at_peak = 0
+        self._given: set[int] = set()  # storages that were there before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self._given.update(key for key in map(storage_id, given) if key not in self._alive)
         result = func(*args, **(kwargs or {}))
-        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-        for tensor in tensors:
+        made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+        for tensor in made:
             self._see(tensor)
-        if not func.is_view and tensors:
-            given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-            self.count(_flops_of(func, args, kwargs or {}, result), [*given, *tensors])
+        if not func.is_view and made:
+            self._ran(func, args, kwargs or {}, result, [*given, *made])
         return result
-
-    def count(self, flops: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Count an operator that reads or writes these tensors, each once."""
-        nbytes = {
-            (storage_id(each), each.storage_offset()): each.numel() * each.element_size() for each in tensors
-        }
-        self.operators[flops, sum(nbytes.values())] += 1
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         nbytes = storage.nbytes()
-        if key in self._alive or key in self._weights:
+        if key in self._alive or key in self._given:
             return
 
         def gone(ref: object) -> None:
@@ -207,12 +199,42 @@ class _Meter(TorchDispatchMode):
 
         self._alive[key] = weakref.ref(storage, gone)
         self._live += nbytes
-        self._note()
+        self._grown()
 
-    def _note(self) -> None:
+    def _grown(self) -> None:
+        self.peak = max(self.peak, self._live)
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Called for each operator but views, with all its tensors."""
+
+
+class _Meter(StorageMeter):
+    """Counts the bytes of all storages, by window, and the work of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows: list[Window] = []
+        self.operators: Counter[tuple[int, int]] = Counter()
+        self._kept_bytes = 0
+        self._kept: list[torch.Tensor] = []  # unsharded gradients of this window
+        self._open: list[str] = [""]  # modules whose forward runs, outermost first
+        self._name, self._is_backward = "", False  # of this window
+        self._bare_peak = self._kept_at_peak = 0
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self.count(_flops_of(func, args, kwargs, result), tensors)
+
+    def count(self, flops: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Count an operator that reads or writes these tensors, each once."""
+        nbytes = {
+            (storage_id(each), each.storage_offset()): each.numel() * each.element_size() for each in tensors
+        }
+        self.operators[flops, sum(nbytes.values())] += 1
+
+    def _grown(self) -> None:
         # Kept gradients are alive, too.
-        if self._live > self._peak:
-            self._peak, self._kept_at_peak = self._live, self._kept_bytes
+        if self._live > self.peak:
+            self.peak, self._kept_at_peak = self._live, self._kept_bytes
         self._bare_peak = max(self._bare_peak, self._live - self._kept_bytes)
 
     def keep(self, param: torch.Tensor) -> None:
@@ -258,7 +280,7 @@ class _Meter(TorchDispatchMode):
             Window(
                 self._name,
                 self._is_backward,
-                self._peak,
+                self.peak,
                 self._kept_at_peak,
                 self._bare_peak,
                 grad_bytes,
@@ -268,7 +290,7 @@ class _Meter(TorchDispatchMode):
 
     def _begin(self, name: str, *, is_backward: bool) -> None:
         self._name, self._is_backward = name, is_backward
-        self._peak = self._bare_peak = self._live
+        self.peak = self._bare_peak = self._live
         self._kept_at_peak = 0
 
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 COMPUTE, GATHER = "compute", "gather"
-GRADIENTS, GATHERED, ACTIVATIONS = "gradients", "gathered", "activations"
+GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARIES = "gradients", "gathered", "activations", "temporaries"
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class UnitMemory:
         kept_bytes: the part of ``full_bytes`` that stays between forward and backward.
         buffer_bytes: the gradient buffer.
         reduced_bytes: the reduced gradients of this rank.
+        lasting_bytes: in a hybrid cut, this rank's kept part of the weights, which lasts from step to step.
+        sum_bytes: in a hybrid cut, the gradients of this rank's part, summed over its node.
     """
 
     name: str
@@ -67,6 +69,8 @@ class UnitMemory:
     kept_bytes: int
     buffer_bytes: int
     reduced_bytes: int
+    lasting_bytes: int = 0
+    sum_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class PeakMemory:
         gradients: unsharded and reduced gradients, and gradient buffers.
         gathered: gathered weights.
         activations: activations, and temporaries of forward and backward.
+        temporaries: of the optimizer's step.
         moment: when the compute pool has its peak.
     """
 
@@ -87,12 +92,14 @@ class PeakMemory:
     gradients: int
     gathered: int
     activations: int
+    temporaries: int
     moment: str
 
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return self.weights + self.states + self.gradients + self.gathered + self.activations
+        kinds = (self.weights, self.states, self.gradients, self.gathered, self.activations)
+        return sum(kinds) + self.temporaries
 
     def to_json(self) -> dict[str, Any]:
         """Return the kinds, their total and the moment as JSON values."""
@@ -129,17 +136,32 @@ class _Pools:
     def peak(self, weights: int, states: int) -> PeakMemory:
         kinds = sum((kinds for _, kinds, _ in self._peaks.values()), Counter[str]())
         moment = self._peaks[COMPUTE][2]
-        return PeakMemory(weights, states, kinds[GRADIENTS], kinds[GATHERED], kinds[ACTIVATIONS], moment)
+        return PeakMemory(
+            weights,
+            states,
+            kinds[GRADIENTS],
+            kinds[GATHERED],
+            kinds[ACTIVATIONS],
+            kinds[TEMPORARIES],
+            moment,
+        )
 
 
 class _Step:
     """One step of a rank: holds and drops the buffers of units as the runtime does."""
 
-    def __init__(self, units: Sequence[UnitMemory], *, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+    def __init__(self, units: Sequence[UnitMemory], *, on_cpu: bool, accumulates: bool) -> None:
+        self.on_cpu, self.accumulates = on_cpu, accumulates
         self.root = units[-1]
         self.pools = _Pools(COMPUTE if on_cpu else GATHER)
         self.in_flight: UnitMemory | None = None  # whose gradient buffer is being reduced
+        self.sums: list[UnitMemory] = []  # whose gradients are being reduced over nodes, the oldest first
+        for unit in units:
+            self.pools.hold(COMPUTE, GATHERED, ("lasting", unit.name), unit.lasting_bytes)
+            if accumulates:  # gradients of earlier micro-batches, or their sums over nodes
+                self.pools.hold(
+                    COMPUTE, GRADIENTS, ("earlier", unit.name), unit.sum_bytes or unit.reduced_bytes
+                )
 
     def _pool_of(self, unit: UnitMemory) -> str:
         # Weights that last from the forward to the backward have memory of the compute stream.
@@ -173,6 +195,13 @@ class _Step:
             self.in_flight = None
         self.pools.hold(COMPUTE, GRADIENTS, ("buffer", unit.name), unit.buffer_bytes)
 
+    def _new_sum(self, unit: UnitMemory) -> None:
+        """Let a unit have a sum over its node; on an accelerator two earlier ones may be in use by other streams."""
+        while len(self.sums) > (0 if self.on_cpu else 2):
+            self.pools.drop(COMPUTE, GRADIENTS, ("sum", self.sums.pop(0).name))
+        self.pools.hold(COMPUTE, GRADIENTS, ("sum", unit.name), unit.sum_bytes)
+        self.sums.append(unit)
+
     def reduce(self, unit: UnitMemory, activation_bytes: int) -> None:
         self.free(unit)
         if not unit.buffer_bytes:  # frozen
@@ -182,7 +211,10 @@ class _Step:
         self.pools.see(moment, **{ACTIVATIONS: activation_bytes})
         for module in unit.modules:
             self.pools.drop(COMPUTE, GRADIENTS, (unit.name, module))
-        self.pools.hold(COMPUTE, GRADIENTS, ("reduced", unit.name), unit.reduced_bytes)
+        self._new_sum(unit)
+        # Added to the earlier gradients, and freed, unless those are sums.
+        owner = "latest" if self.accumulates and not unit.sum_bytes else unit.name
+        self.pools.hold(COMPUTE, GRADIENTS, ("reduced", owner), unit.reduced_bytes)
         self.pools.see(moment, **{ACTIVATIONS: activation_bytes})
         self.in_flight = unit
 
@@ -193,6 +225,8 @@ def peak_of(
     *,
     weights: int,
     states: int,
+    temporaries: int = 0,
+    accumulates: bool = False,
     on_cpu: bool = False,
 ) -> PeakMemory:
     """Return the memory that a rank needs for a training step, once the optimizer has its state.
@@ -201,9 +235,11 @@ def peak_of(
         windows: the windows of a step, in order.
         units: the units; the root is the last one.
         weights, states: bytes that a rank stores all the time.
+        temporaries: bytes that the optimizer's step allocates.
+        accumulates: whether this is not the step's first forward and backward.
         on_cpu: whether the step runs on the CPU.
     """
-    step = _Step(units, on_cpu=on_cpu)
+    step = _Step(units, on_cpu=on_cpu, accumulates=accumulates)
     unit_of = {module: unit for unit in units for module in unit.modules}
     step.pools.see("start")
     for is_backward in (False, True):
@@ -232,5 +268,10 @@ def peak_of(
     step.pools.see("reduction of the root")
     if step.in_flight is not None:
         step.pools.drop(COMPUTE, GRADIENTS, ("buffer", step.in_flight.name))
-    step.pools.see("optimizer's step")
+    for unit in units:
+        step.pools.drop(COMPUTE, GRADIENTS, ("sum", unit.name))
+        if unit.sum_bytes:
+            step.pools.drop(COMPUTE, GRADIENTS, ("earlier", unit.name))
+    step.pools.drop(COMPUTE, GRADIENTS, ("reduced", "latest"))
+    step.pools.see("optimizer's step", **{TEMPORARIES: temporaries})
     return step.pools.peak(weights, states)

@@ -1,8 +1,9 @@
 """`plan_training`: whether a model fits, and how to shard it, without GPU, process group or weights.
 
-A candidate is a number of ranks that share one copy of the model, the modules that are units, and what stays gathered
-between forward and backward. The planner's layouts give the bytes of its buffers and messages, `meta_step` the
-activations and the arithmetic, `step_memory` the peak.
+A candidate is a number of ranks that share one copy of the model, the modules that are units, what stays gathered
+between forward and backward, and whether gathers stay in a node (a hybrid cut). The planner's layouts give the bytes of
+its buffers and messages, `meta_step` the activations and the arithmetic, `optimizer_step` what the optimizer allocates,
+`step_memory` the peak.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.muon import Muon
 from vescale_fsdp.planning.cluster import Cluster, WireBytes
 from vescale_fsdp.planning.meta_step import MetaStep, measure_step
+from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
 from vescale_fsdp.planning.step_memory import PeakMemory, UnitMemory, Window, peak_of
 
 OptimizerName = Literal["adamw", "adamw8bit", "muon", "none"]
@@ -48,6 +50,7 @@ class _Setup:
     checkpointing: bool
     granularity: GranularityRule
     units: tuple[str, ...] | None
+    micro_batches: int
     steps_early: bool = False  # whether each unit steps as soon as its gradients are reduced
 
     @property
@@ -69,12 +72,15 @@ class ShardingCandidate:
         units: names of the units, without the root.
         keeps: what stays gathered between forward and backward: nothing of the units (1), all (0), or a part per rank,
             of this number of ranks.
+        gather_size: ranks of a gather after the first one of a step: fewer than ``shard_size`` in a hybrid cut
+            (``shard_optimizer_over``), whose nodes keep the weights.
         peak: memory of a rank.
         library_bytes: an estimate of the memory of CUDA, cuBLAS and NCCL.
         memory_bytes: memory of a GPU.
         wire: bytes that a GPU receives in a step.
         compute_s, link_s, network_s: least seconds of a step on each resource.
         padding_ratio, copied_ratio: of all units, as fractions of the parameters.
+        code: the lines that shard so.
     """
 
     shard_size: int
@@ -82,6 +88,7 @@ class ShardingCandidate:
     wrapping: str
     units: tuple[str, ...]
     keeps: int
+    gather_size: int
     peak: PeakMemory
     library_bytes: int
     memory_bytes: int
@@ -91,6 +98,7 @@ class ShardingCandidate:
     network_s: float
     padding_ratio: float
     copied_ratio: float
+    code: str = ""
 
     @property
     def needed_bytes(self) -> int:
@@ -116,8 +124,15 @@ class ShardingCandidate:
         return max(seconds, key=lambda name: seconds[name])
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether weights and states are sharded over all ranks, while each node keeps a copy of the weights."""
+        return self.gather_size < self.shard_size
+
+    @property
     def sharding(self) -> str:
         """The mesh as text."""
+        if self.is_hybrid:
+            return f"hybrid {self.shard_size // self.gather_size} x {self.gather_size}"
         return f"HSDP {self.replicas} x {self.shard_size}" if self.replicas > 1 else f"FSDP {self.shard_size}"
 
     @property
@@ -151,7 +166,6 @@ class TrainingPlan:
         advice: what would help, one line each, if nothing fits.
         report: layouts of the best candidate, for tables and drawings.
         notes: assumptions, one line each.
-        code: the lines that shard as the best candidate does.
 
     Examples:
         >>> import torch
@@ -168,7 +182,11 @@ class TrainingPlan:
     advice: tuple[str, ...]
     report: PlanReport
     notes: tuple[str, ...]
-    code: str
+
+    @property
+    def code(self) -> str:
+        """The lines that shard as the best candidate does."""
+        return self.candidates[0].code
 
     @property
     def fits(self) -> bool:
@@ -207,6 +225,7 @@ def plan_training(
     checkpointing: bool = False,
     granularity: GranularityRule = None,
     units: Sequence[str] | None = None,
+    micro_batches: int = 1,
 ) -> TrainingPlan:
     """Plan the training of a model: memory, traffic and time of every way to shard it. Needs no GPU and no weights.
 
@@ -224,6 +243,8 @@ def plan_training(
         granularity: as for `fully_shard`; None: what the optimizer needs.
         units: names or patterns of the units; None: every block of a list of modules, with and without the embedding
             and the head.
+        micro_batches: forwards and backwards of a step, each with a ``batch``. The last one reduces over replicas, and
+            over the nodes of a hybrid cut (`FSDPModule.set_requires_all_reduce`).
 
     Raises:
         ArgumentError: if the model is not on the meta device or cannot run there.
@@ -236,9 +257,15 @@ def plan_training(
         >>> plan.candidates[0].peak.weights == 4 * 4096 * 4096 // 8
         True
     """
-    _check(model, optimizer, param_dtype)
+    _check(model, optimizer, param_dtype, micro_batches)
     setup = _Setup(
-        cluster, optimizer, param_dtype, checkpointing, granularity, None if units is None else tuple(units)
+        cluster,
+        optimizer,
+        param_dtype,
+        checkpointing,
+        granularity,
+        None if units is None else tuple(units),
+        micro_batches,
     )
     planner = _Planner(model, batch, loss, setup)
     candidates = planner.candidates()
@@ -246,15 +273,22 @@ def plan_training(
     return TrainingPlan(
         type(model).__name__,
         sum(param.numel() for param in model.parameters()),
-        tuple(candidates),
+        tuple(replace(each, code="\n".join(_code(planner, each))) for each in candidates),
         () if best.verdict != "does not fit" else tuple(_advice(planner, best)),
         planner.report_of(best),
         tuple(_notes(planner)),
-        "\n".join(_code(planner, best)),
     )
 
 
-def _check(model: nn.Module, optimizer: str, param_dtype: torch.dtype) -> None:
+def _check(model: nn.Module, optimizer: str, param_dtype: torch.dtype, micro_batches: int) -> None:
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ArgumentError(
+            "A step has at least one batch.",
+            expected="a whole number from 1 on",
+            got=repr(micro_batches),
+            where="plan_training(micro_batches=..)",
+            todo="correct the number",
+        )
     names = [name for name, param in model.named_parameters() if not param.is_meta]
     if names:
         raise ArgumentError(
@@ -291,6 +325,7 @@ class _Planner:
         self.model, self.batch, self.loss, self.setup = model, batch, loss, setup
         self.shapes = shapes_of(model)
         self.matrices: set[int] | None = None  # ids of the parameters that Muon steps
+        self.special: set[str] = set()  # names of parameters that Muon or AdamW8bit steps in its own way
         self.states = self._states()
         self.blocks = tuple(name for name in units_of(self.shapes) if name)
         self.wraps = self._wraps()
@@ -358,14 +393,25 @@ class _Planner:
             for module in ("", *self.modules):
                 modules[_deepest(module, modules)].append(module)
             for index, size in enumerate(sizes):
-                keeps = [1, 0] if units else [0]
-                if size > cluster.per_node and units:
-                    keeps.append(cluster.per_node)
-                found += [self._candidate(report, index, wrapping, modules, each) for each in keeps]
+                temporaries = self._temporaries(report, index)
+                plain, parts = ([1, 0], [cluster.per_node]) if units else ([0], [])
+                ways = [(keeps, size) for keeps in plain + parts * (size > cluster.per_node)]
+                if size == cluster.gpus > cluster.per_node > 1:  # a hybrid cut, whose gathers stay in a node
+                    ways += [(keeps, cluster.per_node) for keeps in plain]
+                found += [
+                    self._candidate(report, index, wrapping, modules, *way, temporaries) for way in ways
+                ]
         return sorted(found, key=ShardingCandidate.rank)
 
     def _candidate(
-        self, report: PlanReport, index: int, wrapping: str, modules: Mapping[str, Sequence[str]], keeps: int
+        self,
+        report: PlanReport,
+        index: int,
+        wrapping: str,
+        modules: Mapping[str, Sequence[str]],
+        keeps: int,
+        gather_size: int,
+        temporaries: int,
     ) -> ShardingCandidate:
         """Return a candidate: the report's number of shards at ``index``, and ``modules`` with windows by unit."""
         setup, cluster, size = self.setup, self.setup.cluster, report.shards[index]
@@ -373,6 +419,7 @@ class _Planner:
         memory = {name: UnitMemory(name, tuple(each), 0, 0, 0, 0) for name, each in modules.items()}
         weights, states, wire = 0, 0.0, WireBytes(0, 0)
         item, on_cpu = setup.param_dtype.itemsize, cluster.on_cpu
+        is_hybrid = gather_size < size
         for group in report.groups:
             layouts = group.layouts[index]
             numel, shard = sum(each.numel for each in layouts), sum(each.shard_numel for each in layouts)
@@ -389,12 +436,19 @@ class _Planner:
                     + is_trained * numel * (min(item, _REDUCED) if on_cpu else _REDUCED)
                     + is_trained * setup.steps_early * stored,
                     reduced_bytes=unit.reduced_bytes + is_trained * (not setup.steps_early) * stored,
+                    lasting_bytes=unit.lasting_bytes + is_hybrid * (numel // gather_size) * item,
+                    sum_bytes=unit.sum_bytes + is_hybrid * is_trained * (numel // gather_size) * _REDUCED,
                 )
-                messages = [cluster.gathered(numel * item, size)]
+                count = setup.micro_batches
+                over = [size] + [gather_size] * (
+                    count - 1
+                )  # ranks of the forwards' gathers, and of reductions
+                messages = [cluster.gathered(numel * item, ranks) for ranks in over]
                 if not lasts:
-                    messages.append(cluster.gathered(numel * item, size if keeps == 1 else keeps))
+                    again = gather_size if keeps == 1 else keeps
+                    messages += [cluster.gathered(numel * item, again)] * count
                 if is_trained:
-                    messages.append(cluster.gathered(numel * _REDUCED, size))
+                    messages += [cluster.gathered(numel * _REDUCED, ranks) for ranks in over]
                     messages.append(cluster.replicated(shard * _REDUCED, replicas))
                 wire = WireBytes(*(sum(each) for each in zip(wire, *messages, strict=True)))
                 weights += stored
@@ -408,6 +462,8 @@ class _Planner:
             list(memory.values()),
             weights=weights,
             states=int(states),
+            temporaries=temporaries,
+            accumulates=setup.micro_batches > 1,
             on_cpu=on_cpu,
         )
         total = report.total(size)
@@ -419,11 +475,12 @@ class _Planner:
             wrapping,
             tuple(name for name in modules if name),
             keeps,
+            gather_size,
             peak,
-            cluster.library_bytes(1 + (replicas > 1)),
+            cluster.library_bytes(3 if is_hybrid else 1 + (replicas > 1)),  # hybrid: nodes, node, all ranks
             cluster.memory_bytes,
             wire,
-            self.step.seconds(cluster.flops_per_s, cluster.memory_bytes_per_s)
+            setup.micro_batches * self.step.seconds(cluster.flops_per_s, cluster.memory_bytes_per_s)
             + step_traffic / cluster.memory_bytes_per_s,
             wire.link / cluster.link_bytes_per_s,
             wire.network / cluster.network_bytes_per_s,
@@ -431,23 +488,50 @@ class _Planner:
             total.copied_ratio,
         )
 
+    def _temporaries(self, report: PlanReport, index: int) -> int:
+        """Return the bytes that the optimizer's step allocates, for the report's number of shards at ``index``."""
+        params = []
+        for group in report.groups:
+            dtype, _, frozen = group.dtype.partition(", ")
+            if frozen:
+                continue
+            lengths = {
+                slot.fqn: layout.piece_lengths(slot)
+                for layout in group.layouts[index]
+                for slot in layout.slots
+            }
+            for unit in group.units:
+                for each in group.params:
+                    name = f"{unit}.{each.fqn}" if unit else each.fqn
+                    params.append(
+                        SteppedShape(
+                            each.shape, getattr(torch, dtype), lengths[each.fqn], name in self.special
+                        )
+                    )
+        replicas = self.setup.cluster.gpus // report.shards[index]
+        return step_bytes(self.setup.optimizer, params, replicas, on_cpu=self.setup.cluster.on_cpu)
+
     def _states(self) -> dict[str, float]:
-        """Return the bytes of the optimizer's state of each whole parameter."""
+        """Return the bytes of each whole parameter's state; note which ones are not stepped as by AdamW."""
         name = self.setup.optimizer
         if name == "muon" and self.matrices is None:
             self.matrices = {id(each) for each in Muon.split_params(self.model)[0]}
         rule = AdamW8bit.granularity()
         states = {}
+        self.special = set()
         for shape in self.shapes:
             per_item = 2.0 * itemsize_of(shape.dtype)
+            block = resolve_granularity(rule, shape.fqn, shape).block_numel(shape.shape)
             if name == "none":
                 per_item = 0
             elif name == "muon" and self.matrices is not None and id(shape.param) in self.matrices:
                 per_item /= 2
+                self.special.add(shape.fqn)
+            elif name == "adamw8bit" and block > 1:  # two codes, and two fp32 scales per block
+                per_item = 2 + 8 / block
+                self.special.add(shape.fqn)
             elif name == "adamw8bit":
-                block = resolve_granularity(rule, shape.fqn, shape).block_numel(shape.shape)
-                # Two codes, and two fp32 scales per block; in fp32 if it has no blocks.
-                per_item = 8 if block == 1 else 2 + 8 / block
+                per_item = 8
             states[shape.fqn] = per_item * numel_of(shape.shape)
         return states
 
@@ -477,14 +561,13 @@ def _deepest(name: str, modules: Collection[str]) -> str:
 def _advice(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
     """Yield what would help a model that does not fit: single changes, or else pairs of changes, each planned again."""
     setup = planner.setup
-    missing = format_bytes(best.needed_bytes - best.memory_bytes)
-    yield f"{missing} too much per GPU at best ({best.sharding}, {best.wrapping}). What helps:"
+    yield "What helps:"
     changes: dict[str, dict[str, Any]] = {}
     if planner.batch is not None and planner.blocks and not setup.checkpointing:
         changes["recomputed activations (checkpointing)"] = {"checkpointing": True}
     if setup.optimizer in ("adamw", "muon") and setup.granularity is None:
         changes["8-bit optimizer state (adamw8bit)"] = {"optimizer": "adamw8bit"}
-    if setup.optimizer == "adamw":
+    if setup.optimizer == "adamw" and setup.micro_batches == 1:
         changes["steps in the backward, step_in_backward(model, optimizer)"] = {"steps_early": True}
     if planner.batch is not None:
         changes["half the tokens per GPU"] = {"scale": 0.5}
@@ -534,7 +617,10 @@ def _notes(planner: _Planner) -> Iterator[str]:
     else:
         how = "recomputed per block" if setup.checkpointing else "kept, as the model itself keeps them"
         yield f"activations are measured on the meta device and {how}; attention by flash attention's formula"
-        yield f"{planner.step.flops / 1e12:,.1f} TFLOP per GPU and step; operators one by one, as without a compiler"
+        flops = setup.micro_batches * planner.step.flops / 1e12
+        yield f"{flops:,.1f} TFLOP per GPU and step; operators one by one, as without a compiler"
+    if setup.micro_batches > 1:
+        yield f"{setup.micro_batches} micro-batches per step; replicas and nodes are reduced over in the last one"
     yield (
         f"bounds from {cluster.flops_per_s / 1e12:,.0f} TFLOP/s, memory at "
         f"{format_bytes(int(cluster.memory_bytes_per_s))}/s, links of a node at "
@@ -551,8 +637,12 @@ def _notes(planner: _Planner) -> Iterator[str]:
 def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
     """Yield the lines that shard ``model`` as a candidate does."""
     setup = planner.setup
-    shape = f"({best.replicas}, {best.shard_size})" if best.replicas > 1 else f"({best.shard_size},)"
-    axes = ("replicate", "shard") if best.replicas > 1 else ("shard",)
+    axes: tuple[str, ...] = ("shard",)
+    sizes: tuple[int, ...] = (best.shard_size,)
+    if best.is_hybrid:
+        axes, sizes = ("node", "local"), (best.shard_size // best.gather_size, best.gather_size)
+    elif best.replicas > 1:
+        axes, sizes = ("replicate", "shard"), (best.replicas, best.shard_size)
     dtype = setup.param_dtype
     if setup.checkpointing and planner.blocks:
         yield "from functools import partial"
@@ -568,9 +658,11 @@ def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
         yield f"from vescale_fsdp.optim import {optimizer}"
     yield ""
     device = '"cpu"' if setup.cluster.on_cpu else "torch.accelerator.current_accelerator().type"
-    yield f"mesh = init_device_mesh({device}, {shape}, mesh_dim_names={axes!r})"
+    yield f"mesh = init_device_mesh({device}, {sizes}, mesh_dim_names={axes!r})"
     yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
     options = ["mesh=mesh", "mp_policy=policy"]
+    if best.is_hybrid:
+        options.append('shard_optimizer_over="node"')
     if setup.granularity is not None:
         yield from _granularity_lines(setup.granularity)
         options.append("granularity=granularity")
@@ -598,6 +690,9 @@ def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
                 yield "block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
             yield f"fully_shard({_path(name)}, {inner})"
     yield f"fully_shard(model, {root})"
+    count = setup.micro_batches
+    if count > 1 and (best.is_hybrid or best.replicas > 1):
+        yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
     if setup.optimizer == "adamw":
         yield "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)"
     elif setup.optimizer == "adamw8bit":
@@ -642,11 +737,17 @@ def _path(name: str) -> str:
 def _text(plan: TrainingPlan) -> Iterator[str]:
     """Yield the lines of a plan."""
     best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
-    yield f"{plan.model}, {plan.numel / 1e9:,.3g} billion parameters: {best.verdict}"
-    yield from (f"    {note}" for note in plan.notes)
+    free = best.memory_bytes - best.needed_bytes
+    room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}"
+    yield (
+        f"{plan.model}, {plan.numel / 1e9:,.3g} billion parameters, on {best.replicas * best.shard_size:,} GPUs of "
+        f"{format_bytes(best.memory_bytes)}: {best.verdict}, {room} per GPU{'' if plan.fits else ' at best'} "
+        f"({best.sharding}); no step is faster than {best.step_s:,.3g} s ({best.limit})"
+    )
+    yield from plan.advice
     yield ""
     yield f"GB per GPU, best of {len(plan.candidates)} candidates first:"
-    head = "sharding,units,after forward,weights,states,gradients,gathered,activations,other,sum,verdict"
+    head = "sharding,units,after forward,weights,states,gradients,gathered,activations,step,other,sum,verdict"
     lines = [tuple(head.split(","))]
     for each in shown:
         peak = each.peak
@@ -656,6 +757,7 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
             peak.gradients,
             peak.gathered,
             peak.activations,
+            peak.temporaries,
             each.library_bytes,
         )
         sizes = (f"{nbytes / 1e9:.2f}" for nbytes in (*kinds, each.needed_bytes))
@@ -678,8 +780,8 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
         ratios = (f"{100 * ratio:.3g}" for ratio in (row.padding_ratio, row.copied_ratio))
         lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / 1e6:,.2f}"))
     yield from text_table(lines)
-    if plan.advice:
-        yield ""
-        yield from plan.advice
+    yield ""
+    yield "assumptions:"
+    yield from (f"    {note}" for note in plan.notes)
     yield ""
     yield from plan.code.splitlines()

@@ -110,7 +110,7 @@ def test_8bit_steps_are_launched_once_for_all(block: Any, most: int) -> None:
 def test_8bit_batches_are_bounded() -> None:
     """More than a batch holds is stepped in several, with the same bits."""
     alone, _, _ = train(2, batched=False, min_8bit_numel=600)
-    with mock.patch.object(structured_optimizer, "_BATCH_NUMEL", 12_000):
+    with mock.patch.object(structured_optimizer, "BATCH_NUMEL", 12_000):
         parts, few, _ = train(2, batched=True, min_8bit_numel=600)
     _, one, _ = train(2, batched=True, min_8bit_numel=600)
     assert all(torch.equal(*pair) for pair in zip(alone, parts, strict=True))
@@ -172,8 +172,8 @@ def test_matrices_of_all_parameters_are_one_stack() -> None:
 @exact_products()
 def test_stacks_are_bounded(cls: Any, options: dict[str, Any]) -> None:
     """A stack holds no more than it may, however many parameters there are; the result is the same."""
-    names = ((structured_optimizer, "_BATCH_NUMEL"), (shampoo_blocks, "_STACK_NUMEL"))
-    names += ((muon, "_STACK_NUMEL"), (muon, "_WIDENED_NUMEL"))
+    names = ((structured_optimizer, "BATCH_NUMEL"), (shampoo_blocks, "_STACK_NUMEL"))
+    names += ((muon, "STACK_NUMEL"), (muon, "_WIDENED_NUMEL"))
     options["shapes"] = (
         [*MATRICES, (160,)] if cls is Shampoo else MATRICES
     )  # a vector's factors are larger than it

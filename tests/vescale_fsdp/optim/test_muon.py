@@ -114,7 +114,7 @@ def test_plain_tensors_equal_torch(options: dict[str, Any]) -> None:
 
 def test_large_stacks_are_iterated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many equal matrices are iterated at once does not show in the result."""
-    monkeypatch.setattr("vescale_fsdp.optim.muon._STACK_NUMEL", 100)
+    monkeypatch.setattr("vescale_fsdp.optim.muon.STACK_NUMEL", 100)
     params = as_plain(full_tensors((*SHAPES, *REST_SHAPES), 0))
     assert_same(train(make(params), params, range(3)), reference())
 

@@ -13,7 +13,9 @@ from torch import nn
 from tests.support.distributed import run_ranks
 from vescale_fsdp import Cluster, FSDPModule, Rows, TrainingPlan, plan_training
 from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.layout.geometry import RunLengths
 from vescale_fsdp.planning.meta_step import measure_step
+from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
 
 WIDTH, DEPTH = 64, 4
 NUMEL = DEPTH * WIDTH**2
@@ -58,7 +60,7 @@ def plan_of(model: nn.Module, cluster: Cluster, tokens: int = 256, **options: An
 def test_traffic_is_the_least_of_each_wire() -> None:
     """Two gathers in bf16 and a reduction in fp32; with replicas an all-reduce of each shard."""
     plan = plan_training(on_meta(stack), Cluster(16, 4), batch=torch.empty(8, WIDTH, device="meta"))
-    wire = {(each.shard_size, each.keeps): each.wire for each in plan.candidates}
+    wire = {(each.shard_size, each.keeps): each.wire for each in plan.candidates if not each.is_hybrid}
     sent = NUMEL * (2 + 2 + 4)
     assert wire[16, 1] == pytest.approx((sent * 3 / 4, sent * 3 / 4 / 4))
     assert wire[4, 1] == pytest.approx((sent * 3 / 4, 2 * 4 * NUMEL / 4 * 3 / 4))
@@ -66,6 +68,33 @@ def test_traffic_is_the_least_of_each_wire() -> None:
     assert wire[16, 0] == pytest.approx((kept * 3 / 4, kept * 3 / 4 / 4))
     # The second gather stays in the node.
     assert wire[16, 4] == pytest.approx((sent * 3 / 4, kept * 3 / 4 / 4))
+
+
+def test_a_hybrid_cut_crosses_nodes_once() -> None:
+    """With one gather and one reduction; it stores a node's share of bf16 weights, and else what FSDP does."""
+    plan = plan_training(on_meta(stack), Cluster(16, 4), batch=torch.empty(8, WIDTH, device="meta"))
+    hybrid, plain = (
+        next(
+            each
+            for each in plan.candidates
+            if each.keeps == 1 and each.shard_size == 16 and is_it is each.is_hybrid
+        )
+        for is_it in (True, False)
+    )
+    sent, crossing = NUMEL * (2 + 2 + 4), NUMEL * (2 + 4)
+    assert hybrid.wire == pytest.approx((sent * 3 / 4, crossing * 3 / 4 / 4))
+    assert (hybrid.peak.weights, hybrid.peak.states) == (plain.peak.weights, plain.peak.states)
+    assert hybrid.peak.gathered - plain.peak.gathered == 2 * NUMEL // 4
+    assert hybrid.sharding == "hybrid 4 x 4" and hybrid.code.count('shard_optimizer_over="node"') == 2
+    # Further micro-batches stay in the node.
+    four = plan_training(on_meta(stack), Cluster(16, 4), micro_batches=4)
+    wires = {each.sharding: each.wire for each in four.candidates if each.keeps == 1}
+    assert wires["hybrid 4 x 4"] == pytest.approx((4 * sent * 3 / 4, crossing * 3 / 4 / 4))
+    assert wires["FSDP 16"] == pytest.approx((4 * sent * 3 / 4, 4 * sent * 3 / 4 / 4))
+    assert wires["HSDP 4 x 4"] == pytest.approx((4 * sent * 3 / 4, 2 * 4 * NUMEL / 4 * 3 / 4))
+    assert four.candidates[0].is_hybrid
+    assert not any(each.is_hybrid for each in plan_training(on_meta(stack), Cluster(4, 4)).candidates)
+    assert not any(each.is_hybrid for each in plan_training(on_meta(stack), Cluster(4, 1)).candidates)
 
 
 def test_arithmetic_is_that_of_the_products() -> None:
@@ -157,11 +186,46 @@ def test_optimizers_differ_in_state() -> None:
     assert states["adamw8bit"] == pytest.approx(2.03 * numel / 2, rel=0.05)
 
 
+def step_of(optimizer: str, *pieces: list[int], is_special: bool = True, on_cpu: bool = True) -> int:
+    """What a step of fp32 matrices of 64 columns allocates, by the elements on each rank."""
+    params = [
+        SteppedShape((sum(each) // 64, 64), torch.float32, RunLengths.of(each), is_special) for each in pieces
+    ]
+    return step_bytes(optimizer, params, 1, on_cpu=on_cpu)
+
+
+def test_steps_of_muon_allocate() -> None:
+    """An update of all pieces, and for one matrix: what was sent and received, and five matrices of an iteration."""
+    matrix = 2 * 64 * 64  # in bf16
+    assert step_of("muon", [2048, 2048]) == 4 * 2048 + 2 * 2048 + matrix + 5 * matrix
+    assert step_of("muon", [4096, 0]) == 4 * 4096 + 5 * matrix  # whole, so nothing is sent
+    assert step_of("muon", [2048, 2048], is_special=False) == 0
+    assert step_of("adamw", [2048, 2048]) == step_of("none", [2048, 2048]) == 0
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_steps_of_8_bit_adamw_allocate(on_cpu: bool) -> None:
+    """Twelve fp32 copies of the largest piece; on an accelerator, of a batch, which is copied together itself."""
+    one, two = (step_of("adamw8bit", *[[1024, 2048]] * count, on_cpu=on_cpu) for count in (1, 2))
+    assert one == pytest.approx(48 * 2048, rel=0.01)
+    assert two == one if on_cpu else two > 2.2 * one
+    large = step_of("adamw8bit", *[[1 << 23, 1 << 23]] * 8, on_cpu=on_cpu)
+    assert large == pytest.approx(48 << 23, rel=0.01)  # batches end
+    assert step_of("adamw8bit", [2048, 2048], is_special=False, on_cpu=on_cpu) < one
+
+
+def test_the_optimizers_step_has_the_peak_of_muon() -> None:
+    """In plans, beside shards and gradients."""
+    peak = plan_training(on_meta(Model), Cluster(2), optimizer="muon").candidates[-1].peak
+    assert peak.moment == "optimizer's step" and peak.temporaries > 4 * DEPTH * 2 * 4 * WIDTH**2 / 2
+    assert peak.gradients == peak.weights
+
+
 def test_without_a_batch_weights_alone_are_planned() -> None:
     """Gradients and gathered weights, no activations and no arithmetic."""
     full = plan_of(on_meta(Model), Cluster(8), 1)
     bare = plan_training(on_meta(Model), Cluster(8))
-    by_kind = {(each.wrapping, each.keeps): each for each in full.candidates}
+    by_kind = {(each.wrapping, each.keeps): each for each in full.candidates}  # on one node
     for each in bare.candidates:
         assert each.peak.activations == 0
         other = by_kind[each.wrapping, each.keeps].peak
@@ -225,6 +289,9 @@ def test_models_that_cannot_be_planned_are_refused() -> None:
         plan_training(on_meta(nn.Linear, 4, 4), Cluster(8), optimizer="sgd")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError):
         plan_training(on_meta(nn.Linear, 4, 4), Cluster(8), param_dtype=torch.int8)
+    for count in (0, -1, 1.5):
+        with pytest.raises(ArgumentError):
+            plan_training(on_meta(nn.Linear, 4, 4), Cluster(8), micro_batches=count)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError):
         plan_training(on_meta(_Counting), Cluster(8), batch=batch)
 
@@ -259,6 +326,20 @@ def test_the_printed_lines_run(optimizer: Any, memory_bytes: int, checkpointing:
     assert {units for units, _ in ranks} == {len(plan.candidates[0].units) + 1}
     numels = [sum(each) for each in zip(*(grads for _, grads in ranks), strict=True)]
     assert numels == [param.numel() for param in Model().parameters()]
+
+
+@pytest.mark.part("numerics")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_printed_lines_run_with_a_hybrid_cut(optimizer: Any) -> None:
+    """On four ranks, as two nodes: of every such candidate, whose parameters are sharded over all ranks."""
+    plan = plan_of(on_meta(Model), Cluster(4, 2, on_cpu=True), optimizer=optimizer)
+    candidates = [each for each in plan.candidates if each.is_hybrid]
+    assert {each.keeps for each in candidates} == {0, 1}
+    for each in candidates if optimizer == "adamw" else candidates[:1]:
+        ranks = run_ranks(4, train, each.code)
+        assert {units for units, _ in ranks} == {len(each.units) + 1}
+        numels = [sum(each) for each in zip(*(grads for _, grads in ranks), strict=True)]
+        assert numels == [param.numel() for param in Model().parameters()]
 
 
 @pytest.mark.part("numerics")
