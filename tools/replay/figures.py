@@ -123,7 +123,12 @@ def figures() -> dict[str, str]:
             "tokens per GPU and step",
             [Bars(f"{int(ranks):,} GPUs", points) for ranks, points in by_ranks.items()],
         )
-    series = results["by_ranks"]
+    # Not those that FSDP2 mostly refuses.
+    series = {
+        name: points
+        for name, points in results["by_ranks"].items()
+        if sum("refused" in point for point in points) < len(points) / 2
+    }
     drawn["gpu_ranks.svg"] = bars_svg(
         "Gain over FSDP2 by number of GPUs, 8 k tokens per GPU",
         [f"{point['ranks']:,}" for point in next(iter(series.values()))],

@@ -56,6 +56,9 @@ class Measured:
     cpu_s: dict[str, float]  # by operator
     received_bytes: float  # by the node, as the link counts them
     seconds: list[float]  # of steps with nothing recorded
+    all_cpu_s: float = (
+        0.0  # of all threads of all ranks in a step, with those of gloo, in user code and in the kernel
+    )
 
 
 class _Timeline:
@@ -182,13 +185,15 @@ def worker(case: Case) -> None:
             step()
         received = torch.tensor(received_by(step), dtype=torch.float64)
         dist.all_reduce(received, dist.ReduceOp.MAX)
-        seconds = []
+        seconds, cpu_s = [], time.process_time()
         for _ in range(case.steps):
             dist.barrier()
             start = time.perf_counter()
             step()
             dist.barrier()
             seconds.append(time.perf_counter() - start)
+        all_cpu_s = torch.tensor((time.process_time() - cpu_s) / case.steps, dtype=torch.float64)
+        dist.all_reduce(all_cpu_s)
         timeline = _Timeline(case.per_node)
         dist.barrier()
         with _noting(timeline):
@@ -199,6 +204,7 @@ def worker(case: Case) -> None:
             "cpu_s": timeline.cpu_s,
             "received_bytes": received.item(),
             "seconds": seconds,
+            "all_cpu_s": all_cpu_s.item(),
         }
     if dist.get_rank() == 0:
         Path(case.out).write_text(json.dumps(found))
@@ -219,9 +225,7 @@ def measured(case: Case, gbit: float, folder: Path) -> dict[str, Measured]:
             env={_CASE: json.dumps({**asdict(case), "out": str(out)})},
         )
     return {
-        library: Measured(
-            Recording.from_json(step["recording"]), step["cpu_s"], step["received_bytes"], step["seconds"]
-        )
+        library: Measured(Recording.from_json(step.pop("recording")), **step)
         for library, step in json.loads(out.read_text()).items()
     }
 
@@ -258,11 +262,19 @@ def main(cases: str, models: str, rates: str, steps: int, file: Path | None) -> 
             case = Case(**kind, model=model, dtype="bf16", steps=steps)
             with tempfile.TemporaryDirectory() as folder:
                 found = measured(case, gbits[0], Path(folder))
+            cores = os.cpu_count() or 1
+            busy = {library: 1000 * step.all_cpu_s / cores for library, step in found.items()}
+            rows.append(
+                Row(case.name, "step, least by the cores", "ms", busy["ours"], busy["fsdp2"], "FSDP2")
+            )
+            for library, step in found.items():
+                noted = 1000 * sum(step.cpu_s.values())
+                of_rank = busy[library] * cores / (case.nodes * case.per_node)
+                rows.append(
+                    Row(case.name, f"CPU time of {library}, noted", "ms", noted, of_rank, "all threads'")
+                )
             for gbit in gbits:
-                ms = {
-                    library: 1000 * predicted_s(step, case, gbit, os.cpu_count() or 1)
-                    for library, step in found.items()
-                }
+                ms = {library: 1000 * predicted_s(step, case, gbit, cores) for library, step in found.items()}
                 name = f"{case.name}, {gbit:g} Gb/s"
                 rows.append(Row(name, "step, predicted", "ms", ms["ours"], ms["fsdp2"], "FSDP2, predicted"))
                 for library in LIBRARIES if gbit == gbits[0] else ():

@@ -25,7 +25,10 @@ ASSUMPTIONS: Mapping[str, tuple[float, ...]] = {
     "contention": (0.0, 1.0),  # how much a copy and a collective slow each other
     "products": (0.3, 0.65),  # speed of matrix products, of the GPU's peak
 }
-FRAGMENTATION = (0.05, 0.15)  # of the pools: what the caching allocator reserves above the peaks of its pools
+FRAGMENTATION = (
+    0.05,
+    0.15,
+)  # of the pools: what the caching allocator reserves above the peaks of its pools; assumed
 CONTEXT_BYTES = 2**29  # of CUDA, with the kernels that it has loaded
 PEAK_FLOPS = 989e12
 OPTIMIZERS = {"gpt-oss-120B": "sgd"}  # as the paper ran it; of other models AdamW
@@ -34,9 +37,16 @@ TOKENS = {
     "gpt-oss-120B": (8192, 16384, 32768, 65536, 131072, 262144),
     "DeepSeek-V3": (4096, 8192, 16384, 32768, 65536, 131072),
 }
-RANKS = (64, 128, 256, 1024, 4096)
-SERIES = ("gpt-oss-120B", FSDP2), ("gpt-oss-120B", BLOCKSHARD), ("DeepSeek-V3", SHARD1)
-"""Models and rivals by number of ranks. Recording FSDP2 over 16,384 ranks takes five CPU minutes per model."""
+RANKS = (64, 128, 256, 1024, 4096, 16384)
+SERIES = (
+    ("Llama-3-70B", FSDP2),
+    ("gpt-oss-120B", FSDP2),
+    ("gpt-oss-120B", SHARD1),
+    ("gpt-oss-120B", BLOCKSHARD),
+    ("DeepSeek-V3", FSDP2),
+    ("DeepSeek-V3", SHARD1),
+)
+"""Models and rivals by number of ranks."""
 
 
 def calibrated(recorded: Recorded) -> Machine:
@@ -125,26 +135,38 @@ def gains(ours: Recorded, theirs: Recorded, machine: Machine, tokens: int) -> di
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of a step on a GPU, from the least to the most fragmentation."""
+    """Bytes of a step on a GPU: the pools, what is lost to their fragmentation, and what is beside them.
+
+    Attributes:
+        beside: bytes of the libraries' buffers and of CUDA's context.
+    """
 
     peaks: Peaks
-    least: float
-    most: float
+    beside: int
+
+    def total(self, lost: float) -> float:
+        """Bytes in all, if this share of the pools is lost."""
+        return self.peaks.pools * (1 + lost) + self.beside
+
+    @property
+    def most_lost(self) -> float:
+        """The share of the pools that may be lost before the step does not fit into a GPU of 80 GB; may be negative."""
+        return (H800_BYTES - self.beside) / self.peaks.pools - 1
 
     @property
     def verdict(self) -> str:
-        """Whether the step fits into a GPU of 80 GB."""
-        if self.most <= H800_BYTES:
+        """Whether the step fits, by `FRAGMENTATION`."""
+        least, most = FRAGMENTATION
+        if most <= self.most_lost:
             return "fits"
-        return "out of memory" if self.least > H800_BYTES else "depends on fragmentation"
+        return "out of memory" if least > self.most_lost else "depends on fragmentation"
 
 
 def fit(recorded: Recorded, machine: Machine, tokens: int) -> Fit:
-    """The memory of a step: the pools and their fragmentation, the buffers of libraries, and CUDA's context."""
+    """The memory of a step."""
     peaks = recorded.step(machine, tokens).peaks
     libraries = library_bytes(recorded.case.mesh_shape, exchanges=recorded.case.library == NARROW)
-    least, most = (peaks.pools * (1 + lost) + libraries + CONTEXT_BYTES for lost in FRAGMENTATION)
-    return Fit(peaks, least, most)
+    return Fit(peaks, libraries + CONTEXT_BYTES)
 
 
 def padding(model: str, ranks: int, library: str) -> float | None:
@@ -216,17 +238,20 @@ class Study:
         }
 
     def memory(self, model: str, ranks: int, tokens: int, libraries: tuple[str, ...]) -> dict[str, Any]:
-        """GiB by library: live, pools, in all from the least to the most; and whether that fits into 80 GB."""
+        """GiB by library: live, pools, and in all without and with fragmentation; what may be lost; whether it fits."""
         found: dict[str, Any] = {}
         for library in libraries:
             each = fit(self.of(model, library, ranks), self.machine, tokens)
+            least, most = FRAGMENTATION
             sizes = {
                 "live": each.peaks.live,
                 "pools": each.peaks.pools,
-                "least": each.least,
-                "most": each.most,
+                "without": each.total(0),
+                "least": each.total(least),
+                "most": each.total(most),
             }
-            found[library] = {name: size / 2**30 for name, size in sizes.items()} | {"verdict": each.verdict}
+            found[library] = {name: size / 2**30 for name, size in sizes.items()}
+            found[library] |= {"most_lost": each.most_lost, "verdict": each.verdict}
         return found
 
     def bounds(self, model: str, ranks: int) -> dict[str, float]:
