@@ -738,12 +738,10 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
     """Yield the lines of a plan."""
     best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
     free = best.memory_bytes - best.needed_bytes
-    room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}"
-    yield (
-        f"{plan.model}, {plan.numel / 1e9:,.3g} billion parameters, on {best.replicas * best.shard_size:,} GPUs of "
-        f"{format_bytes(best.memory_bytes)}: {best.verdict}, {room} per GPU{'' if plan.fits else ' at best'} "
-        f"({best.sharding}); no step is faster than {best.step_s:,.3g} s ({best.limit})"
-    )
+    room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'} per GPU"
+    gpus = f"{best.replicas * best.shard_size:,} GPUs of {format_bytes(best.memory_bytes)}"
+    yield f"{plan.model}, {plan.numel / 1e9:,.3g} billion parameters, on {gpus}: {best.verdict}"
+    yield f"    best: {best.sharding}, {room}; no step is faster than {best.step_s:,.3g} s ({best.limit})"
     yield from plan.advice
     yield ""
     yield f"GB per GPU, best of {len(plan.candidates)} candidates first:"
