@@ -766,9 +766,10 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
     head = "sharding,units,after forward,padding %,copied %,GB in node,GB network,compute,in node,network,bound,limit"
     lines = [tuple(head.split(","))]
     for each in shown:
-        ratios = (f"{100 * ratio:.3g}" for ratio in (each.padding_ratio, each.copied_ratio))
+        ratios = (f"{100 * round(ratio, 5):.3g}" for ratio in (each.padding_ratio, each.copied_ratio))
         sizes = (f"{nbytes / 1e9:.2f}" for nbytes in each.wire)
-        times = (f"{1e3 * s:.4g}" for s in (each.compute_s, each.link_s, each.network_s, each.step_s))
+        seconds = (each.compute_s, each.link_s, each.network_s, each.step_s)
+        times = (f"{1e3 * s:,.0f}" if s >= 1 else f"{1e3 * s:.4g}" for s in seconds)
         lines.append((each.sharding, each.wrapping, each.after_forward, *ratios, *sizes, *times, each.limit))
     yield from text_table(lines)
     yield ""
