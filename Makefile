@@ -21,7 +21,7 @@
 # make gpu    checks and figures on a machine with a GPU, nine minutes, no installation: gpu_report/gpu.md and gpu.json
 # make demo   a demonstration on real text: train, kill, restart on more ranks, export (RANKS="8 6": on others)
 # make docs   build the site into site/; a broken link or a missing name fails
-# make release-check   build and check wheel and sdist, install in a clean environment, run README's example there
+# make release-check   check versions, build and check wheel and sdist, install in a clean environment, run README there
 # make check  only the gate: format, lint, types, import order, fast tests
 # make venv   only the set-up: .venv with everything; a second run reuses it
 #
@@ -91,11 +91,13 @@ test-all:
 	$(MAKE) test-families
 	$(MAKE) test-stacks
 
-# Torch is installed first, by version: later installs keep it. Types are checked with the pinned torch only.
+# Torch is installed first, by version; all other constraints hold. Types are checked with the pinned torch only.
 test-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
-	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
-	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-compile $(TORCH_INDEX) "torch==$(TORCH)"
+	grep -v "^torch==" constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-compile --constraint $(TORCH_VENV)/constraints.txt \
+	    --editable ".[hf,s3,test,dev]"
 	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/tools/test_check.py -p tools.docs.compatibility --compatibility torch
 
 SEEDS ?= 1000
@@ -167,7 +169,7 @@ docs: venv
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
 
 release-check: venv
-	$(IN_VENV) tools/release_check.py
+	$(IN_VENV) -m tools.release_check
 
 check: venv
 	$(IN_VENV) tools/check.py
