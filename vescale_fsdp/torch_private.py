@@ -739,11 +739,6 @@ def restart_group_names() -> None:
         dist.destroy_process_group()
 
 
-def set_default_timeout(timeout: timedelta) -> None:
-    """Set the time-out of the default group's collectives (torch 2.11-2.15)."""
-    _set_pg_timeout(timeout, None)
-
-
 def rendezvous_handler(
     backend: Any, name: str, timeout: Any, keep_alive_s: float, missed: int
 ) -> _RendezvousHandler:

@@ -171,7 +171,7 @@ def _measure(case: Case) -> Figures:
             step()
     idle = received_by(lambda: time.sleep(1.0))
     for rival, step in steps.items():
-        received = torch.tensor((received_by(partial(_repeat, step, 3)) - idle) / 3, dtype=torch.float64)
+        received = torch.tensor((received_by(partial(repeat, step, 3)) - idle) / 3, dtype=torch.float64)
         dist.all_reduce(received, dist.ReduceOp.MAX)
         figures.received_bytes[rival] = received.item()
     plain = build(case.model).to(POLICIES[case.dtype].param_dtype)
@@ -257,7 +257,8 @@ def step_of(
     return step
 
 
-def _repeat(step: Callable[[], None], times: int) -> None:
+def repeat(step: Callable[[], None], times: int) -> None:
+    """Do a step several times."""
     for _ in range(times):
         step()
 

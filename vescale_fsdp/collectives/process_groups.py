@@ -10,9 +10,10 @@ import hashlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -71,11 +72,27 @@ class Nodes(NamedTuple):
     per_node: int
 
 
-def ranks_per_node() -> int:
-    """Return the number of ranks per node that the launcher has set (LOCAL_WORLD_SIZE, by torchrun); 0 if it has not.
+def set_hosts(hosts: Sequence[str]) -> None:
+    """Set the address of each global rank's node, in the order of ranks; empty: the launcher's variable counts again.
 
-    Ranks with the same ``global rank // LOCAL_WORLD_SIZE`` are on one node.
+    An elastic job calls it in each epoch, because LOCAL_WORLD_SIZE does not change when ranks are lost.
     """
+    _hosts[:] = hosts
+
+
+_hosts: list[str] = []
+
+
+def ranks_per_node() -> int:
+    """Return the number of ranks per node, of `set_hosts`, else of the launcher (LOCAL_WORLD_SIZE, by torchrun).
+
+    Ranks with the same ``global rank // ranks_per_node()`` are on one node. 0: the number is unknown, or not the same
+    on all nodes.
+    """
+    if _hosts:
+        sizes = [len(list(ranks)) for _, ranks in groupby(_hosts)]
+        is_even = len(set(sizes)) == 1 and len(sizes) == len(set(_hosts))
+        return sizes[0] if is_even else 0
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() else 0
 

@@ -1,4 +1,4 @@
-"""Ends the waits of gloo: closes the connections of its groups, and abandons a group that forms.
+"""Ends the waits of gloo: closes the connections of its groups, and wakes ranks that wait for a rank to connect.
 
 The kernel closes the connections of a killed process, so ranks that wait for that process get an error and leave the
 step. Other ranks wait for a rank that has left the step but still lives, and get no error. Destroying a group waits for
@@ -13,22 +13,31 @@ instance. On other systems ranks leave when the group's time-out ends.
 
 No method of a gloo group wakes a collective that waits: in torch 2.13, `abort` and `shutdown` of its backend return at
 once, and the collective ends with its time-out. torch 2.11 and 2.15 declare the same methods.
+
+While a group forms, one rank of each pair listens and waits, for five times the group's time-out, until the other rank
+connects. Nothing but a connection ends this wait. `Interrupter` connects in place of ranks that are lost, and
+closes these connections.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import socket
 import stat
-from collections.abc import Callable
+import struct
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock, Thread
 
 _FDS = Path("/proc/self/fd")
 _FDINFO = Path("/proc/self/fdinfo")
+_CALL_S = 1.0  # time limit of a connection to a socket of this process
+_SETTLE_S = 0.05  # in which gloo's thread reads the number of a connection
+_AGAIN_S = 0.5  # pause before waits are ended again: groups may have connected meanwhile
+_STOP_S = 10.0  # for which a call under way is waited for
 
 
 def close_gloo_connections() -> int:
@@ -38,20 +47,91 @@ def close_gloo_connections() -> int:
         The number of closed connections.
     """
     num_closed = 0
+    for _, connections in _gloo_sockets():
+        for connection in connections:
+            num_closed += 1
+            with suppress(OSError):  # the other side has closed the connection already
+                # Not close(), which closes only this copy: gloo's descriptor would keep the connection open.
+                # Only reads: gloo closes the connection when its thread reads the end. A send that meets a
+                # closed connection before that is lost by gloo, and its collective waits for the time-out.
+                connection.shutdown(socket.SHUT_RD)
+    return num_closed
+
+
+class Interrupter:
+    """Ends all waits of gloo in this process, from a loss until the end of the epoch.
+
+    A thread closes gloo's connections, and connects in place of ranks that do not connect. It repeats both, for groups
+    that connect meanwhile. A thread of its own, since it takes longer than a keep-alive may.
+
+    Such a connection must not reach gloo while it destroys a group: gloo's thread would wait for a lock of the group's
+    listening socket, and the end of that socket waits for the thread (torch 2.13). So `stop` must be called before
+    groups are destroyed, and connections are made one after the other, with a pause in which gloo reads the number.
+    Numbers descend: gloo connects pairs in ascending order, so the connection that ends its wait is the last one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stopped = Event()
+        self._stopped.set()
+        self._thread: Thread | None = None
+
+    def allow(self) -> None:
+        """Allow `start`, in a new epoch."""
+        self._stopped.clear()
+
+    def start(self, num_ranks: int) -> None:
+        """Begin to end waits, of groups of at most ``num_ranks`` ranks; does nothing if it has begun, or after `stop`.
+
+        All groups of gloo are unusable afterwards.
+        """
+        with self._lock:
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = Thread(
+                    target=self._run, args=(num_ranks,), name="elastic-interrupts", daemon=True
+                )
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End no more waits. Returns when no connection is under way."""
+        with self._lock:
+            self._stopped.set()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(_STOP_S)
+
+    def _run(self, num_ranks: int) -> None:
+        while not self._stopped.is_set():
+            close_gloo_connections()
+            self._wake(num_ranks)
+            self._stopped.wait(_AGAIN_S)
+
+    def _wake(self, num_ranks: int) -> None:
+        """Connect to all groups that may wait for a rank; gloo's creation of the group then returns, or raises.
+
+        A rank that connects sends the number of the pair of ranks first, in 8 bytes; the pairs of a group are numbered
+        from 0 (torch 2.11-2.15).
+        """
+        for number in reversed(range(num_ranks)):
+            if self._stopped.is_set():
+                return
+            # Anew each time: groups that are gone are not called.
+            listening = [listener.getsockname() for listeners, _ in _gloo_sockets() for listener in listeners]
+            for address in listening:
+                with suppress(OSError), socket.create_connection(address[:2], timeout=_CALL_S) as caller:
+                    caller.sendall(struct.pack("=q", number))
+            time.sleep(min(_SETTLE_S, 2 / num_ranks))  # before `stop` returns, too
+
+
+def _gloo_sockets() -> Iterator[tuple[set[socket.socket], set[socket.socket]]]:
+    """Yield the listening sockets and the connections of each gloo group, as copies that are closed afterwards."""
     for watched in _watched_by_epolls():
         with ExitStack() as opened:
-            copies = [opened.enter_context(copy) for fd in watched if (copy := _tcp_socket(fd)) is not None]
+            copies = {opened.enter_context(copy) for fd in watched if (copy := _tcp_socket(fd)) is not None}
             listening = {copy for copy in copies if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
             # An eventfd: the server of a torch store, whose epoll instance also has a listening socket and a pipe.
             if listening and any(map(_is_pipe, watched)) and not any(map(_is_eventfd, watched)):
-                for connection in set(copies) - listening:
-                    num_closed += 1
-                    with suppress(OSError):  # the other side has closed the connection already
-                        # Not close(), which closes only this copy: gloo's descriptor would keep the connection open.
-                        # Only reads: gloo closes the connection when its thread reads the end. A send that meets a
-                        # closed connection before that is lost by gloo, and its collective waits for the time-out.
-                        connection.shutdown(socket.SHUT_RD)
-    return num_closed
+                yield listening, copies - listening
 
 
 def _watched_by_epolls() -> list[list[int]]:
@@ -95,38 +175,3 @@ def _is_eventfd(fd: int) -> bool:
     with suppress(OSError):  # the file was closed after it was listed
         return os.readlink(_FDS / str(fd)) == "anon_inode:[eventfd]"
     return False
-
-
-class Interruptible:
-    """A call in a thread of its own, which can be abandoned.
-
-    Args:
-        call: the call; it starts at once.
-    """
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self._error: BaseException | None = None
-        # A daemon thread, because a call that was abandoned must not keep the process from exiting.
-        self._thread = Thread(target=self._run, name="elastic-forming", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._call()
-        except BaseException as error:  # noqa: BLE001  raised by `has_ended`
-            self._error = error
-
-    def has_ended(self, within_s: float) -> bool:
-        """Return whether the call ends within a time. Raises its error."""
-        self._thread.join(within_s)
-        if self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def interrupt(self) -> None:
-        """Make the call raise an exception as soon as it returns to Python code, so that it changes nothing later."""
-        thread_id = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))

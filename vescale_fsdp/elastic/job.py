@@ -29,18 +29,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.manager import CheckpointManager
-from vescale_fsdp.elastic.connections import Interruptible, close_gloo_connections
+from vescale_fsdp.collectives.process_groups import set_hosts
+from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_more, check_renewable, renew_data, renew_more, renew_optimizer
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.data_mesh import default_mesh
-from vescale_fsdp.torch_private import forget_meshes, restart_group_names, set_default_timeout
+from vescale_fsdp.torch_private import forget_meshes, restart_group_names
 
 _logger = logging.getLogger("vescale_fsdp")
-_POLL_S = 0.02  # pause between two looks at a group that forms
-_FORMING = timedelta(
-    seconds=10
-)  # time-out of a group that forms: a thread that was abandoned ends after five of these
 
 
 @dataclass(frozen=True)
@@ -226,32 +223,15 @@ class ElasticJob:
             self._membership.leave()
 
     def _form(self, quorum: Quorum) -> None:
-        """Create the default process group of an epoch, unless a member is lost meanwhile.
-
-        gloo cannot be interrupted while it waits for a rank to connect. So a thread creates the group, and is abandoned
-        if a member is lost.
-        """
+        """Create the default process group of an epoch."""
         restart_group_names()  # the store is the epoch's, so numbers need not differ between epochs
-        timeout = timedelta(seconds=self._timeout_s)
-        forming = Interruptible(
-            lambda: dist.init_process_group(
-                self._backend,
-                store=quorum.store,
-                rank=quorum.rank,
-                world_size=len(quorum.members),
-                # torch's gloo waits five times this long for a rank that does not connect.
-                timeout=min(timeout, _FORMING),
-            )
+        dist.init_process_group(
+            self._backend,
+            store=quorum.store,
+            rank=quorum.rank,
+            world_size=len(quorum.members),
+            timeout=timedelta(seconds=self._timeout_s),
         )
-        while not forming.has_ended(_POLL_S):
-            if self._membership.has_lost():
-                forming.interrupt()
-                raise LifecycleError(
-                    "A member was lost while the process group was created.",
-                    expected=f"{len(quorum.members)} ranks to connect",
-                    where=f"rank {quorum.rank}, epoch {quorum.epoch}",
-                )
-        set_default_timeout(timeout)
 
     def _begin_epoch(self, quorum: Quorum) -> int:
         """Create the process group, move the model to its ranks, and restore the newest saved step.
@@ -261,6 +241,7 @@ class ElasticJob:
         """
         agreed_at_s = time.time()
         self.rank, self.num_ranks = quorum.rank, len(quorum.members)
+        set_hosts(quorum.hosts)
         self._form(quorum)
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
@@ -342,6 +323,7 @@ class ElasticJob:
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
+        self._membership.end_epoch()
         # Before the group is destroyed, since that waits for pending collectives, which wait for lost ranks.
         close_gloo_connections()
         manager, self._manager = self._manager, None
@@ -349,6 +331,7 @@ class ElasticJob:
             manager.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
+        set_hosts(())
         sys.excepthook = self._excepthook  # torch wraps it once per default group
         self.mesh = None
         # A group closes its threads and files when its last reference is gone: those of the manager and of torch's

@@ -40,13 +40,20 @@ class Quorum:
     store: dist.Store
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The address of each member's machine, in the order of their ranks."""
+        return tuple(name.partition("/")[0].rpartition(":")[0] for name in self.members)
+
+    @property
     def num_nodes(self) -> int:
         """The number of machines: of addresses under which processes reach each other."""
-        return len({name.partition("/")[0].rpartition(":")[0] for name in self.members})
+        return len(set(self.hosts))
 
 
 class Membership(Protocol):
     """How a process agrees with other processes on the members of an epoch.
+
+    When a member is lost in an epoch, it ends the waits of gloo in this process, and of the epoch's store.
 
     Examples:
         >>> def rank_in_next_epoch(membership: Membership) -> int:
@@ -63,8 +70,8 @@ class Membership(Protocol):
     def has_changed(self) -> bool:
         """Return whether this epoch must end, since a process waits for the next one. Called after each step."""
 
-    def has_lost(self) -> bool:
-        """Return whether a member of this epoch is known to be lost. Called often while the group of an epoch forms."""
+    def end_epoch(self) -> None:
+        """Stop ending the waits of gloo. Called before this process destroys the groups of its epoch."""
 
     def leave(self) -> None:
         """Leave the job, so that no other process waits for this process."""

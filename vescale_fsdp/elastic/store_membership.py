@@ -52,7 +52,7 @@ from vescale_fsdp.checkpoint.ranks.stores import (
     secret_of,
     within,
 )
-from vescale_fsdp.elastic.connections import close_gloo_connections
+from vescale_fsdp.elastic.connections import Interrupter
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.torch_private import decode_rendezvous, encode_rendezvous, rendezvous_handler
@@ -66,6 +66,8 @@ _SETTLE_S = 0.3  # how long a round with new processes stays open after the last
 # The same for new processes, which do not know the members of the last epoch: members complete the round before.
 _SETTLE_NEW_S = 1.0
 _STORE_S = 10.0  # time limit of one request to the store
+REPORT_S = 5.0  # pause between two lines that say who is waited for
+_MOST_NAMES = 8  # processes that a line names
 T = TypeVar("T")
 
 
@@ -167,6 +169,10 @@ class StoreMembership:
         """Return whether members have left or processes wait, as of the last keep-alive. Does not ask the store."""
         return self._backend.has_changed
 
+    def end_epoch(self) -> None:
+        """Stop ending the waits of gloo. Called before this process destroys the groups of its epoch."""
+        self._backend.interrupter.stop()
+
     def has_lost(self) -> bool:
         """Return whether a member is known to have left or ended; asks the store and the next rank's port."""
         return self._backend.has_lost()
@@ -180,6 +186,7 @@ class StoreMembership:
         """Close the port and end keep-alives, so that other processes count this one as lost."""
         if self._rendezvous is not None:
             self._backend.has_left = True
+            self._backend.interrupter.stop()
             self._rendezvous.shutdown()
         self._rendezvous = self._epoch_store = self._own_store = None
 
@@ -222,19 +229,37 @@ class StoreMembership:
 
 
 class _EpochStore(BoundedStore):
-    """The store of an epoch. Waits for keys of a member that is lost end at once."""
+    """The store of an epoch. All calls fail when a member is known to be lost."""
 
     def __init__(self, store: dist.Store, timeout_s: float, membership: StoreMembership) -> None:
         super().__init__(store, timeout_s)
         self._membership = membership
 
-    def check(self, keys: list[str]) -> bool:
+    def _call(self, call: Callable[[], T], what: str) -> T:
         if self._membership.knows_lost:  # the store may be in the lost process, and would not answer
-            raise dist.DistStoreError(f"a member of the epoch was lost: {keys[:4]}")
+            raise dist.DistStoreError(f"a member of the epoch was lost: {what}")
+        return super()._call(call, what)
+
+    def check(self, keys: list[str]) -> bool:
         is_there = super().check(keys)
         if not is_there and self._membership.has_lost():
             raise dist.DistStoreError(f"a member of the epoch was lost before {keys[:4]} were set")
         return is_there
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys exist. Logs every 5 s what it waits for: in a group that forms, a rank of the group."""
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > REPORT_S:
+            try:
+                return super().wait(keys, timedelta(seconds=REPORT_S))
+            except dist.DistStoreError:
+                if self._membership.knows_lost:
+                    raise
+                name, _, rank = keys[0].rpartition("/")
+                what = f"rank {rank} of process group {name}" if rank.isdecimal() else f"{keys[:4]}"
+                _logger.warning("%s waits for %s, until %s", self._membership.name, what, _clock(deadline_s))
+        super().wait(keys, timedelta(seconds=max(left_s, 0.0)))
 
 
 class _Link(BoundedStore):
@@ -243,9 +268,10 @@ class _Link(BoundedStore):
     def __init__(self, store: dist.Store, timeout_s: float, reconnect: Callable[[], dist.Store]) -> None:
         super().__init__(store, timeout_s)
         self._reconnect, self.is_lost = reconnect, False
-        self.deadline_s = 0.0  # until when calls are repeated, as given by `time.monotonic`
+        self.patience_s = 0.0  # for how long a call that fails is repeated
 
     def _call(self, call: Callable[[], T], what: str) -> T:
+        began_s = time.monotonic()
         while True:
             try:
                 if self.is_lost:
@@ -256,7 +282,7 @@ class _Link(BoundedStore):
                 RuntimeError,
             ) as error:  # torch's errors of a store are RuntimeErrors, as LifecycleError
                 self.is_lost = True
-                if time.monotonic() > self.deadline_s:
+                if time.monotonic() > began_s + self.patience_s:
                     raise RendezvousConnectionError(f"{what}: {error}") from error
                 time.sleep(_POLL_S)
             else:
@@ -315,6 +341,8 @@ class _Backend(RendezvousBackend):
         # belong to the epoch: as part of the wait, they would give the round that ends the number of the next.
         self._waiting_thread: int | None = None
         self._began_s = 0.0  # when it began to wait, as all times below by `time.monotonic`
+        self._deadline_s = 0.0  # when the wait is an error, unless members of a complete round are awaited
+        self._report_s = 0.0  # when the next line says who is waited for
         self._agreed: tuple[int, tuple[str, ...]] | None = None
         # Distinguishes stores: in one that is not of the last epoch, members are awaited that have not come yet.
         self._origin = self._last_origin = ""
@@ -323,6 +351,8 @@ class _Backend(RendezvousBackend):
         self._ended: set[str] = set()  # processes whose ports are closed
         self._unreached: set[str] = set()  # members of the last epoch without whom no group may form
         self._asked_s = 0.0
+        self.interrupter = Interrupter()
+        self._is_next_closed = False  # whether the last look in this epoch found the next rank's port closed
         self._entered: set[str] = set()  # participants of the open round, as last seen
         self._entered_s = 0.0  # when they last changed
 
@@ -342,7 +372,10 @@ class _Backend(RendezvousBackend):
         """Return the state for the handler, and the text in the store; None if there is none."""
         with self._outages():
             text = None if self.has_left else self._read()
+            if not self._is_waiting:
+                self._look(is_waiting=False)
             return None if text is None else (self._for_handler(text), text)
+        self._look(is_waiting=False)
         return None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, str, bool] | None:
@@ -366,6 +399,10 @@ class _Backend(RendezvousBackend):
             # Awaited also if another process was faster: the handler would sleep for a second.
             text = self._awaited(stored) if self._is_waiting else stored
             has_set = stored == wanted
+            # Here too, since the handler does not always read the state for a keep-alive; not before, since others
+            # would be faster each time.
+            if has_set and not self._is_waiting:
+                self._look(is_waiting=False)
             return None if text is None else (self._for_handler(text), text, has_set)
         return None
 
@@ -459,19 +496,29 @@ class _Backend(RendezvousBackend):
         # A later epoch: the others went on without this process, which a cut cable kept from noticing.
         if lost and (fields["round"] == self._epoch or fields["formed"]["epoch"] > self._epoch):
             self._lost = lost
-            # Nothing else wakes a collective that waits for a process that is stopped, or for a machine without power.
-            close_gloo_connections()
+            # Nothing else ends waits for members that are stopped or without power.
+            self.interrupter.start(len(self._members))
+
+    def _look(self, *, is_waiting: bool) -> None:
+        """Ask the port of the next rank, at most every `_ASK_S`. Interrupts gloo if that rank has ended.
+
+        Args:
+            is_waiting: whether this rank waits for others in the store. If not, a second look must find the port closed
+                too: at the end of a job, the next rank may leave while this one is still in the last barrier.
+        """
+        if self._lost or self.has_left or len(self._members) < 2 or time.monotonic() < self._asked_s + _ASK_S:
+            return
+        following = self._members[(self._members.index(self._own) + 1) % len(self._members)]
+        was_closed, self._is_next_closed = self._is_next_closed, _refuses(following)
+        self._asked_s = time.monotonic()
+        if self._is_next_closed and (is_waiting or was_closed):
+            self._lost, self.has_changed = {following}, True
+            self.interrupter.start(len(self._members))
 
     def has_lost(self) -> bool:
         """Return whether a member has left, or the next rank's port is closed; looks at most every `_ASK_S`."""
-        now_s = time.monotonic()
-        if self._lost or now_s < self._asked_s + _ASK_S:
-            return bool(self._lost)
-        self._asked_s = now_s
-        following = self._members[(self._members.index(self._own) + 1) % len(self._members)]
-        if _refuses(following):
-            self._lost, self.has_changed = {following}, True
-        else:
+        if not self._lost and time.monotonic() >= self._asked_s + _ASK_S:
+            self._look(is_waiting=True)
             self.get_state()
         return bool(self._lost)
 
@@ -488,14 +535,16 @@ class _Backend(RendezvousBackend):
         Raises:
             LifecycleError: if too few processes join, members of the last epoch are unreachable, or the store is lost.
         """
+        self.interrupter.stop()
         self._waiting_thread, self._agreed = threading.get_ident(), None
         self._began_s = time.monotonic()
-        self._link.deadline_s = self._began_s + timeout_s
+        self._deadline_s, self._report_s = self._began_s + 2 * timeout_s, self._began_s + REPORT_S
+        self._link.patience_s = timeout_s
         self._gone.clear()
         self._unreached.clear()
         self._asked_s = 0.0  # ports are asked at once: a member is probably lost
         try:
-            rendezvous.next_rendezvous()
+            self._enter(rendezvous)
         except RendezvousTimeoutError:
             if self._unreached:
                 raise LifecycleError(
@@ -526,9 +575,20 @@ class _Backend(RendezvousBackend):
             ) from lost
         if self._agreed is not None:
             self._epoch, self._members = self._agreed
-            self._last_origin, self._link.deadline_s = self._origin, 0.0
+            self._last_origin, self._link.patience_s = self._origin, 0.0
             self.has_changed, self._lost, self._waiting_thread = False, set(), None
+            self.interrupter.allow()
+            self._is_next_closed = False
         return self._agreed
+
+    def _enter(self, rendezvous: Any) -> None:
+        """Wait until a rendezvous is complete; repeat it while members of a complete round live."""
+        while True:
+            try:
+                return rendezvous.next_rendezvous()
+            except RendezvousTimeoutError:
+                if time.monotonic() > self._deadline_s:
+                    raise
 
     def _awaited(self, text: str) -> str | None:
         """Wait until the handler has something to do: leave or enter a round, complete it, or send a keep-alive."""
@@ -564,15 +624,38 @@ class _Backend(RendezvousBackend):
         self._unreached.clear()
         if not fields["complete"] and not self._may_go_on(fields, members):
             self._unreached = set(fields["formed"]["members"]) - members - self._ended
-        waiting = self._live(fields, fields["waiting"]) | (set() if fields["complete"] else members)
-        if now_s > self._asked_s + _ASK_S and self._own == min(waiting, default=self._own):
+        waiting = sorted(self._live(fields, fields["waiting"]) | (set() if fields["complete"] else members))
+        place = waiting.index(self._own) if self._own in waiting else 0
+        if now_s > self._asked_s + _ASK_S:
             self._asked_s = now_s
-            asked = (awaited - self._gone) | self._unreached
+            # The first asks for all; each other one asks the one before it, which may be lost too.
+            asked = {waiting[place - 1]} if place else (awaited - self._gone) | self._unreached
             # In another order each time, and not for longer than until the next keep-alive.
             for name in random.sample(sorted(asked), len(asked)):
                 if time.monotonic() < now_s + self.keep_alive_s and _refuses(name):
                     self._ended.add(name)
             self._gone |= asked & self._ended
+        if fields["complete"] and not is_over:
+            self._deadline_s = now_s + 2 * self._timeout_s  # the members live, and will leave the epoch
+        if now_s > self._report_s:
+            self._report_s += REPORT_S
+            level = logging.DEBUG if place else logging.WARNING
+            _logger.log(
+                level, "%s waits for %s", self._own, self._reason(fields, members, awaited - self._gone)
+            )
+
+    def _reason(self, fields: dict[str, Any], entered: set[str], awaited: set[str]) -> str:
+        """Describe for whom this process waits, and until when."""
+        until = f"until {_clock(self._deadline_s)}"
+        if fields["complete"] and fields["round"] != self._epoch:
+            return f"{_names_in_line(awaited)} to leave epoch {fields['round']}, until they do or end"
+        if awaited:
+            until = f"until {_clock(self._began_s + self._timeout_s)}"
+            return f"{_names_in_line(awaited)} to leave the epoch, {until}, and goes on without them then"
+        if self._unreached:
+            return f"{_names_in_line(self._unreached)}, which may be training, {until}"
+        num_needed = self._num_first if self._epoch < 0 and fields["round"] == 0 else self._min_members
+        return f"{num_needed} processes, of which {len(entered)} are here, {until}"
 
     def _is_ready(self, fields: dict[str, Any]) -> bool:
         """Return whether this process can complete the open round: no process that may come is missing."""
@@ -625,6 +708,18 @@ def _names(nodes: Iterable[str]) -> set[str]:
 def _address(name: str) -> tuple[str, int]:
     host, _, port = name.partition("/")[0].rpartition(":")  # the last colon: IPv6 addresses contain colons
     return host, int(port)
+
+
+def _names_in_line(members: Iterable[str]) -> str:
+    """Return the names of processes for a line, not more than eight."""
+    ordered = sorted(members)
+    more = f" and {len(ordered) - _MOST_NAMES} more" if len(ordered) > _MOST_NAMES else ""
+    return ", ".join(ordered[:_MOST_NAMES]) + more
+
+
+def _clock(deadline_s: float) -> str:
+    """Return a time of `time.monotonic` as hours, minutes and seconds."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() + deadline_s - time.monotonic()))
 
 
 def _refuses(name: str) -> bool:

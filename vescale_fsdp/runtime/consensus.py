@@ -178,8 +178,9 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         _raise_difference(lines, groups)
     if are_apart and not per_node and mesh.device_type == "cpu" and dist.get_rank() == 0:
         warnings.warn(
-            "Ranks are on several machines, and how many are on each is unknown: every slice crosses the network once "
-            "per rank. Set LOCAL_WORLD_SIZE to the same number on all ranks, as torchrun does.",
+            "Ranks are on several machines, and how many are on each is unknown, or not the same on all: every slice "
+            "crosses the network once per rank. Set LOCAL_WORLD_SIZE to the same number on all ranks, as torchrun "
+            "does. An elastic job knows the number: start as many ranks on each machine.",
             stacklevel=callers_level(),
         )
     return per_node

@@ -30,7 +30,7 @@ from tests.vescale_fsdp.collectives.slices import (
 from vescale_fsdp import fully_shard
 from vescale_fsdp.collectives import slice_exchange
 from vescale_fsdp.collectives.operations import reduce_scatter_into
-from vescale_fsdp.collectives.process_groups import Nodes, set_nodes, two_levels
+from vescale_fsdp.collectives.process_groups import Nodes, ranks_per_node, set_hosts, set_nodes, two_levels
 from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.runtime.comm.unsharded_grads import ReducedShard
 from vescale_fsdp.runtime.comm_context import CommContext, _Reduction
@@ -329,3 +329,17 @@ def test_dropping_waits_for_all_reduces_of_replicas_after_one_that_fails() -> No
         comm.drop_reductions()
     assert waited == ["all-reduce 0", "all-reduce 1", "reduction"]
     assert not comm._replicating and not comm.in_flight
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aabb", 2), ("aabbcc", 2), ("abcd", 1), ("aaaa", 4), ("aabc", 0), ("abab", 0), ("", 8)],
+)
+def test_hosts_of_a_membership_count_before_the_variable_of_the_launcher(hosts: str, expected: int) -> None:
+    """If each has as many ranks, and they follow each other; without hosts the variable counts."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8"):
+        set_hosts(hosts)
+        try:
+            assert ranks_per_node() == expected
+        finally:
+            set_hosts("")

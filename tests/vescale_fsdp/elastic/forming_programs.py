@@ -26,6 +26,7 @@ from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.transfer import Transfer, describe_states, joint_ranks, plan_transfer
 
 TIMEOUT_S = FORMING_S  # of groups and meetings
+PATIENT_S = 600.0  # of groups of elastic jobs, which wait for no time-out: longer than a test
 NUM_SAMPLES = 60
 
 
@@ -63,6 +64,19 @@ class _Spotted(StoreMembership):
         return dataclasses.replace(quorum, store=self._kept)
 
 
+def forms(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
+    """Members of an epoch that only create its groups."""
+    membership = _Spotted(store, num_first=num_ranks, timeout_s=20, max_missed=20)
+    membership.spots = spots
+    quorum = membership.wait()
+    spots.pass_by("agreed")
+    timeout = timedelta(seconds=PATIENT_S)
+    dist.init_process_group("gloo", None, timeout, len(quorum.members), quorum.rank, quorum.store)
+    group = dist.new_group(timeout=timeout)
+    spots.pass_by("formed")
+    dist.barrier(group)
+
+
 def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
     """A job that ends if a rank is lost: groups, first step, first saves, restore."""
     dist.init_process_group(
@@ -85,6 +99,8 @@ def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Sp
 
 def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
     """An elastic job whose last rank is killed in its third step, whatever else happens.
+
+    Its groups are the default group, a mesh's, the checkpoint manager's, and one of the user's own.
 
     Each rank notes in ``samples-RANK`` what it takes of the data: epoch, step, samples.
     """
@@ -110,7 +126,12 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
     membership = _Spotted(store, num_first=num_ranks, timeout_s=20, max_missed=20)
     membership.spots = spots
     job = ElasticJob(
-        membership, build, lambda ranks, nodes: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S
+        membership,
+        build,
+        lambda ranks, nodes: _manager(folder, rank, ranks),
+        make_mesh=lambda ranks: init_device_mesh("cpu", (1, ranks), mesh_dim_names=("replicate", "shard")),
+        timeout_s=PATIENT_S,
+        on_epoch=lambda job: dist.barrier(dist.new_group()),
     )
     job.run(train_step, 6)
     assert job.training is not None

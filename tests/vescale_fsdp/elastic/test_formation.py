@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.vescale_fsdp.elastic.formation import Death, End, Program, launch, spots_of
-from tests.vescale_fsdp.elastic.forming_programs import goes_on, loses_a_node, meets, trains
+from tests.vescale_fsdp.elastic.forming_programs import forms, goes_on, loses_a_node, meets, trains
 from vescale_fsdp.checkpoint.memory.ram_tier import NO_COPIES
 from vescale_fsdp.errors import LifecycleError, VescaleError
 
@@ -54,6 +54,17 @@ def _check_ends_with_its_ranks(folder: Path, death: Death) -> None:
     if "destroy" not in death.spot and death.signal == signal.SIGKILL:
         is_copy = NO_COPIES in (folder / "err-0").read_text()
         assert is_copy or any(end.error for end in others.values()), death
+
+
+def _check_forms(folder: Path, death: Death) -> None:
+    """Other ranks end, although gloo would wait 50 minutes for them: with an error, or after the last collective."""
+    others = _others(launch(forms, folder, 3, death, limit_s=_LIMIT_S), death)
+    for rank, end in others.items():
+        assert "RuntimeError" in end.bases or not end.error, (death, rank, end)
+    if (
+        "0//1" in death.spot or death.spot == "formed"
+    ):  # earlier, others may agree without it; later, have it all
+        assert all(end.error for end in others.values()), death
 
 
 def _check_meets(folder: Path, death: Death) -> None:
@@ -115,6 +126,7 @@ def _check_goes_on(folder: Path, death: Death) -> None:
 
 _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
     trains: _check_ends_with_its_ranks,
+    forms: _check_forms,
     meets: _check_meets,
     goes_on: _check_goes_on,
 }
@@ -124,6 +136,7 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
     ("program", "death"),
     [
         (trains, Death(1, "step 1")),
+        (forms, Death(1, "store.get 0//1//cpu//0/rank 1")),
         pytest.param(meets, Death(2, "store.get joint-ranks 0 name 0"), marks=pytest.mark.part("faults")),
         pytest.param(meets, Death(2, "dist.barrier 2"), marks=pytest.mark.part("faults")),
         pytest.param(goes_on, Death(1, "store.set 0//cpu//0/rank 0"), marks=pytest.mark.part("faults")),
@@ -131,12 +144,22 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
             goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP), marks=pytest.mark.part("faults")
         ),
     ],
-    ids=["first step", "meeting", "end of a transfer", "first group", "stalled"],
+    ids=["first step", "formation", "meeting", "end of a transfer", "first group", "stalled"],
 )
 def test_a_job_survives_a_rank_lost_at_some_calls(tmp_path: Path, program: Program, death: Death) -> None:
     """One rank is killed at a call, or stalled."""
     _CHECKS[program](tmp_path, death)
     assert (tmp_path / "death").exists()
+
+
+@pytest.mark.part("faults")
+def test_a_rank_is_lost_between_any_two_calls_of_a_formation(tmp_path: Path) -> None:
+    """Of the default group, and of one that the user's code creates."""
+    spots = [spot for spot in spots_of(forms, tmp_path / "undisturbed", 3, 1) if "elastic/" not in spot]
+    assert spots[0] == "agreed" and "dist.new_group 1" in spots
+    for number, spot in enumerate(spots):
+        _check_forms(tmp_path / str(number), Death(1, spot))
+        assert (tmp_path / str(number) / "death").exists(), spot
 
 
 def test_one_of_two_nodes_is_lost(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class Scripted:
         self._left -= 1
         return self._left < 0
 
-    def has_lost(self) -> bool:
-        return False
+    def end_epoch(self) -> None:
+        pass
 
     def leave(self) -> None:
         pass

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tests.support.distributed import forkserver
 from tests.support.processes import join, receive, wait_until, wait_until_gone
+from vescale_fsdp.elastic import store_membership
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
 from vescale_fsdp.errors import LifecycleError, PlacementError
@@ -380,6 +381,37 @@ def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
         third = _together(*members[:2])[0]
         assert late.result(60).members == third.members
         assert set(third.members) == {*second.members, members[2].name}
+
+
+def test_a_process_that_joins_waits_for_members_that_are_busy(caplog: pytest.LogCaptureFixture) -> None:
+    """However long these take, with lines that name them; it is lost patience only if they are gone."""
+    store = dist.HashStore()
+    member = _member(store, 1, keep_alive_s=0.2)
+    member.wait()
+    joining = _member(store, 1, keep_alive_s=0.2, timeout_s=0.3)
+    with ThreadPoolExecutor(1) as pool, mock.patch.object(store_membership, "REPORT_S", 0.2):
+        asked = pool.submit(joining.wait)
+        lines: list[str] = []
+
+        def has_outlasted() -> bool:
+            lines[:] = [line for line in caplog.messages if member.name in line and joining.name in line]
+            return len(lines) >= 8 or asked.done()  # 1.6 s; its own time-out is 0.6 s
+
+        wait_until(has_outlasted, "lines that say who is waited for")
+        assert not asked.done() and len(lines) >= 8
+        with ThreadPoolExecutor(1) as second:
+            members = second.submit(member.wait).result(60).members
+        assert set(members) == set(asked.result(60).members) == {member.name, joining.name}
+
+
+def test_waits_in_an_epoch_say_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    """A line per pause, with the rank of the group that forms, before the error at the time-out."""
+    member = _member(dist.HashStore(), 1)
+    store = member.wait().store
+    with mock.patch.object(store_membership, "REPORT_S", 0.1), pytest.raises(dist.DistStoreError):
+        store.wait(["0//3//cpu//0/7"], timedelta(seconds=0.55))
+    lines = [line for line in caplog.messages if member.name in line and "rank 7" in line and "//3//" in line]
+    assert 2 <= len(lines) <= 5
 
 
 def test_too_few_are_told() -> None:

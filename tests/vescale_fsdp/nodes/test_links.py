@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tools.bench.faults import elastic_nodes
 from tools.bench.network import HEADER_BYTES
+from tools.bench.rows import print_table
 from tools.bench.transfer import measured_over_nodes, measured_to_replicas
 from tools.lab import Lab, Traffic, traffic_of
 from vescale_fsdp import fully_shard
@@ -196,6 +198,14 @@ def test_replicas_relay() -> None:
         planned = measured.num_bytes / 2 if node < 2 else 0 if node == 4 else measured.num_bytes
         assert abs(sent - planned) <= 0.02 * measured.num_bytes
         assert abs(received - (measured.num_bytes if node >= 2 else 0)) <= 0.02 * measured.num_bytes
+
+
+@pytest.mark.timeout(600)
+def test_an_elastic_job_sends_what_nodes_need_before_and_after_a_loss() -> None:
+    """The ranks of a node share what it receives, although no variable says how many they are: 3 nodes, then 2."""
+    rows = elastic_nodes.measure((2, 2, 2), loses=True)
+    print_table(rows)
+    assert [row.met for row in rows if row.target] == [True, True]
 
 
 def _main(work: str, folder: Path) -> None:
