@@ -4,21 +4,26 @@
     process(..)                     trains a small model, and dies where a cell says
     prove_equal(folder, ..)         compares with a job that is restarted at the same steps on as many ranks
 
-Four processes, two on each of two nodes: those of a node share a folder in memory. What a process sees, it appends to
-``log-PID``.
+Four processes, two on each of two nodes: those of a node share a folder in memory and an address. They train under HSDP
+with Muon, an average of the weights and a data loader. What a process sees, it appends to ``log-PID``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
+import logging
 import os
+import random
+import re
 import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import product
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from tests.checkpoint.jobs.elastic_job import Data
 from tests.support import models
@@ -34,16 +40,21 @@ from tests.support.distributed import cpu_mesh, forkserver, run_ranks
 from tests.support.processes import stacks_of, wait_until
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, load, save
-from vescale_fsdp.checkpoint.ranks.stores import bound_store
+from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
+from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
 from vescale_fsdp.elastic import job as elastic_job
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.store_membership import StoreMembership
+from vescale_fsdp.optim import Muon
 
-RECOVERY = ("wait", "formation", "renewal", "restore")  # phases of an epoch that begins
+# Phases of an epoch that begins. "connect": a rank knows the addresses of ranks of a group, and has not connected yet.
+RECOVERY = ("wait", "formation", "connect", "renewal", "restore")
 PHASES = (*RECOVERY, "forward", "backward", "optimizer", "save", "finish")
 NUM_SLOTS = 4
+KEEP_ALIVE_S = 0.5
+_NUM_SAMPLES = 4000  # more than a job takes
 
 
 class Cell(NamedTuple):
@@ -64,6 +75,18 @@ class Cell(NamedTuple):
         return ((number + 3) % NUM_SLOTS if self.who != "node" else (number ^ 2) % NUM_SLOTS,) * (
             self.phase in RECOVERY
         )
+
+
+def drawn(seed: int) -> list[list[Cell]]:
+    """Ten jobs of ten cells: every phase, victims and replacement, and some twice. A job's last cell is at its end."""
+    matrix = [Cell(*each) for each in product(PHASES, ("rank", "node", "two"), (False, True))]
+    generator = random.Random(seed)
+    middle = [cell for cell in matrix if cell.phase != "finish"]
+    middle += generator.sample(middle, 90 - len(middle))
+    ends = [cell for cell in matrix if cell.phase == "finish"]
+    ends += generator.sample(ends, 10 - len(ends))
+    generator.shuffle(middle)
+    return [[*middle[9 * job : 9 * job + 9], end] for job, end in enumerate(ends)]
 
 
 def step_of(number: int) -> int:
@@ -149,23 +172,40 @@ class _MortalJob(ElasticJob):
         super()._finish()
 
 
+class _MortalStore(BoundedStore):
+    """The store of an epoch, in which gloo's ranks find each other's addresses."""
+
+    def __init__(self, store: dist.Store, reaper: _Reaper) -> None:
+        super().__init__(store, 600)
+        self._reaper = reaper
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        # Of a group of the epoch that is not its default group, whose addresses have shorter keys.
+        if re.fullmatch(r"0/.+//cpu//0/[0-9]+", key):
+            self._reaper.pass_by("connect")
+        return value
+
+
 class _MortalMembership(StoreMembership):
     reaper: _Reaper
 
     def wait(self) -> Quorum:
         self.reaper.pass_by("wait")
-        return super().wait()
+        quorum = super().wait()
+        self._kept = _MortalStore(quorum.store, self.reaper)  # torch keeps no reference
+        return dataclasses.replace(quorum, store=self._kept)
 
 
-class _MortalAdamW(torch.optim.AdamW):
-    """Dies between its two param groups, when the first has been stepped."""
+class _MortalMuon(Muon):
+    """Dies in a step, between the parameters of Muon and those of AdamW."""
 
-    reaper: _Reaper
+    reaper: _Reaper | None = None
 
-    def _init_group(self, group: dict[str, Any], *args: Any) -> Any:
-        if group is self.param_groups[1]:
+    def _step_adamw(self) -> None:
+        if self.reaper is not None:
             self.reaper.pass_by("optimizer")
-        return super()._init_group(group, *args)  # type: ignore[misc]
+        super()._step_adamw()
 
 
 class _MortalData(Data):
@@ -184,30 +224,54 @@ class _MortalData(Data):
         super().load_state_dict(state)
 
 
+class _Samples(ReshardableLoader[torch.Tensor]):
+    """A loader with one iterator for the life of its process."""
+
+    def __init__(self) -> None:
+        sampler = ReshardableSampler(_NUM_SAMPLES, seed=5)
+        super().__init__(DataLoader(range(_NUM_SAMPLES), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+        self._iterator: Iterator[torch.Tensor] | None = None
+
+    def next(self) -> torch.Tensor:
+        """The next samples of this rank."""
+        self._iterator = self._iterator or iter(self)
+        return next(self._iterator)
+
+
+def mesh_of(num_ranks: int) -> DeviceMesh:
+    """Two replicas of an even number of ranks, else one."""
+    replicas = 2 - num_ranks % 2
+    return cpu_mesh(replicas, num_ranks // replicas, names=("replicate", "shard"))
+
+
 def training_on(mesh: DeviceMesh) -> TrainingState:
-    """The model, sharded, with an optimizer of two param groups, and data."""
+    """The model, sharded, with an optimizer that steps matrices and vectors apart, an average, and data."""
     model = models.build(1)
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    weights = [param for param in model.parameters() if param.ndim > 1]
-    rest = [param for param in model.parameters() if param.ndim == 1]
-    optimizer = _MortalAdamW([{"params": weights}, {"params": rest, "weight_decay": 0.0}], lr=0.02)
-    optimizer.reaper = _Reaper(Path(), 0, (), 0)
-    return TrainingState(model, optimizer, {"data": _MortalData()})
+        fully_shard(module, mesh=mesh, granularity=Muon.granularity())
+    matrices, rest = Muon.split_params(model)
+    optimizer = _MortalMuon(matrices, lr=0.02, adamw_params=rest)
+    average = {name: param.detach().clone() for name, param in model.named_parameters()}
+    more = {"data": _MortalData(), "samples": Resharded(_Samples()), "average": average}
+    return TrainingState(model, optimizer, more)
 
 
 def train_one(training: TrainingState, rank: int, world: int) -> str:
     """One step; the loss's bits."""
-    loss = models.loss_of(training.model, training.more["data"].batch().chunk(world)[rank])
+    inputs = training.more["data"].batch().chunk(world)[rank]
+    inputs = inputs + training.more["samples"].value.next().float().mean() / _NUM_SAMPLES
+    loss = models.loss_of(training.model, inputs)
     loss.backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
+    for name, param in training.model.named_parameters():
+        training.more["average"][name].lerp_(param.detach(), 0.1)
     return loss.item().hex()
 
 
 def digest(training: TrainingState) -> list[str]:
-    """Bits of all parameters and of the optimizer's state."""
-    states = get_state_dict(training.model, training.optimizer)
+    """Bits of all parameters, of their averages and of the optimizer's state."""
+    states = [get_state_dict(training.model, training.optimizer), training.more["average"]]
     found = []
     for name, value in sorted(_tensors("", states)):
         full = value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
@@ -231,10 +295,12 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
     stacks = open(_stack_file(folder, os.getpid()), "w")  # noqa: SIM115  for life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.dup2(os.open(folder / f"err-{os.getpid()}", os.O_WRONLY | os.O_CREAT), 2)
+    logging.basicConfig(format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    memory = folder / "memory" / str(slot // 2)
+    node = slot // 2
+    memory = folder / "memory" / str(node)
     reaper = _Reaper(folder, slot, cells, num_steps)
     log = open(folder / f"log-{os.getpid()}", "a", buffering=1)  # noqa: SIM115  for life
     renew = elastic_job.renew_optimizer
@@ -262,10 +328,17 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
         assert job.training is not None
         epoch = job.epochs[-1]
         reaper.step, reaper.first_step = step, epoch.step
-        begun = {"epoch": epoch.number, "begun": step, "from": epoch.step, "tier": epoch.tier}
+        begun = {
+            "epoch": epoch.number,
+            "begun": step,
+            "from": epoch.step,
+            "tier": epoch.tier,
+            "at": time.time(),
+        }
         log.write(json.dumps({**begun, "world": job.num_ranks}) + "\n")
         loss = train_one(job.training, job.rank, job.num_ranks)
-        log.write(json.dumps({"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss}) + "\n")
+        done = {"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss, "at": time.time()}
+        log.write(json.dumps(done) + "\n")
         # Else the job would be over before they come.
         wait_until(lambda: not reaper.lacks_ranks() or membership.has_changed(), "ranks that are to die")
         if step == num_steps - 1:
@@ -273,8 +346,17 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     # A loaded machine may stop a process for seconds; only kills count here.
-    membership = _MortalMembership(store, num_first=NUM_SLOTS, timeout_s=60, keep_alive_s=0.5, max_missed=60)
-    job = _MortalJob(membership, build, checkpoints, timeout_s=60)
+    membership = _MortalMembership(
+        store,
+        num_first=NUM_SLOTS,
+        timeout_s=60,
+        keep_alive_s=KEEP_ALIVE_S,
+        max_missed=60,
+        host=f"127.0.0.{1 + node}",
+        secret="kills",
+    )
+    # No wait may need the time-out, which is longer than a test.
+    job = _MortalJob(membership, build, checkpoints, make_mesh=mesh_of, timeout_s=600)
     membership.reaper = job.reaper = reaper
     reaper.job = job
     job.run(train_step, num_steps)
@@ -407,7 +489,7 @@ def epochs_of(folder: Path) -> list[Seen]:
 
 def _segment(folder: Path, start: int, stop: int, is_last: bool) -> tuple[list[str], list[str]]:
     """Restart from a step's checkpoint on the disk, train, save; losses, and the digest at the end of all."""
-    training = training_on(cpu_mesh())
+    training = training_on(mesh_of(dist.get_world_size()))
     state = {"model": training.model, "optimizer": training.optimizer, "more": training.more}
     if start:
         load(folder / str(start), state)
@@ -438,3 +520,26 @@ def prove_equal(folder: Path, num_steps: int) -> list[Seen]:
     newest = max(line["of"] for line in lines)  # a kill after the last step may have made others do it again
     assert end and all(line["digest"] == end for line in lines if line["of"] == newest)
     return epochs
+
+
+class Recovery(NamedTuple):
+    """The time from the last death of a cell to the end of the first step of the next epoch."""
+
+    cell: Cell
+    seconds: float
+
+
+def recoveries(folder: Path, cells: Sequence[Cell]) -> list[Recovery]:
+    """How long each cell kept the other processes from their next step. A cell at the end of a job has no next step."""
+    lines = lines_of(folder)
+    began = {line["epoch"]: line["at"] for line in reversed(lines) if "begun" in line}
+    for line in lines:
+        if "begun" in line:
+            began[line["epoch"]] = min(began[line["epoch"]], line["at"])
+    found = []
+    for number, cell in enumerate(cells):
+        died_s = max((folder / f"cell-{number}-{slot}").stat().st_mtime for slot in cell.victims(number))
+        later = [line["at"] for line in lines if "loss" in line and began[line["epoch"]] > died_s]
+        if later:
+            found.append(Recovery(cell, min(later) - died_s))
+    return found

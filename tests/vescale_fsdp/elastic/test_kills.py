@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import os
-import random
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.vescale_fsdp.elastic.killed_ranks import PHASES, Cell, launch, prove_equal, step_of
+from tests.vescale_fsdp.elastic.killed_ranks import Cell, drawn, launch, prove_equal, step_of
 
 _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
-_MATRIX = [Cell(*each) for each in product(PHASES, ("rank", "node", "two"), (False, True))]
 
 CORE = [Cell("backward", "node", True)]
 # A kill at the end must be the last cell of its job.
@@ -24,21 +22,11 @@ END = [Cell("formation", "rank", True), Cell("forward", "rank", True), Cell("fin
 FAULTS = [
     Cell("optimizer", "rank", False),
     Cell("wait", "rank", True),
+    Cell("connect", "two", True),
     Cell("renewal", "node", True),
     Cell("restore", "two", False),
     Cell("finish", "node", True),
 ]
-
-
-def _drawn() -> list[list[Cell]]:
-    """Ten jobs of ten cells: all of the matrix, and some twice. A job's last cell is that of its end."""
-    drawn = random.Random(_SEED)
-    middle = [cell for cell in _MATRIX if cell.phase != "finish"]
-    middle += drawn.sample(middle, 90 - len(middle))
-    ends = [cell for cell in _MATRIX if cell.phase == "finish"]
-    ends += drawn.sample(ends, 10 - len(ends))
-    drawn.shuffle(middle)
-    return [[*middle[9 * job : 9 * job + 9], end] for job, end in enumerate(ends)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +35,7 @@ def _drawn() -> list[list[Cell]]:
         CORE,
         *(
             pytest.param(cells, marks=pytest.mark.part("faults"))
-            for cells in (END, FAULTS, *(_drawn() if _ALL else []))
+            for cells in (END, FAULTS, *(drawn(_SEED) if _ALL else []))
         ),
     ],
     ids=lambda cells: str(len(cells)),
