@@ -739,6 +739,11 @@ def restart_group_names() -> None:
         dist.destroy_process_group()
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this process that are not destroyed (torch 2.11-2.15)."""
+    return list(_world.pg_map)
+
+
 def rendezvous_handler(
     backend: Any, name: str, timeout: Any, keep_alive_s: float, missed: int
 ) -> _RendezvousHandler:

@@ -35,11 +35,14 @@ from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, silent_ranks, within
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, digest_of, hex_checksum_of
+from vescale_fsdp.collectives.interruptible import interruptibly
 from vescale_fsdp.collectives.process_groups import break_group, ended_peers, new_group
+from vescale_fsdp.collectives.slice_exchange import wait_for
 from vescale_fsdp.errors import (
     ArgumentError,
     CheckpointError,
     CorruptCheckpointError,
+    LifecycleError,
     NoCheckpointError,
     VescaleError,
     sides_of,
@@ -433,20 +436,20 @@ class GroupCoordinator(Coordinator):
     def _wait_for(self, work: dist.Work | None, first_doing: str | None) -> None:
         assert work is not None  # this rank is in the group
         if self._roll_call is None:
-            work.wait()
+            wait_for(work)
         elif first_doing is None:
             # All ranks must count the same collectives: the number is part of later keys.
             self._roll_call.skip()
-            work.wait()
+            wait_for(work)
         else:
-            self._roll_call.meet(work, first_doing)
+            interruptibly(partial(self._roll_call.meet, work, first_doing))
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
         # The length with the digest: receivers allocate memory before the structure arrives.
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._reaching("comparing structures"):
-            dist.all_gather(rows, mine, group=self.group)
+            interruptibly(lambda: dist.all_gather(rows, mine, group=self.group))
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
@@ -461,7 +464,7 @@ class GroupCoordinator(Coordinator):
             ]
         with self._reaching("exchanging structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
-                dist.broadcast(document, group=self.group, group_src=ranks[0])
+                wait_for(dist.broadcast(document, group=self.group, group_src=ranks[0], async_op=True))
         classes = []
         with self.together("reading other ranks' structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
@@ -519,10 +522,12 @@ class GroupCoordinator(Coordinator):
             # Also a RuntimeError; comes from the roll call, and already names the missing ranks.
             raise
         except RuntimeError as lost:
+            # A LifecycleError: the store is lost, or an elastic job knows that a rank is, and waits no longer.
+            silent = "no answer" if isinstance(lost, LifecycleError) else self._silent()
             raise UnreachableError(
                 f"Ranks could not be reached while {doing}.",
                 expected=f"all {self.world_size} ranks within the process group's time-out",
-                got=f"{self._silent()}; {type(lost).__name__}: {lost}",
+                got=f"{silent}; {type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
                 todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass a longer "
                 "time-out to init_process_group",
@@ -540,12 +545,12 @@ class GroupCoordinator(Coordinator):
 
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         with self._reaching("comparing numbers"):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+            wait_for(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
 
     def wait_for_all(self, doing: str) -> None:
         with self._reaching(doing):
             # Not an all-reduce: gloo passes its parts around a ring, which takes a message per rank, twice.
-            dist.barrier(group=self.group)
+            wait_for(dist.barrier(group=self.group, async_op=True))
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         # Only `SaveSchedule` calls this, one call per step: what a rank that is late has not finished is the last call.
@@ -579,9 +584,7 @@ class GroupCoordinator(Coordinator):
 
         def finish() -> None:
             with self._reaching(doing):
-                for work in works:
-                    assert work is not None  # this rank is in the group
-                    work.wait()
+                wait_for(*works)
 
         return finish
 
@@ -601,9 +604,8 @@ class GroupCoordinator(Coordinator):
         data = torch.frombuffer(bytearray(self._seal(json.dumps(item).encode())), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         with self._reaching(doing):
-            dist.all_gather(
-                sizes, torch.tensor([data.numel()], dtype=torch.int64, device="cpu"), group=self.group
-            )
+            length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
+            interruptibly(lambda: dist.all_gather(sizes, length, group=self.group))
         lengths = [int(size) for size in sizes]
         if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
@@ -615,7 +617,7 @@ class GroupCoordinator(Coordinator):
         padded[: data.numel()] = data
         rows = [torch.empty_like(padded) for _ in lengths]
         with self._reaching(doing):
-            dist.all_gather(rows, padded, group=self.group)
+            interruptibly(lambda: dist.all_gather(rows, padded, group=self.group))
         return [
             self._document(self._open(row[:length].numpy().tobytes(), rank), rank, doing)
             for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
@@ -646,7 +648,7 @@ class GroupCoordinator(Coordinator):
         """Return the items of all ranks by rank."""
         items = [item] * self.world_size
         with self._reaching(doing):
-            dist.all_gather_object(items, item, group=self.group)
+            interruptibly(lambda: dist.all_gather_object(items, item, group=self.group))
         return items
 
 

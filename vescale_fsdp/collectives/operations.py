@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.collectives.interruptible import interruptibly
 from vescale_fsdp.collectives.process_groups import backends_of, nodes_of, two_levels
 from vescale_fsdp.collectives.slice_exchange import (
     AllWorks,
@@ -245,7 +246,7 @@ def all_reduce_in_place(
 
 def all_reduce_at_once(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Reduce a tensor over the ranks, in place, on the current stream (on the CPU, the caller waits)."""
-    dist.all_reduce(tensor, op, group=group)
+    interruptibly(lambda: dist.all_reduce(tensor, op, group=group))
 
 
 def max_apart(values: torch.Tensor, group: dist.ProcessGroup) -> Work | None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.collectives.interruptible import interruptibly
 from vescale_fsdp.collectives.process_groups import Nodes, nodes_of
 
 _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time, few enough to stay in a core's cache
@@ -47,9 +48,9 @@ class Work(Protocol):
 
 def wait_for(*works: Work | None) -> None:
     """Wait for collectives; None stands for a collective that is complete."""
-    for work in works:
-        if work is not None:
-            work.wait()
+    started = [work for work in works if work is not None]
+    if started:
+        interruptibly(lambda: [work.wait() for work in started])
 
 
 class AllWorks(NamedTuple):

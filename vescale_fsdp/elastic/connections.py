@@ -32,10 +32,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 
+from vescale_fsdp.collectives.interruptible import interrupt
+
 _FDS = Path("/proc/self/fd")
 _FDINFO = Path("/proc/self/fdinfo")
 _CALL_S = 1.0  # time limit of a connection to a socket of this process
 _SETTLE_S = 0.05  # in which gloo's thread reads the number of a connection
+_POLL_S = 0.002  # pause between two looks at connections that end
 _AGAIN_S = 0.5  # pause before waits are ended again: groups may have connected meanwhile
 _STOP_S = 10.0  # for which a call under way is waited for
 
@@ -43,10 +46,13 @@ _STOP_S = 10.0  # for which a call under way is waited for
 def close_gloo_connections() -> int:
     """Close the connections of all gloo groups of this process. Collectives of these groups then fail on all ranks.
 
+    Waits until gloo has closed them too, so that no message arrives later in memory that is used again; a second at
+    most.
+
     Returns:
         The number of closed connections.
     """
-    num_closed = 0
+    num_closed, deadline_s = 0, time.monotonic() + _CALL_S
     for _, connections in _gloo_sockets():
         for connection in connections:
             num_closed += 1
@@ -55,11 +61,13 @@ def close_gloo_connections() -> int:
                 # Only reads: gloo closes the connection when its thread reads the end. A send that meets a
                 # closed connection before that is lost by gloo, and its collective waits for the time-out.
                 connection.shutdown(socket.SHUT_RD)
+    while any(connections for _, connections in _gloo_sockets()) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
     return num_closed
 
 
 class Interrupter:
-    """Ends all waits of gloo in this process, from a loss until the end of the epoch.
+    """Ends all waits for other ranks in this process, from a loss until the end of the epoch.
 
     A thread closes gloo's connections, and connects in place of ranks that do not connect. It repeats both, for groups
     that connect meanwhile. A thread of its own, since it takes longer than a keep-alive may.
@@ -103,6 +111,7 @@ class Interrupter:
     def _run(self, num_ranks: int) -> None:
         while not self._stopped.is_set():
             close_gloo_connections()
+            interrupt()
             self._wake(num_ranks)
             self._stopped.wait(_AGAIN_S)
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -29,15 +30,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.manager import CheckpointManager
-from vescale_fsdp.collectives.process_groups import set_hosts
+from vescale_fsdp.collectives.interruptible import (
+    allow_interrupts,
+    end_interrupts,
+    interrupt,
+    interruptibly,
+)
+from vescale_fsdp.collectives.process_groups import backends_of, set_hosts
 from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_more, check_renewable, renew_data, renew_more, renew_optimizer
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.data_mesh import default_mesh
-from vescale_fsdp.torch_private import forget_meshes, restart_group_names
+from vescale_fsdp.torch_private import forget_meshes, process_groups, restart_group_names
 
 _logger = logging.getLogger("vescale_fsdp")
+_GROUPS_S = 1.0  # for which the groups of an epoch are waited for until they have ended
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,8 @@ class ElasticJob:
             world_size=len(quorum.members),
             timeout=timedelta(seconds=self._timeout_s),
         )
+        if set(backends_of(None).values()) == {"gloo"} or not torch.accelerator.is_available():
+            allow_interrupts()
 
     def _begin_epoch(self, quorum: Quorum) -> int:
         """Create the process group, move the model to its ranks, and restore the newest saved step.
@@ -286,7 +296,7 @@ class ElasticJob:
         """
         if self._has_trained:
             store.set("has-trained", str(self.rank))
-        dist.barrier()
+        interruptibly(dist.barrier)
         if store.check(["has-trained"]):
             raise LifecycleError(
                 "No saved step can be restored, but steps were finished before.",
@@ -319,17 +329,21 @@ class ElasticJob:
         """Wait until all ranks have saved their last step, since other ranks may still copy files from this rank."""
         assert self._manager is not None
         self._manager.wait()
-        dist.barrier()
+        interruptibly(dist.barrier)
 
     def _end_epoch(self) -> None:
         """Leave the process group, so that no rank waits for this one, and end the manager's background work."""
         self._membership.end_epoch()
         # Before the group is destroyed, since that waits for pending collectives, which wait for lost ranks.
         close_gloo_connections()
+        interrupt()  # waits of background work
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.abandon()
+        end_interrupts()
+        groups: list[dist.ProcessGroup] = []
         if dist.is_initialized():
+            groups = process_groups()
             dist.destroy_process_group()
         set_hosts(())
         sys.excepthook = self._excepthook  # torch wraps it once per default group
@@ -339,3 +353,8 @@ class ElasticJob:
         del manager
         forget_meshes()
         gc.collect()
+        # In a thread: the end of a group waits for its collectives, of which one whose message gloo has lost ends with
+        # its time-out.
+        ending = Thread(target=groups.clear, name="elastic-groups", daemon=True)
+        ending.start()
+        ending.join(_GROUPS_S)

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives.operations import all_to_all_into
 from vescale_fsdp.collectives.process_groups import new_group
-from vescale_fsdp.collectives.slice_exchange import Work
+from vescale_fsdp.collectives.slice_exchange import Work, wait_for
 from vescale_fsdp.dtensor.meeting import Meets, explained, meet
 from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.dtensor.spec import ranks_by_group_rank
@@ -393,7 +393,7 @@ class Pending(NamedTuple):
         if self.work is not None:
             assert self.ranks.shard_group is not None
             with explained([self.ranks.shard_group]):
-                self.work.wait()
+                wait_for(self.work)
         return self.received
 
 

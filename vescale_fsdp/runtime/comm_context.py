@@ -496,8 +496,7 @@ class CommContext:
         """Deliver the oldest all-reduces of replicas until at most so many are in flight."""
         while len(self._replicating) > most_in_flight:
             group, replicated, work = self._replicating.popleft()
-            if work is not None:
-                work.wait()
+            wait_for(work)
             group.deliver(replicated)
 
     def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:

@@ -20,6 +20,7 @@ import hashlib
 import socket
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.collectives.interruptible import interruptibly
+from vescale_fsdp.collectives.operations import all_reduce_at_once
 from vescale_fsdp.collectives.process_groups import ranks_per_node
 from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import ranks_in
@@ -169,7 +172,7 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         # The flag goes with them, so that a rank raises even if its lines are equal along the axes that follow.
         values = [digest, -digest, int(differing), own_per_node, -own_per_node, host, -host]
         extremes = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        all_reduce_at_once(extremes, dist.ReduceOp.MAX, group)
         high, minus_low, differed_before, most, minus_fewest, high_host, minus_low_host = extremes.tolist()
         differing = bool(high != -minus_low or differed_before)
         per_node = most if most == -minus_fewest else 0
@@ -213,6 +216,6 @@ def _collect(own: ValueT, groups: list[dist.ProcessGroup]) -> dict[int, ValueT]:
     # Each gather over an axis sends all values that the gathers over earlier axes have collected.
     for group in groups:
         everyone: list[dict[int, ValueT]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, values, group=group)
+        interruptibly(partial(dist.all_gather_object, everyone, values, group=group))
         values = {rank: value for each in everyone for rank, value in each.items()}
     return values

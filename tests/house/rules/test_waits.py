@@ -47,7 +47,6 @@ BOUNDS: dict[str, dict[str, str]] = {
     },
     "checkpoint/memory/ram_tier.py": {"copies.exception()": GROUP},
     "checkpoint/ranks/background.py": {"job.future.exception()": DONE, "queue.get()": IDLE},
-    "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
     "checkpoint/ranks/exchange.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/ranks/roll_call.py": {"work.wait()": GROUP},
     "checkpoint/ranks/threads.py": {"ended.wait()": THREAD, "self._pending.popleft().result()": THREAD},
@@ -78,6 +77,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "write.result()": THREAD,
         "written.result()": THREAD,
     },
+    "vescale_fsdp/collectives/interruptible.py": {"answer.result()": GROUP, "self.calls.get()": IDLE},
     "vescale_fsdp/collectives/slice_exchange.py": {
         "self.calls.get()": IDLE,
         "self.result()": GROUP,
@@ -91,7 +91,6 @@ BOUNDS: dict[str, dict[str, str]] = {
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
     "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
-    "vescale_fsdp/optim/muon_plan.py": {"self.work.wait()": GROUP},
     "vescale_fsdp/optim/muon.py": dict.fromkeys(
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
@@ -105,7 +104,6 @@ BOUNDS: dict[str, dict[str, str]] = {
         "event.synchronize()": DEVICE,
         "flags.wait()": GROUP,
         "reduced.wait()": GROUP,
-        "work.wait()": GROUP,
     },
     "vescale_fsdp/runtime/fsdp_module.py": {"handle.wait()": GROUP},
     "vescale_fsdp/runtime/schedule.py": {

@@ -20,6 +20,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -43,6 +44,7 @@ from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, load
 from vescale_fsdp.checkpoint.data import ReshardableLoader, ReshardableSampler, Resharded
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, bound_store
 from vescale_fsdp.checkpoint.state_dict import get_state_dict
+from vescale_fsdp.collectives.slice_exchange import receive_async, send_async, wait_for
 from vescale_fsdp.elastic import job as elastic_job
 from vescale_fsdp.elastic.job import ElasticJob, TrainingState
 from vescale_fsdp.elastic.membership import Quorum
@@ -51,10 +53,12 @@ from vescale_fsdp.optim import Muon
 
 # Phases of an epoch that begins. "connect": a rank knows the addresses of ranks of a group, and has not connected yet.
 RECOVERY = ("wait", "formation", "connect", "renewal", "restore")
-PHASES = (*RECOVERY, "forward", "backward", "optimizer", "save", "finish")
+# "transit": a large message is on its way to a rank.
+PHASES = (*RECOVERY, "forward", "transit", "backward", "optimizer", "save", "finish")
 NUM_SLOTS = 4
 KEEP_ALIVE_S = 0.5
 _NUM_SAMPLES = 4000  # more than a job takes
+_MESSAGE_BYTES = 64 << 20  # more than the buffers of a connection
 
 
 class Cell(NamedTuple):
@@ -150,6 +154,23 @@ class _Reaper:
             if not all(self._is_marked(number, slot) for slot in slots):
                 return number
         return None
+
+    def exchange(self) -> None:
+        """Send a large message to the next rank, and receive one, if processes die meanwhile in the next cell."""
+        number = self._next()
+        if number is None or self.cells[number].phase != "transit" or not self._is_due(number):
+            return
+        world = dist.group.WORLD
+        assert world is not None
+        rank, size = world.rank(), world.size()
+        sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        works = [
+            receive_async(torch.empty_like(sent), world, (rank - 1) % size),
+            send_async(sent, world, (rank + 1) % size),
+        ]
+        threading.Event().wait(0.01)  # a part of each message is sent
+        self.pass_by("transit")
+        wait_for(*works)
 
     def lacks_ranks(self) -> bool:
         """Whether the next cell is due in a few steps, and ranks are missing."""
@@ -336,6 +357,7 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
             "at": time.time(),
         }
         log.write(json.dumps({**begun, "world": job.num_ranks}) + "\n")
+        reaper.exchange()
         loss = train_one(job.training, job.rank, job.num_ranks)
         done = {"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss, "at": time.time()}
         log.write(json.dumps(done) + "\n")
@@ -355,8 +377,8 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
         host=f"127.0.0.{1 + node}",
         secret="kills",
     )
-    # No wait may need the time-out, which is longer than a test.
-    job = _MortalJob(membership, build, checkpoints, make_mesh=mesh_of, timeout_s=600)
+    # Longer than a job of the tests may take: nothing waits for it.
+    job = _MortalJob(membership, build, checkpoints, make_mesh=mesh_of, timeout_s=900)
     membership.reaper = job.reaper = reaper
     reaper.job = job
     job.run(train_step, num_steps)

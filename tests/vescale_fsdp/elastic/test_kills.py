@@ -16,10 +16,11 @@ from tests.vescale_fsdp.elastic.killed_ranks import Cell, drawn, launch, prove_e
 _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 
-CORE = [Cell("backward", "node", True)]
+CORE = [Cell("transit", "node", True)]
 # A kill at the end must be the last cell of its job.
 END = [Cell("formation", "rank", True), Cell("forward", "rank", True), Cell("finish", "rank", False)]
 FAULTS = [
+    Cell("backward", "node", False),
     Cell("optimizer", "rank", False),
     Cell("wait", "rank", True),
     Cell("connect", "two", True),
