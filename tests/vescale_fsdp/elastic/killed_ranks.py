@@ -355,12 +355,13 @@ def process(folder: Path, port: int, slot: int, num_steps: int, cells: Sequence[
             "from": epoch.step,
             "tier": epoch.tier,
             "at": time.time(),
+            "queued": queued_s(),
         }
         log.write(json.dumps({**begun, "world": job.num_ranks}) + "\n")
         reaper.exchange()
         loss = train_one(job.training, job.rank, job.num_ranks)
-        done = {"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss, "at": time.time()}
-        log.write(json.dumps(done) + "\n")
+        done = {"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss}
+        log.write(json.dumps({**done, "at": time.time(), "queued": queued_s()}) + "\n")
         # Else the job would be over before they come.
         wait_until(lambda: not reaper.lacks_ranks() or membership.has_changed(), "ranks that are to die")
         if step == num_steps - 1:
@@ -544,24 +545,38 @@ def prove_equal(folder: Path, num_steps: int) -> list[Seen]:
     return epochs
 
 
+def queued_s() -> float:
+    """Return for how long this process's main thread has waited for a processor; 0 where the system does not tell."""
+    file = Path("/proc/self/schedstat")
+    return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
+
+
 class Recovery(NamedTuple):
     """The time from the last death of a cell to the end of the first step of the next epoch."""
 
     cell: Cell
     seconds: float
+    queued_s: float  # time for which a rank that remained waited for a processor meanwhile; the longest
 
 
 def recoveries(folder: Path, cells: Sequence[Cell]) -> list[Recovery]:
     """How long each cell kept the other processes from their next step. A cell at the end of a job has no next step."""
-    lines = lines_of(folder)
-    began = {line["epoch"]: line["at"] for line in reversed(lines) if "begun" in line}
+    lines = sorted((line for line in lines_of(folder) if "at" in line), key=lambda line: line["at"])
+    began: dict[int, float] = {}
     for line in lines:
-        if "begun" in line:
-            began[line["epoch"]] = min(began[line["epoch"]], line["at"])
+        began.setdefault(line["epoch"], line["at"])
     found = []
     for number, cell in enumerate(cells):
         died_s = max((folder / f"cell-{number}-{slot}").stat().st_mtime for slot in cell.victims(number))
-        later = [line["at"] for line in lines if "loss" in line and began[line["epoch"]] > died_s]
+        # The last line of each process counts.
+        before = {line["process"]: line["queued"] for line in lines if line["at"] < died_s}
+        later = [line for line in lines if "loss" in line and began[line["epoch"]] > died_s]
         if later:
-            found.append(Recovery(cell, min(later) - died_s))
+            waits = [
+                line["queued"] - before[line["process"]]
+                for line in later
+                if (line["epoch"], line["step"]) == (later[0]["epoch"], later[0]["step"])
+                and line["process"] in before
+            ]
+            found.append(Recovery(cell, later[0]["at"] - died_s, max(waits, default=0.0)))
     return found
