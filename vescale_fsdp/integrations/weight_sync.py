@@ -22,12 +22,19 @@ are not receivers get tensors on the meta device.
     source = vllm_source(model)             vLLM's trainer engines, the m2n engine for local shards too
     trainer = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
 
-The results of `sglang_bucket` and `vllm_source` were given to classes of the released packages. The engines, which need
-GPUs, were not run.
+    changed = ChangedItems(model)           vLLM's sparse trainer engine, after vLLM has loaded these weights
+    for step in range(steps):
+        ...
+        trainer.send_weights(vllm_patches(changed))
+        changed.commit()
+
+The results of `sglang_bucket`, `vllm_source` and `vllm_patches` were given to classes of the released packages. The
+engines, which need GPUs, were not run.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +49,7 @@ from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.distribution import Axis, Distribution, RankSet, ShardCut
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.torch_private import local_of, versions_of
+from vescale_fsdp.transfer.delta import SentBits
 from vescale_fsdp.transfer.description import (
     DescribedTensor,
     Ranks,
@@ -50,17 +58,32 @@ from vescale_fsdp.transfer.description import (
     named_tensors,
     transfer_ranks,
 )
-from vescale_fsdp.transfer.exchange import StagingPool
-from vescale_fsdp.transfer.links import Link, SourceTensor, leaves_of
+from vescale_fsdp.transfer.exchange import StagingPool, each_batch
+from vescale_fsdp.transfer.links import Link, PlacedLeaf, SourceTensor, leaves_of
+from vescale_fsdp.transfer.memory import Origin, Stage, local_pieces, regions_of
+from vescale_fsdp.transfer.patches import (
+    Change,
+    Segment,
+    bits_of,
+    by_width,
+    changed_positions,
+    changes,
+    indices_in,
+)
 from vescale_fsdp.transfer.plan import BUDGET_BYTES, TransferPlan, plan_transfer
+from vescale_fsdp.transfer.rank_transfers import OrderedCopies, RankTransfers, nbytes_of
 from vescale_fsdp.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
     from vllm.distributed.weight_transfer.base import WeightSource
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
 
 BUCKET_BYTES = 256 << 20  # 256 MiB: default size of a bucket
 _WHOLE = Distribution((), ())  # no axis cuts the tensor
+_PART_BYTES = (
+    1 << 20
+)  # 1 MiB: bits are compared in parts, since several numbers of 8 bytes per item are computed
 
 
 class WholeTensor(NamedTuple):
@@ -152,6 +175,7 @@ class WholeTensors:
     Attributes:
         tensors: name, dtype and shape of the whole tensors, in the order of iteration: that of ``links``, else of the
             state.
+        plan: of one transfer of all whole tensors.
 
     Raises:
         PlacementError: on all ranks; lists every tensor that cannot be made, or the receivers that are not valid.
@@ -201,7 +225,7 @@ class WholeTensors:
                 tuple(each.sharded(len(self._receivers)) for each in tensors) if sharded else tensors
             )
             # A plan of all tensors, so that an error lists every problem. Each bucket gets a plan of its own below.
-            self._plan(source, self.tensors, budget_bytes)
+            self.plan = self._plan(source, self.tensors, budget_bytes)
         pool = StagingPool()  # shared by all transfers, since buckets are filled one after another
         self._buckets = []
         for bucket in _buckets_of(self.tensors, bucket_bytes):
@@ -339,6 +363,227 @@ def _buckets_of(tensors: Sequence[WholeTensor], bucket_bytes: int) -> Iterator[l
         room -= tensor.nbytes
     if bucket:
         yield bucket
+
+
+class Items(NamedTuple):
+    """Some items of a whole tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        indices: int64, 1D, each once: numbers of the items in the row-major order of the whole tensor.
+        values: 1D, in the dtype of the whole tensor. Like the indices, on the device of the state.
+    """
+
+    shape: tuple[int, ...]
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+class ChangedItems:
+    """The items of a sharded state that have changed, as items of whole tensors, for engines that take patches.
+
+    Each rank compares the bits of its shards, as they are sent, with the bits at the last `commit`, and sends what
+    differs to the receiver. No rank gathers a tensor. The constructor, which takes the present weights as those that
+    the engine has, and `take` are collectives.
+
+    Args:
+        state: a module, or nested dicts and lists of live tensors, which each `take` reads again.
+        links, dtype, ranks: as for `WholeTensors`; links without codes and scales.
+        receiver: the rank that gets the changes.
+        on_host: keep the compared bits in host memory. Default: on the device of the state.
+
+    Attributes:
+        receiver: the rank that gets the changes.
+        tensors: name, dtype and shape of the whole tensors.
+
+    Raises:
+        PlacementError: on all ranks; lists every tensor that cannot be made, or names a link that quantizes.
+
+    Examples:
+        >>> weight = torch.zeros(2, 3)
+        >>> changed = ChangedItems({"w": weight})
+        >>> weight[1, 2] = 5
+        >>> changed.take()["w"].indices.tolist(), changed.take()["w"].values.tolist()
+        ([5], [5.0])
+        >>> changed.commit()
+        >>> changed.take()
+        {}
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        *,
+        links: Mapping[str, Link] | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks = None,
+        receiver: int = 0,
+        on_host: bool = False,
+    ) -> None:
+        self._coordinator = own = transfer_ranks(ranks)
+        whole = WholeTensors(
+            state, links=links, dtype=dtype, ranks=own, receivers=(receiver,), bucket_bytes=sys.maxsize
+        )
+        self.receiver, self.tensors, self._plan = receiver, whole.tensors, whole.plan
+        self._state = state
+        with own.together("planning patches"):
+            coded = [
+                self._plan.target.entries[leaf.target].name
+                for leaf in self._plan.leaves
+                if leaf.source.codec is not None
+            ]
+            if coded:
+                raise PlacementError(
+                    "Codes and scales cannot be sent as changed items.",
+                    expected="links that move or cast",
+                    got=coded[:16],
+                    where="ChangedItems(links=..)",
+                    todo="use Transfer(plan, delta=True), which sends the changes of codes and scales",
+                )
+            numbers = (leaf.source.number for leaf in self._plan.leaves)
+            self._regions = regions_of(self._plan.source, numbers, own.rank)
+            self._stage = Stage(self._plan.source, {}, 0)
+            transfers = RankTransfers(self._plan, own.rank)
+            streams = [copies for (sender, _), copies in transfers.streams.items() if sender == own.rank]
+            streams.append(OrderedCopies(transfers.kept))
+            self._segments = [
+                Segment(
+                    itemsize, nbytes_of(copies) // itemsize, copies, transfers.batches(copies, (True,)), None
+                )
+                for stream in streams
+                for message in stream.messages(_PART_BYTES, is_coded=True)
+                for itemsize, copies in by_width(message)
+            ]
+            numels = {
+                placed: self._regions[placed.source.number].numel
+                for segment in self._segments
+                for placed, _ in segment.copies
+            }
+            self._bits = SentBits(numels, self._stage, None)
+            self._changes: list[Change] = []  # since the last commit
+            locals_ = self._locals()
+            self._device = next((local.device for local in locals_.values()), torch.device("cpu"))
+            self._bits.fit(torch.device("cpu") if on_host else self._device)
+            self._bits.copy_from(Origin(self._plan, own.rank, locals_, self._stage), self._device)
+
+    def _locals(self) -> dict[int, torch.Tensor]:
+        tensors = {} if self._state is None else dict(named_tensors(self._state))
+        return local_pieces(tensors, self._plan.source, self._regions, self._coordinator.rank)
+
+    def take(self) -> dict[str, Items]:
+        """Return what has changed since the last `commit`, by the names of whole tensors; on other ranks than the
+        receiver nothing. A collective.
+
+        Raises:
+            CheckpointError: on all ranks, if the state of any rank is not the one that the constructor got.
+        """
+        own = self._coordinator
+        # By number of the whole tensor, ascending: parts of this rank's items, on the CPU.
+        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        with own.together("finding what has changed"):
+            self._changes = list(self._changed())
+            for change in self._changes:
+                placed, copy = change.copy
+                indices = indices_in(copy.sizes, copy.target_strides, copy.target, change.positions)
+                found.setdefault(placed.target, []).append((indices.cpu(), self._stored(change).cpu()))
+        entries, dtypes = self._plan.target.entries, self._plan.target.dtypes
+        counts = [sum(part.numel() for part, _ in found.get(number, ())) for number in range(len(entries))]
+        parts = [
+            torch.cat(side).view(torch.uint8)
+            for _, each in sorted(found.items())
+            for side in zip(*each, strict=True)
+        ]
+        # Of each tensor first all indices, then all values.
+        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+        by_rank = own.everyone(counts)
+        if own.rank != self.receiver:
+            own.exchange([(data, self.receiver)] if data.numel() else [], [])
+            return {}
+        sizes = [
+            [
+                nbytes
+                for count, dtype in zip(own_counts, dtypes, strict=True)
+                for nbytes in (8 * count, dtype.itemsize * count)
+            ]
+            for own_counts in by_rank
+        ]
+        received = [torch.empty(sum(each), dtype=torch.uint8, device="cpu") for each in sizes]
+        received[own.rank] = data
+        incoming = [(each, rank) for rank, each in enumerate(received) if rank != own.rank and each.numel()]
+        own.exchange([], incoming)
+        split = [each.split(size) for each, size in zip(received, sizes, strict=True)]
+        items = {}
+        for number, entry in enumerate(entries):
+            indices, values = (
+                torch.cat([part[2 * number + side] for part in split]).to(self._device) for side in (0, 1)
+            )
+            if indices.numel():
+                items[entry.name] = Items(entry.shape, indices.view(torch.int64), values.view(dtypes[number]))
+        return items
+
+    def _changed(self) -> Iterator[Change]:
+        """Yield this rank's items whose bits differ from those at the last commit, as they are sent."""
+        locals_ = self._locals()
+        origin = Origin(self._plan, self._coordinator.rank, locals_, self._stage)
+        most = max((segment.nbytes for segment in self._segments), default=0)
+        sides = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        for segment in self._segments:
+            new, room = (side[: segment.nbytes] for side in sides)
+            each_batch(origin.pack, segment.batches, new)
+            positions = changed_positions(new, self._bits.read(segment, room), segment.itemsize)
+            bits = bits_of(new.view(dtype_named(segment.copies[0][0].wire_dtype)))
+            yield from changes(segment.copies, positions, bits.index_select(0, positions))
+
+    def _stored(self, change: Change) -> torch.Tensor:
+        """Return changed items in the dtype of the whole tensor."""
+        placed: PlacedLeaf = change.copy[0]
+        return change.values.view(dtype_named(placed.wire_dtype)).to(self._plan.target.dtypes[placed.target])
+
+    def commit(self) -> None:
+        """Note that the engine has what `take` has returned; not a collective. Call it on all ranks, or on none.
+
+        Without a call, such as after a failure, the next `take` returns these items again, with their newest values.
+        """
+        for change in self._changes:
+            self._bits.put(change)
+        self._changes = []
+
+
+def vllm_patches(changed: ChangedItems) -> list[SparseWeightPatch]:
+    """Return what has changed as vLLM's ``SparseWeightPatch``, one per tensor; on other ranks than the receiver none.
+
+    For ``send_weights`` of the trainer engine of vLLM's backend ``sparse_nccl``, which broadcasts int32 indices and
+    values from one rank. A collective. The names must be those that vLLM's ``load_weights`` expects, or ``links`` of
+    `ChangedItems` gives them. vLLM refuses NaN, which stands for an unchanged item, tensors that are not floats, and
+    models whose loading code does more than copy.
+
+    Args:
+        changed: the changes; call its `commit` after ``send_weights``.
+
+    Raises:
+        PlacementError: on all ranks, if a tensor has too many items for int32 indices.
+
+    Examples:
+        >>> changed = ChangedItems({"w": torch.zeros(4)})
+        >>> vllm_patches(changed)  # doctest: +SKIP
+        []
+    """
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+    check_version("vllm")
+    large = [each.name for each in changed.tensors if numel_of(each.shape) > torch.iinfo(torch.int32).max]
+    if large:
+        raise PlacementError(
+            "vLLM numbers the items of a tensor in 32 bits.",
+            expected="at most 2**31 - 1 items",
+            got=large[:16],
+            where="ChangedItems(links=..)",
+            todo="make these tensors of several links, such as one per expert: index('experts.w', 3)",
+        )
+    return [
+        SparseWeightPatch(name, items.indices.to(torch.int32), items.values, items.shape)
+        for name, items in changed.take().items()
+    ]
 
 
 def sglang_bucket(bucket: TensorBucket) -> FlattenedTensorBucket:

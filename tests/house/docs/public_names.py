@@ -46,8 +46,10 @@ OF_STACKS = (
     "vescale_fsdp.integrations.torchtitan.VescaleCheckpoints",
     "vescale_fsdp.integrations.torchtitan.parallelize_with",
     "vescale_fsdp.integrations.torchtitan.with_vescale",
+    "vescale_fsdp.integrations.weight_sync.ChangedItems",
     "vescale_fsdp.integrations.weight_sync.WholeTensors",
     "vescale_fsdp.integrations.weight_sync.sglang_bucket",
+    "vescale_fsdp.integrations.weight_sync.vllm_patches",
     "vescale_fsdp.integrations.weight_sync.vllm_source",
 )
 

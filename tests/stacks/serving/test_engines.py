@@ -1,7 +1,8 @@
 """What `weight_sync` gives to inference engines is taken by their own classes.
 
 Modules are loaded from the files of the packages, one by one, since importing the packages needs GPUs and much else.
-Set ``ENGINE_PACKAGES`` to folders, separated by colons, with unpacked wheels of vllm and sglang, or install them.
+Set ``ENGINE_PACKAGES`` to folders, separated by colons, with unpacked wheels of vllm, sglang and pybase64, or install
+them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -25,14 +28,29 @@ from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
-from vescale_fsdp.integrations.weight_sync import WholeTensors, sglang_bucket, vllm_source
+from vescale_fsdp.integrations.weight_sync import (
+    ChangedItems,
+    WholeTensors,
+    sglang_bucket,
+    vllm_patches,
+    vllm_source,
+)
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer.links import codes, scales
 
 # Modules that are loaded from their files; their parents are empty modules, whose own code is not run.
 LOADED = {
-    "vllm": ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.config", "vllm.utils"),
+    "vllm": (
+        "vllm",
+        "vllm.distributed",
+        "vllm.distributed.weight_transfer",
+        "vllm.distributed.device_communicators",
+        "vllm.config",
+        "vllm.utils",
+        "vllm.model_executor",
+        "vllm.model_executor.model_loader",
+    ),
     "sglang": ("sglang", "sglang.srt", "sglang.srt.weight_sync"),
 }
 
@@ -62,6 +80,7 @@ def modules_of(package: str) -> Iterator[None]:
             "vllm.config.weight_transfer": ("WeightTransferConfig", object),
             "vllm.logger": ("init_logger", logging.getLogger),
             "vllm.utils.nccl": ("unpinned_nccl_env", None),
+            "vllm.distributed.device_communicators.pynccl_wrapper": ("NCCL_UNIQUE_ID_BYTES", 128),
             "ray": (
                 "method",
                 lambda **options: lambda made: made,
@@ -69,11 +88,13 @@ def modules_of(package: str) -> Iterator[None]:
         }.items():
             sys.modules[name] = ModuleType(name)
             setattr(sys.modules[name], *content)
-    sys.path.append(str(folder))  # where the metadata of the package is, with its version
+    # Where the metadata of the package is, with its version; and what its modules import.
+    folders = dict.fromkeys([str(folder), *os.environ.get("ENGINE_PACKAGES", "").split(":")])
+    sys.path += folders
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
+        del sys.path[-len(folders) :]
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in (package, "ray"):
                 del sys.modules[name]
@@ -231,6 +252,97 @@ def test_sharded_rdt_reads_layer_by_layer() -> None:
     assert run_ranks(2, feeds_sharded_rdt) == [[["embed.weight"], *layers, ["bias"]]] * 2
 
 
+class Fused(nn.Module):
+    """An engine's model with an own ``load_weights``, as vLLM's: w and odd are parts of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(68), requires_grad=False)
+        self.norm = nn.Parameter(torch.zeros(7), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parts = {
+            "layers.0.w": self.fused.data[:48],
+            "layers.0.odd": self.fused.data[48:],
+            "layers.0.norm": self.norm.data,
+        }
+        for name, tensor in weights:
+            parts[name].copy_(tensor.reshape(-1))
+        return set(parts)
+
+
+class Wire:
+    """In place of NCCL: what is broadcast on the trainer's side is received, in order, on the engine's."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, queue: SimpleQueue[torch.Tensor], *, sends: bool) -> None:
+        self.queue, self.sends = queue, sends
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: object) -> None:
+        assert src == 0
+        if self.sends:
+            self.queue.put(tensor.clone())
+        else:
+            tensor.copy_(self.queue.get(timeout=60))
+
+
+def sends_patches() -> list[int]:
+    """vLLM's sparse trainer engine sends what has changed to vLLM's worker engine; returns the bytes of each step."""
+    full, state = trained()
+    with modules_of("vllm"), mock.patch("torch.cuda.current_stream"):
+        sparse = importlib.import_module("vllm.distributed.weight_transfer.sparse_nccl_engine")
+        changed = ChangedItems(state)
+        model, wire = Fused(), SimpleQueue[torch.Tensor]()
+        model.load_weights(full.items())
+        worker = sparse.SparseNCCLWeightTransferEngine.__new__(sparse.SparseNCCLWeightTransferEngine)
+        worker.model, worker.model_update_group = model, Wire(wire, sends=False)
+        sizes: list[int] = []
+
+        class Client:
+            """Calls the worker, as the server does."""
+
+            def start_weight_update(self) -> None:
+                sizes.append(0)
+
+            def update_weights(self, info: dict[str, Any]) -> None:
+                sizes[-1] = sum(info["num_updates_list"])
+                worker.receive_weights(sparse.SparseNCCLWeightTransferUpdateInfo(**info))
+
+            finish_weight_update = start_weight_update
+
+        is_sender = dist.get_rank() == 0
+        engine = sparse.SparseNCCLTrainerWeightTransferEngine(client=Client(), is_sender=is_sender)
+        engine.model_update_group = Wire(wire, sends=True)
+        whole = WholeTensors(state)
+        for step in range(3):
+            for local in map(local_of, state.values()):
+                local.view(-1)[step::7] += 1
+            engine.send_weights(vllm_patches(changed))
+            changed.commit()
+            if is_sender:
+                wanted = Fused()
+                wanted.load_weights(whole)
+                assert all(map(torch.equal, model.parameters(), wanted.parameters()))
+            else:
+                list(whole)
+    return sizes[::2]
+
+
+@pytest.mark.skipif(folder_of("vllm") is None, reason="needs the files of vllm")
+def test_vllm_takes_patches() -> None:
+    """The sender's engine sends every change once, to vLLM's own code that applies it; other ranks send nothing."""
+    sizes, none = run_ranks(2, sends_patches)
+    assert none == [] and len(sizes) == 3 and all(0 < size < 20 for size in sizes)
+
+
+def received(bucket: Any, header: list[tuple[str, str, torch.Size]]) -> Any:
+    """Allocate what is received, as SGLang's version does."""
+    if "empty" in vars(bucket):  # 0.5.23
+        return bucket.empty(*zip(*header, strict=True), "cpu")
+    return bucket([(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in header])
+
+
 def broadcasts_to_sglang() -> None:
     """Rank 0 broadcasts buckets; rank 1 receives as `update_weights_from_distributed` does, by names and shapes."""
     full, state = trained()
@@ -248,7 +360,7 @@ def broadcasts_to_sglang() -> None:
                 ]
             dist.broadcast_object_list(headers)
             if dist.get_rank() == 1:
-                flattened = module.FlattenedTensorBucket.empty(*zip(*headers[0], strict=True), "cpu")
+                flattened = received(module.FlattenedTensorBucket, headers[0])
             dist.broadcast(flattened.get_flattened_tensor(), 0)
             for name, tensor in flattened.reconstruct_tensors():
                 assert torch.equal(tensor, wanted.pop(name)), name

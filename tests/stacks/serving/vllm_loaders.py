@@ -1,5 +1,7 @@
 """Links from the loaders of vLLM's own model classes, on a CPU: `python -m tests.stacks.serving.vllm_loaders MODEL TP`.
 
+With ``patch`` in place of TP: changed items are applied by vLLM's own code to a loaded model.
+
 For each rank of an engine with tensor parallelism, under torch's fake process group, `links_from_loader` runs the
 ``load_weights`` of vLLM's class on the meta device. Then one transfer by these links fills all ranks' models, and each
 must equal a model that was loaded with ``load_weights`` from the same tensors, bit for bit.
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from vescale_fsdp.integrations.weight_sync import ChangedItems, vllm_patches
 from vescale_fsdp.transfer import Transfer, describe_states, links_from_loader, plan_transfer
 from vescale_fsdp.transfer.description import named_tensors
 from vescale_fsdp.transfer.links import Link
@@ -264,6 +267,39 @@ def compare(model_type: str, ranks: int) -> int:
     return len(links)
 
 
+def patch(model_type: str) -> int:
+    """Patch a loaded model by vLLM's code, and load another by vLLM: return the number of changed items.
+
+    vLLM's digests of all weights are compared, as its weight checker compares them.
+    """
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    source = trained(model_type)
+    weights = dict(checkpoint_of(model_type, source.items()))  # views of the source
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    changed = ChangedItems(weights)
+    for tensor in source.values():
+        tensor.view(-1)[::50] += 1
+    patches = [
+        CheckpointWeightPatch(each.name, each.full_shape, each.values.dtype, each.values, each.indices)
+        for each in vllm_patches(changed)
+    ]
+    engine = Vllm(model_type, 0, 1)
+    with engine.current():
+        patched, loaded = engine.model("cpu"), engine.model("cpu")
+        patched.load_weights(iter(before.items()))
+        load_checkpoint_weight_patches(patched, patches)
+        loaded.load_weights(iter(weights.items()))
+    engine.close()
+    digests = compute_tensor_digests(patched)
+    assert digests == compute_tensor_digests(loaded) and len(digests) > 10
+    return sum(each.indices.numel() for each in patches)
+
+
 if __name__ == "__main__":
     sys.path += [folder for folder in os.environ.get("ENGINE_PACKAGES", "").split(":") if folder]
     SERVERS = tuple(name for name in SERVERS if importlib.util.find_spec(name) is None)
@@ -273,4 +309,6 @@ if __name__ == "__main__":
     except ModuleNotFoundError as missing:
         print(missing)
         sys.exit(MISSING)
-    print(json.dumps(compare(sys.argv[1], int(sys.argv[2]))))
+    print(
+        json.dumps(patch(sys.argv[1]) if sys.argv[2] == "patch" else compare(sys.argv[1], int(sys.argv[2])))
+    )

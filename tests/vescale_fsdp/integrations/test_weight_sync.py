@@ -14,11 +14,11 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError, VescaleError
-from vescale_fsdp.integrations.weight_sync import WholeTensors
+from vescale_fsdp.integrations.weight_sync import ChangedItems, WholeTensors
 from vescale_fsdp.quantize import Fp8Blocks
 from vescale_fsdp.torch_private import local_of
 from vescale_fsdp.transfer import rank_transfers
-from vescale_fsdp.transfer.links import codes, concatenate, scales
+from vescale_fsdp.transfer.links import codes, concatenate, permute, scales
 
 Full = dict[str, torch.Tensor]
 State = dict[str, Any]
@@ -191,3 +191,65 @@ def test_whole_tensors_come_a_bucket_at_a_time() -> None:
     sizes = run_ranks(2, two_ranks, timeout_s=120)[0]
 
     assert len(sizes) > 2 and sorted(sizes)[-2] <= 4096 < sum(sizes)  # the large one is a bucket of its own
+
+
+def changed_items() -> list[int]:
+    """Applied to whole tensors, changes give what a gather gives, at every step; returns how many there were."""
+    _, state = trainer()
+    state["bits"] = torch.zeros(2500, dtype=torch.bfloat16)  # on every rank
+    links = {
+        "qk": concatenate("q", "k"),
+        "turned": permute("large"),
+        "steps": "steps",
+        "rows": "rows",
+        "bits": "bits",
+    }
+    every = WholeTensors(state, links=links, dtype=torch.bfloat16)
+    changed = ChangedItems(state, links=links, dtype=torch.bfloat16, receiver=1, on_host=True)
+    assert changed.tensors == every.tensors
+    engine = {name: tensor.clone() for name, tensor in every}
+    counts = []
+    draw = torch.Generator().manual_seed(0)
+    for step in range(6):
+        for name, local in sorted((name, local_of(tensor)) for name, tensor in state.items()):
+            where = torch.rand(local.shape, generator=draw) < (0.02, 0.9, 0.0)[step % 3]
+            local.copy_(torch.where(where, torch.full_like(local, step + 1), local))
+            if name == "bits" and step == 3:
+                local[7:9] = torch.tensor([float("nan"), -0.0])
+        found = changed.take()
+        assert dist.get_rank() == changed.receiver or not found
+        counts.append(sum(items.indices.numel() for items in found.values()))
+        if step == 4:  # the engine was not reached
+            continue
+        for name, items in found.items():
+            assert (
+                items.shape == engine[name].shape and items.indices.unique().numel() == items.indices.numel()
+            )
+            kind = {2: torch.int16, 8: torch.int64}[items.values.itemsize]
+            before = engine[name].view(-1)[items.indices]  # a copy
+            assert bool((before.view(kind) != items.values.view(kind)).all())
+            engine[name].view(-1)[items.indices] = items.values
+        changed.commit()
+        wanted = dict(every)
+        if dist.get_rank() == changed.receiver:
+            assert all(same_bytes(engine[name], wanted[name]) for name in links)
+    return counts
+
+
+def test_changed_items_are_what_a_gather_gives() -> None:
+    """Concatenated, transposed, cast; no item without a change, and a step that was not committed loses nothing."""
+    other, counts = run_ranks(2, changed_items)
+    assert other == [0] * 6
+    assert counts[2] == 0 < counts[0] < counts[1] / 10 and counts[5] == counts[4]
+
+
+def refused_changes() -> None:
+    """Codes are refused on all ranks."""
+    _, state = trainer()
+    links = {"codes": codes("large", Fp8Blocks(4, 4)), "q": "q"}
+    assert "codes" in met(PlacementError, lambda: ChangedItems(state, links=links)).got
+
+
+def test_changes_of_codes_are_refused() -> None:
+    """With the name of the link."""
+    run_ranks(2, refused_changes)
