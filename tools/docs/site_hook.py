@@ -31,6 +31,9 @@ _PAGES = {
 }
 
 
+_LONG = 100  # rows of a table that a reader searches rather than reads
+
+
 def on_config(config: Any) -> Any:
     """Add the commands to the navigation, and the link to the repository that the package's metadata name."""
     pages = [{name: f"commands/{name}.md"} for name in SUMMARIES]
@@ -125,6 +128,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return "\n".join((front, markdown, install + rest))
         case "changes.md":
             return _adapted("CHANGELOG.md")
+        case "families.md":
+            page.meta["hide"] = ["toc"]  # its table takes the room
         case "api/index.md":
             return markdown.replace("<!-- NAMES -->", _names())
         case uri if uri.startswith("api/"):
@@ -192,7 +197,15 @@ def _split(piece: str, behind: str, limit: int) -> list[str]:
 
 
 def _readable(table: str) -> str:
-    """Mark the names of a table, and give cells a width that grows with their prose."""
+    """Mark the names of a table, and give cells a width that grows with their prose; a long table gets a filter."""
+    rows = table.count("<tr>") - 1
+    if rows >= _LONG:
+        box = f'<input type="search" placeholder="Filter {rows} rows" aria-label="Filter rows">'
+        # On narrow screens, the heads of columns stand in the cells, and empty cells are left out.
+        heads = re.findall(r"<th[^>]*>(.*?)</th>", table)
+        style = "; ".join(f"--head-{place}: '{head}: '" for place, head in enumerate(heads, 1))
+        table = re.sub(r"<td>(<code>)?-(</code>)?</td>", '<td class="none">-</td>', table)
+        return f'<div class="long" style="{style}"><label>{box}<output></output></label>\n{table}</div>'
 
     def widened(cell: re.Match[str]) -> str:
         width_rem = min(20, len(re.sub(r"<code.*?</code>|<[^>]+>", "", cell[1])) // 6)
