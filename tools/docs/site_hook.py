@@ -76,7 +76,7 @@ def _command_page(name: str, example: str, output: str) -> str:
     examples = [f"vescale-convert {example}" for example in SUMMARIES[name][1]]
     return "\n".join(
         [
-            *(f"# {name}", "", inspect.cleandoc(command.help or ""), ""),
+            *(f"# vescale-convert {name}", "", inspect.cleandoc(command.help or ""), ""),
             *("```sh", usage, "```", "", "Examples:", "", "```sh", *examples, "```", ""),
             f"For a Llama with two small layers, `vescale-convert {example}` prints:",
             *("", "```text", *output.splitlines(), "```", ""),
@@ -119,17 +119,22 @@ def _documented(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert README, the changes and the public names into their pages."""
+    """Insert README, the changes and the public names into their pages, and leave out titles that are for tests."""
+    text = _filled(markdown, page)
     # A title tells tests why a block is not run. On the site it would be a bar above the block.
-    markdown = re.sub(r'^( *```\w+) title="not run by our tests:[^"]*"', r"\1", markdown, flags=re.MULTILINE)
+    return re.sub(r'^( *```\w+) title="not run by our tests:[^"]*"', r"\1", text, flags=re.MULTILINE)
+
+
+def _filled(markdown: str, page: Any) -> str:
     match page.file.src_uri:
         case "index.md":
+            page.meta["hide"] = ["navigation"]  # it would list this page alone
             front, install, rest = _adapted("README.md").partition("## Install")
             return "\n".join((front, markdown, install + rest))
         case "changes.md":
             return _adapted("CHANGELOG.md")
-        case "families.md":
-            page.meta["hide"] = ["toc"]  # its table takes the room
+        case "families.md" | "plan.md" | "stacks.md":
+            page.meta["hide"] = ["toc"]  # a wide table takes the room
         case "api/index.md":
             return markdown.replace("<!-- NAMES -->", _names())
         case uri if uri.startswith("api/"):
