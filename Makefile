@@ -20,6 +20,7 @@
 # make test-stacks   the examples on training stacks, which it installs into a separate environment
 # make gpu    checks and figures on a machine with a GPU, nine minutes, no installation: gpu_report/gpu.md and gpu.json
 # make demo   a demonstration on real text: train, kill, restart on more ranks, export (RANKS="8 6": on others)
+# make notebook   run the tutorial, and store it with its outputs in docs/start.ipynb (two minutes)
 # make docs   build the site into site/; a broken link or a missing name fails
 # make release-check   check versions, build and check wheel and sdist, install in a clean environment, run README there
 # make check  only the gate: format, lint, types, import order, fast tests
@@ -54,7 +55,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # a file run in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-habits test-lab test-device test-families test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-part test-parts test-order test-all test-torch test-faults test-fuzz test-habits test-lab test-device test-families test-stacks gpu demo notebook docs release-check check clean
 
 venv: $(STAMP)
 
@@ -160,6 +161,9 @@ gpu:
 demo: export TORCH_INDEX := $(TORCH_INDEX)
 demo:
 	$(PYTHON) tools/demo_environment.py -m tools.demo $(if $(RANKS),--ranks $(RANKS))
+
+notebook: venv
+	$(IN_VENV) tools/docs/notebook.py --run
 
 # Versions are pinned, so that new releases do not break the strict build. The variable hides the theme's advertisement.
 docs: venv

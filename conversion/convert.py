@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -51,6 +52,9 @@ _ORDER_LOST = (
     "pieces between them, which only costs time"
 )
 
+_CHECKED_BY = {"table": "shipped table", "class": "class itself"}  # `ClassCheck.how` -> words of the text
+_MOST = 20  # names per line of the text
+
 Join = Callable[[Sequence[tuple[Source, CarriedState]]], tuple[CarriedState, Sequence[str]]]
 """Returns one state for several sources and their states; and names outside it that include and exclude may match."""
 
@@ -60,7 +64,7 @@ _WITH_SETTINGS = ("hf", "bin", "shards", "deepspeed", "ranks")
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """The result of a conversion or a dry run.
+    """The result of a conversion or a dry run. ``str(report)`` gives the lines that the command prints.
 
     Examples:
         >>> import torch
@@ -99,6 +103,61 @@ class ConvertReport:
         optimizer = set(self.state.model.optimizer)
         return tuple(name for name in self.state.dropped if name not in optimizer)
 
+    def __str__(self) -> str:
+        verb = "would write" if self.dry_run else "wrote"
+        model = self.state.model
+        prefixes = ", ".join(f"{prefix}." for prefix in model.candidates) or model.prefix or "(root)"
+        lines = [
+            f"source: {self.source.kind} at {self.source.url}, model prefix {prefixes}",
+            *(f"source: {source.kind} at {source.url}" for source in self.others),
+            f"{verb} {len(self.state.views)} tensors, {format_bytes(self.plan.tensor_nbytes)}, to {self.target}",
+            f"files: {len(self.plan.files)} with tensors, {len(self.plan.closing)} others",
+        ]
+        index, count = self.part
+        if count > 1:
+            mine = self.plan.files[index::count]  # the same division as in `run_plan`
+            names = some((file.name for file in mine), _MOST)
+            lines.append(f"part {index} of {count}, counted from 0: {names}")
+        if self.outcome.published and not self.outcome.written:
+            lines.append("nothing left to do: the result exists already")
+        elif self.outcome.kept:
+            lines.append(f"kept from the interrupted run: {len(self.outcome.kept)} files")
+        if not self.outcome.published and not self.dry_run:
+            lines.append("not published yet: other parts are not complete")
+        if self.check is not None and self.check.how != "not checked":
+            # The memory budget is that of the copy; the child runs after it.
+            child = (
+                f", in a child process of {format_bytes(self.check.child_bytes)}"
+                if self.check.child_bytes
+                else ""
+            )
+            by = f"by the {_CHECKED_BY[self.check.how]}{child}"
+            lines.append(f"checked: {self.check.class_name} loads it ({by})")
+        if self.dropped_optimizer:
+            lines.append(f"dropped: {self.dropped_optimizer} optimizer entries")
+        if self.dropped_others:
+            lines.append(f"dropped: {some(_by_container(self), _MOST)}")
+        lines += [f"tied: {alias} (stored as {kept})" for alias, kept in self.tied.items()]
+        if self.uncast:
+            lines.append(f"not cast, since quantized or a scale: {some(self.uncast, _MOST)}")
+        if self.left_assets:
+            lines.append(
+                f"files not copied ({option('include_asset', 'PATTERN')} does): {some(self.left_assets, _MOST)}"
+            )
+        casts: dict[tuple[str, str], list[str]] = {}
+        for name, types in self.casts.items():
+            casts.setdefault(types, []).append(name)
+        lines += [f"cast from {old} to {new}: {some(names)}" for (old, new), names in casts.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        verb = "would write" if self.dry_run else "wrote"
+        return f"ConvertReport({verb} {len(self.state.views)} tensors of {self.source.url} to {self.target})"
+
+    def _repr_html_(self) -> str:
+        """Return the text, as a notebook shows it."""
+        return f"<pre>{escape(str(self))}</pre>"
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, as ``--json`` prints it."""
         return {
@@ -123,6 +182,20 @@ class ConvertReport:
             "warnings": list(self.warnings),
             "check": None if self.check is None else self.check.to_json(),
         }
+
+
+def _by_container(report: ConvertReport) -> list[str]:
+    """List the dropped entries, one text per container: a trainer may store a hundred counters and random states."""
+    containers: dict[str, list[str]] = {}
+    for name in report.dropped_others:
+        root, *inner = map(str, report.source.path(name))
+        # An entry at the root or in the model's container gets a text of its own.
+        is_in_model = not inner or report.state.model.prefix.startswith(f"{root}.")
+        containers.setdefault(name if is_in_model else root, []).append(name)
+    return [
+        names[0] if len(names) == 1 else f"{container} ({len(names)} entries)"
+        for container, names in containers.items()
+    ]
 
 
 def convert(

@@ -506,7 +506,7 @@ def _write(run: Callable[..., ConvertReport], sources: Sequence[Source], as_json
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     elif not quiet:
-        click.echo(summary(report))
+        click.echo(report)
 
 
 def _add_target(kind: str, target: Target) -> None:
@@ -730,66 +730,4 @@ for _name, _command in cli.commands.items():
     _command.epilog = f"\b\nExamples:\n{_lines}\n\n{EXIT_CODES}"
 
 
-_CHECKED_BY = {"table": "shipped table", "class": "class itself"}  # `ClassCheck.how` -> words in the summary
 _MOST = 20  # names per line, and problems of `verify`; ``--json`` lists all
-
-
-def summary(report: ConvertReport) -> str:
-    """Summarize a conversion in a few lines."""
-    verb = "would write" if report.dry_run else "wrote"
-    model = report.state.model
-    prefixes = ", ".join(f"{prefix}." for prefix in model.candidates) or model.prefix or "(root)"
-    lines = [
-        f"source: {report.source.kind} at {report.source.url}, model prefix {prefixes}",
-        *(f"source: {source.kind} at {source.url}" for source in report.others),
-        f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
-        f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
-    ]
-    index, count = report.part
-    if count > 1:
-        mine = report.plan.files[index::count]  # the same division as in `run_plan`
-        names = some((file.name for file in mine), _MOST)
-        lines.append(f"part {index} of {count}, counted from 0: {names}")
-    if report.outcome.published and not report.outcome.written:
-        lines.append("nothing left to do: the result exists already")
-    elif report.outcome.kept:
-        lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
-    if not report.outcome.published and not report.dry_run:
-        lines.append("not published yet: other parts are not complete")
-    if report.check is not None and report.check.how != "not checked":
-        # The memory budget is that of the copy; the child runs after it.
-        child = (
-            f", in a child process of {format_bytes(report.check.child_bytes)}"
-            if report.check.child_bytes
-            else ""
-        )
-        by = f"by the {_CHECKED_BY[report.check.how]}{child}"
-        lines.append(f"checked: {report.check.class_name} loads it ({by})")
-    if report.dropped_optimizer:
-        lines.append(f"dropped: {report.dropped_optimizer} optimizer entries")
-    if report.dropped_others:
-        lines.append(f"dropped: {some(_by_container(report), _MOST)}")
-    lines += [f"tied: {alias} (stored as {kept})" for alias, kept in report.tied.items()]
-    if report.uncast:
-        lines.append(f"not cast, since quantized or a scale: {some(report.uncast, _MOST)}")
-    if report.left_assets:
-        lines.append(f"files not copied (--include-asset PATTERN does): {some(report.left_assets, _MOST)}")
-    casts: dict[tuple[str, str], list[str]] = {}
-    for name, types in report.casts.items():
-        casts.setdefault(types, []).append(name)
-    lines += [f"cast from {old} to {new}: {some(names)}" for (old, new), names in casts.items()]
-    return "\n".join(lines)
-
-
-def _by_container(report: ConvertReport) -> list[str]:
-    """List the dropped entries, one text per container: a trainer may store a hundred counters and random states."""
-    containers: dict[str, list[str]] = {}
-    for name in report.dropped_others:
-        root, *inner = map(str, report.source.path(name))
-        # An entry at the root or in the model's container gets a text of its own.
-        is_in_model = not inner or report.state.model.prefix.startswith(f"{root}.")
-        containers.setdefault(name if is_in_model else root, []).append(name)
-    return [
-        names[0] if len(names) == 1 else f"{container} ({len(names)} entries)"
-        for container, names in containers.items()
-    ]

@@ -176,10 +176,18 @@ class Source(OpenSource):
             }
         )
 
+    def __repr__(self) -> str:
+        return f"Source({self.kind} at {self.url}: {len(self.tensors)} tensors, {format_bytes(self.nbytes)})"
+
     def _repr_html_(self) -> str:
         """Return a table of the tensors and the largest layouts, as a notebook shows them."""
         infos = [tensor.info for tensor in self.tensors.values()]
-        rows = [f"{i.name}  {i.dtype.name} {'x'.join(map(str, i.shape)) or 'scalar'}" for i in infos[:_SHOWN]]
+        shown = [(i.name, i.dtype.name, "x".join(map(str, i.shape)) or "scalar") for i in infos[:_SHOWN]]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        rows = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in shown
+        ]
         rows += [f"... {len(infos) - _SHOWN} more tensors"] if len(infos) > _SHOWN else []
         head = f"{self.kind} at {self.url}: {len(infos)} tensors, {format_bytes(self.nbytes)}"
         return f"<pre>{escape(chr(10).join([head, '', *rows]))}</pre>\n{layouts_html(self.layouts)}"

@@ -415,6 +415,10 @@ class GroupLayout:
             return slot.runs  # () for an empty slot: `runs_between` needs a non-empty range
         return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
+    def _repr_html_(self) -> str:
+        """Return the picture, as a notebook shows it."""
+        return layouts_html([self])
+
     def to_json(self) -> dict[str, Any]:
         """Return JSON values for `from_json`."""
         return {

@@ -187,10 +187,15 @@ def layouts_html(layouts: Iterable[GroupLayout], most: int = 4) -> str:
     """Return pictures of the largest distinct layouts, one below the other, for a notebook."""
     kinds = distinct_layouts(layouts)
     pictures = [layout_svg(layout, layout_title(layout, count)) for layout, count in kinds[:most]]
-    more = len(kinds) - most
-    rest = f"<p>{more} more layouts are smaller.</p>" if more > 0 else ""
+    return pictures_html(pictures, len(kinds) - most)
+
+
+def pictures_html(svgs: Sequence[str], more: int = 0) -> str:
+    """Return pictures one below the other, for a notebook, and how many ``more`` there are."""
     # A notebook has one document: its styles must not depend on the order of pictures, which all have the same.
-    return "\n".join((*pictures, rest))
+    # A picture that is wider than its cell is scrolled.
+    pictures = [f'<div style="overflow-x: auto">{svg}</div>' for svg in svgs]
+    return "\n".join((*pictures, f"<p>{more} more layouts are smaller.</p>" if more > 0 else ""))
 
 
 def layout_title(layout: GroupLayout, count: int = 1) -> str:

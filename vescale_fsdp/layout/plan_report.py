@@ -21,7 +21,7 @@ from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.model_shapes import ParamShape, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.padding import PaddingPolicy, find_remedies, remedy_texts
-from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, layouts_html, padding_picture
+from vescale_fsdp.layout.pictures import Canvas, Curve, layout_picture, padding_picture, pictures_html
 from vescale_fsdp.layout.planner import TensorSpec, padding_ratio, plan_buffers
 from vescale_fsdp.lazy import set_module
 
@@ -110,8 +110,7 @@ class PlanReport:
 
     def _repr_html_(self) -> str:
         """Return the tables and the largest layouts, as a notebook shows them."""
-        layouts = [layout for group in self.groups for planned in group.layouts[-1:] for layout in planned]
-        return f"<pre>{escape(str(self))}</pre>\n{layouts_html(layouts)}"
+        return f"<pre>{escape(str(self))}</pre>\n{largest_layouts_html(self)}"
 
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
@@ -307,6 +306,17 @@ def _groups(
             planned
         )
     return {kind: tuple(params) for kind, params in groups.items()}
+
+
+def largest_layouts_html(report: PlanReport, most: int = 4) -> str:
+    """Return pictures of the groups with the most elements over the last number of shards, for a notebook."""
+    groups = sorted(report.groups, key=lambda group: -sum(layout.numel for layout in group.layouts[-1]))
+    pictures = []
+    for group in groups[:most]:
+        units = f", and {len(group.units) - 1:,} more units" if len(group.units) > 1 else ""
+        title = f"{group.name} over {report.shards[-1]:,} shards{units}"
+        pictures.append(layout_picture(group.layouts[-1], title).svg())
+    return pictures_html(pictures, len(groups) - most)
 
 
 def _root_advice(groups: Sequence[PlannedGroup]) -> Iterator[str]:

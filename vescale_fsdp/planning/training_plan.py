@@ -12,6 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +25,7 @@ from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.model_shapes import shapes_of, units_of
-from vescale_fsdp.layout.plan_report import PlanReport, plan_report, text_table
+from vescale_fsdp.layout.plan_report import PlanReport, largest_layouts_html, plan_report, text_table
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.muon import Muon
@@ -195,6 +196,10 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
+
+    def _repr_html_(self) -> str:
+        """Return the text and the best candidate's largest layouts, as a notebook shows them."""
+        return f"<pre>{escape(str(self))}</pre>\n{largest_layouts_html(self.report)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tools.bench.parts.model_shapes import LAYERS
-from vescale_fsdp import plan_report
+from vescale_fsdp import Cluster, plan_report, plan_training
 from vescale_fsdp.checkpoint import save
-from vescale_fsdp.conversion import open_source
+from vescale_fsdp.conversion import convert, open_source
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.pictures import (
@@ -140,9 +140,22 @@ def test_equal_layouts_are_drawn_once() -> None:
 
 
 def test_notebooks_show_plans_and_checkpoints(tmp_path: Path) -> None:
-    """A plan and an opened checkpoint are tables with the picture of the layout; names of tensors stay text."""
-    report = plan_report({"<b>.weight": (64, 8)}, [4])
+    """A plan, an opened checkpoint and a conversion are text, with pictures of layouts; names of tensors stay text."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    batch = torch.empty(16, 64, device="meta")
+    training = plan_training(model, Cluster(4), batch=batch)
+    report = plan_report({"<b>.weight": (64, 8), "layers.0.w": (80, 8), "layers.1.w": (80, 8)}, [2, 4])
     save(tmp_path / "saved", {"w<i>": torch.ones(64, 8)})
-    for html in (report._repr_html_(), open_source(str(tmp_path / "saved"))._repr_html_()):
+    source = open_source(str(tmp_path / "saved"))
+    converted = convert(source, str(tmp_path / "out"), "zarr")
+    assert len(repr(source)) < 300 and len(repr(converted)) < 300  # not every tensor
+    for value in (training, report, source, converted):
+        html = value._repr_html_()
         assert html.startswith("<pre>") and "<b>" not in html and "<i>" not in html
-    assert "rank 3" in report._repr_html_() and report._repr_html_().count("<svg") == 1
+    pictures = report._repr_html_()
+    assert pictures.count("<svg") == 2 and "rank 3" in pictures
+    # A unit has its name, though its tensors have names inside it.
+    assert "layers.0 over 4 shards" in pictures and "and 1 more units" in pictures
+    assert report.layout("layers.0", 4)._repr_html_().count("<svg") == 1
+    assert "rank 3" in training._repr_html_()
