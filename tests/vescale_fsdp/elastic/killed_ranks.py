@@ -556,7 +556,7 @@ class Recovery(NamedTuple):
 
     cell: Cell
     seconds: float
-    queued_s: float  # time for which a rank that remained waited for a processor meanwhile; the longest
+    queued: float  # share of its time for which a rank that remained waited for a processor; the largest
 
 
 def recoveries(folder: Path, cells: Sequence[Cell]) -> list[Recovery]:
@@ -569,14 +569,15 @@ def recoveries(folder: Path, cells: Sequence[Cell]) -> list[Recovery]:
     for number, cell in enumerate(cells):
         died_s = max((folder / f"cell-{number}-{slot}").stat().st_mtime for slot in cell.victims(number))
         # The last line of each process counts.
-        before = {line["process"]: line["queued"] for line in lines if line["at"] < died_s}
+        before = {line["process"]: line for line in lines if line["at"] < died_s}
         later = [line for line in lines if "loss" in line and began[line["epoch"]] > died_s]
         if later:
-            waits = [
-                line["queued"] - before[line["process"]]
+            first = later[0]["epoch"], later[0]["step"]
+            pairs = [
+                (before[line["process"]], line)
                 for line in later
-                if (line["epoch"], line["step"]) == (later[0]["epoch"], later[0]["step"])
-                and line["process"] in before
+                if (line["epoch"], line["step"]) == first and line["process"] in before
             ]
-            found.append(Recovery(cell, later[0]["at"] - died_s, max(waits, default=0.0)))
+            shares = [(new["queued"] - old["queued"]) / (new["at"] - old["at"]) for old, new in pairs]
+            found.append(Recovery(cell, later[0]["at"] - died_s, max(shares, default=0.0)))
     return found

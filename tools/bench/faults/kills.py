@@ -10,9 +10,9 @@ optimizer's step and a save, and at the end. Some are replaced at once. All jobs
 the bits of a job that is restarted from the same steps, which the test of that file compares.
 
 Time is from a cell's last death to the end of the first step of the next epoch. A cell at the end of a job has a next
-step only if its processes are replaced. On a busy machine ranks wait for a processor: "without" subtracts for how long
-the main thread of a rank has waited so meanwhile, of the rank with the most. The bound is 2 keep-alives and 5 s, plus
-the time to restore, which is nothing here: the state has a few kilobytes.
+step only if its processes are replaced. On a busy machine ranks wait for a processor: "without" estimates the time from
+the share of its time for which the main thread of a rank has waited so, of the rank with the most. The bound is 2
+keep-alives and 5 s, plus the time to restore, which is nothing here: the state has a few kilobytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(num_jobs: int, seed: int) -> list[Row]:
         new = recoveries(folder, cells)
         newest = max(folder.glob("steps/step-*"))
         state_bytes = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-        if max((each.seconds - each.queued_s for each in new), default=0.0) > BOUND_S:
+        if max((each.seconds * (1 - each.queued) for each in new), default=0.0) > BOUND_S:
             print(f"job {number} of seed {seed} exceeded the bound, see {folder}", flush=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -73,14 +73,14 @@ def measure(num_jobs: int, seed: int) -> list[Row]:
                         "job": number,
                         **each.cell._asdict(),
                         "seconds": round(each.seconds, 2),
-                        "queued_s": round(each.queued_s, 2),
+                        "queued": round(each.queued, 2),
                     }
                 ),
                 flush=True,
             )
         print(f"job {number}: {len(cells)} cells in {time.monotonic() - began_s:.0f} s", flush=True)
     seconds = sorted(each.seconds for each in found)
-    unqueued = sorted(each.seconds - each.queued_s for each in found)
+    unqueued = sorted(each.seconds * (1 - each.queued) for each in found)
     by_phase: dict[str, list[float]] = defaultdict(list)
     for each in found:
         by_phase[each.cell.phase].append(each.seconds)
