@@ -16,9 +16,6 @@ import pytest
 from tests.stacks.serving.test_engines import folder_of
 from tests.stacks.serving.vllm_loaders import MISSING, MODELS
 
-# vLLM refuses to patch them itself.
-UNPATCHED: tuple[str, ...] = ()
-
 
 @pytest.mark.skipif(folder_of("vllm") is None, reason="needs the files of vllm")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -29,7 +26,7 @@ def test_links_load_what_vllm_loads(model_type: str, ranks: int) -> None:
 
 
 @pytest.mark.skipif(folder_of("vllm") is None, reason="needs the files of vllm")
-@pytest.mark.parametrize("model_type", [name for name in MODELS if name not in UNPATCHED])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_vllm_applies_patches(model_type: str) -> None:
     """A model that vLLM has patched has the digests of one that it has loaded."""
     assert _run(model_type, "patch") > 1000
