@@ -202,18 +202,25 @@ def _split(piece: str, behind: str, limit: int) -> list[str]:
 
 
 def _readable(table: str) -> str:
-    """Mark the names of a table, and give cells a width that grows with their prose; a long table gets a filter."""
-    rows = table.count("<tr>") - 1
-    if rows >= _LONG:
-        box = f'<input type="search" placeholder="Filter {rows} rows" aria-label="Filter rows">'
-        # On narrow screens, the heads of columns stand in the cells, and empty cells are left out.
-        heads = re.findall(r"<th[^>]*>(.*?)</th>", table)
-        style = "; ".join(f"--head-{place}: '{head}: '" for place, head in enumerate(heads, 1))
-        table = re.sub(r"<td>(<code>)?-(</code>)?</td>", '<td class="none">-</td>', table)
-        return f'<div class="long" style="{style}"><label>{box}<output></output></label>\n{table}</div>'
+    """Mark the names of a table, and give cells a width that grows with their prose.
+
+    A long table gets a box that filters its rows. On narrow screens, each row of a long table, and of one with three
+    columns and prose, is a paragraph: the heads of columns are before the cells, and empty cells are left out.
+    """
 
     def widened(cell: re.Match[str]) -> str:
         width_rem = min(20, len(re.sub(r"<code.*?</code>|<[^>]+>", "", cell[1])) // 6)
         return f'<td style="--prose: {width_rem}rem">{cell[1]}</td>' if width_rem > 8 else cell[0]
 
-    return _with_whole_names(re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL), 60, 40)
+    heads = [re.sub(r"<[^>]+>|['\"]", "", head) for head in re.findall(r"<th[^>]*>(.*?)</th>", table)]
+    style = "; ".join(f"--head-{place}: '{head}: '" for place, head in enumerate(heads, 1))
+    rows = table.count("<tr>") - 1
+    if rows >= _LONG:
+        table = re.sub(r"<td>(<code>)?-(</code>)?</td>", '<td class="none">-</td>', table)
+        box = f'<input type="search" placeholder="Filter {rows} rows" aria-label="Filter rows">'
+        box = f"<label>{box}<output></output></label>"
+        return f'<div class="long stacked" style="{style}">{box}\n{table}</div>'
+    wide = re.sub(r"<td>(.*?)</td>", widened, table, flags=re.DOTALL)
+    marked = _with_whole_names(wide, 60, 40)
+    is_stacked = len(heads) >= 3 and wide != table
+    return f'<div class="stacked" style="{style}">\n{marked}</div>' if is_stacked else marked
