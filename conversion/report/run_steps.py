@@ -29,7 +29,7 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import is_inflated
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, read_range
 from vescale_fsdp.conversion.report.tensor_values import values_of
-from vescale_fsdp.errors import ConversionError, option
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.model_shapes import natural_key
 
 _MOST_STEPS = 10_000  # maximum number of steps in the history; older steps are left out
@@ -67,7 +67,7 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
             expected="a run's folder, or one of its steps, which a CheckpointManager saved",
             got=f"a checkpoint in the format {source.kind}",
             where=source.url,
-            todo=f"leave out {option('steps')}",
+            todo=f"make a page of this one alone: vescale-convert report {source.url} --out report.html",
         )
     root, _ = run
     storage = open_storage(root)
@@ -83,7 +83,8 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
             got=f"{len({*steps})} steps"
             + (f", of which the run lacks {missing[:_MOST_READ]}" if missing else ""),
             where=root,
-            todo=f"choose from those that this prints: vescale-convert ls {root}; or pass {option('steps', 'all')}",
+            todo=f"choose from those that this prints: vescale-convert ls {root}; or compare some of all: "
+            f"vescale-convert report {root} --steps all --out report.html",
         )
     return [storage.child(step_name(step)).where for step in sorted({*steps})]
 

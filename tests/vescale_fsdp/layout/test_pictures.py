@@ -156,6 +156,6 @@ def test_notebooks_show_plans_and_checkpoints(tmp_path: Path) -> None:
     pictures = report._repr_html_()
     assert pictures.count("<svg") == 2 and "rank 3" in pictures
     # A unit has its name, though its tensors have names inside it.
-    assert "layers.0 over 4 shards" in pictures and "and 1 more units" in pictures
+    assert "layers.0 over 4 shards" in pictures and "and 1 more" in pictures
     assert report.layout("layers.0", 4)._repr_html_().count("<svg") == 1
     assert "rank 3" in training._repr_html_()
