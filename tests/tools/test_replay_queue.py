@@ -168,8 +168,31 @@ def test_a_hosts_wait_holds_what_it_does_later() -> None:
     assert replay(Recording((work("sums", 3), *items)), seconds_of).total == 3
 
 
-def test_events_from_before_the_step_hold_nothing() -> None:
-    assert replay(Recording((Item("wait", "compute", event=7), work("compute", 2))), seconds_of).total == 2
+@pytest.mark.parametrize("kind", ["wait", "host wait"])
+def test_events_from_before_the_step_hold_nothing(kind: str) -> None:
+    assert replay(Recording((Item(kind, "compute", event=7), work("compute", 2))), seconds_of).total == 2
+
+
+def test_items_of_one_class_slow_each_other_and_not_themselves() -> None:
+    slow: dict[tuple[str, str], Seconds] = {("operator", "operator"): 1}
+    assert replay(Recording((work("compute", 3),)), seconds_of, slowdowns=slow).total == 3
+    both = (work("compute", 3), work("sums", 3))
+    assert replay(Recording(both), seconds_of, slowdowns=slow).total == 6
+
+
+def test_busy_and_alone_are_sums_over_the_step() -> None:
+    """Operators for 2 + 3 seconds, of which the first 2 run beside a collective of 4."""
+    items = (
+        work("gathers", 4, "collective"),
+        Item("record", "gathers", event=1),
+        work("compute", 2),
+        Item("wait", "compute", event=1),
+        work("compute", 3),
+    )
+    found = replay(Recording(items), seconds_of)
+    assert found.total == 7 and found.busy == {"operator": 5, "collective": 4}
+    assert found.alone == {"operator": 3, "collective": 2}
+    assert found.ends == {"compute": 7, "gathers": 4}
 
 
 def test_circles_are_told() -> None:

@@ -199,6 +199,8 @@ def test_steps_of_muon_allocate() -> None:
     matrix = 2 * 64 * 64  # in bf16
     assert step_of("muon", [2048, 2048]) == 4 * 2048 + 2 * 2048 + matrix + 5 * matrix
     assert step_of("muon", [4096, 0]) == 4 * 4096 + 5 * matrix  # whole, so nothing is sent
+    # Of the rank that owns the larger matrix, which is the one with most of it.
+    assert step_of("muon", [1024, 7168], [2048, 2048]) > 4 * (7168 + 2048) + 2 * 3 * 8192
     assert step_of("muon", [2048, 2048], is_special=False) == 0
     assert step_of("adamw", [2048, 2048]) == step_of("none", [2048, 2048]) == 0
 
@@ -212,6 +214,32 @@ def test_steps_of_8_bit_adamw_allocate(on_cpu: bool) -> None:
     large = step_of("adamw8bit", *[[1 << 23, 1 << 23]] * 8, on_cpu=on_cpu)
     assert large == pytest.approx(48 << 23, rel=0.01)  # batches end
     assert step_of("adamw8bit", [2048, 2048], is_special=False, on_cpu=on_cpu) < one
+
+
+def test_replicas_share_the_work_of_muon() -> None:
+    """Four matrices over two ranks and two replicas, in a plan too."""
+    params = [SteppedShape((WIDTH, WIDTH), torch.float32, RunLengths.of([2048] * 2), is_special=True)] * DEPTH
+    alone, shared = (step_bytes("muon", params, replicas, on_cpu=False) for replicas in (1, 2))
+    assert shared < alone
+    plan = plan_training(on_meta(stack), Cluster(4, 2), optimizer="muon")
+    peaks = {each.peak.temporaries for each in plan.candidates if each.sharding == "HSDP 2 x 2"}
+    assert peaks == {shared}
+
+
+def test_the_optimizers_traffic_and_the_libraries_memory() -> None:
+    """Weights are read and written, gradients read, states read and written; each mesh axis has a communicator."""
+    bytes_per_s, mib = 1e9, 1 << 20
+    cluster = Cluster(16, 4, memory_bytes_per_s=bytes_per_s)
+    for optimizer, states in (("none", 0), ("adamw", 8)):
+        plan = plan_training(on_meta(stack), cluster, optimizer=optimizer)  # type: ignore[arg-type]
+        plain = next(each for each in plan.candidates if each.sharding == "FSDP 16")
+        assert plain.compute_s == pytest.approx((3 * 4 + 2 * states) * NUMEL / 16 / bytes_per_s)
+    found = {each.sharding: each.library_bytes for each in plan.candidates}
+    base = (512 + 64) * mib
+    assert found["FSDP 16"] == base + 128 * mib and found["HSDP 4 x 4"] == base + 2 * 128 * mib
+    assert found["hybrid 4 x 4"] == base + 3 * 128 * mib
+    on_cpu = plan_training(on_meta(stack), Cluster(16, 4, on_cpu=True))
+    assert {each.library_bytes for each in on_cpu.candidates} == {0}
 
 
 def test_the_optimizers_step_has_the_peak_of_muon() -> None:
