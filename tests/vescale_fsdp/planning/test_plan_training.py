@@ -137,6 +137,21 @@ def test_attention_follows_the_formula_of_flash() -> None:
     assert long.flops == scores * 7 // 2 + linear
 
 
+def test_gradients_that_are_written_away_are_not_in_the_peak() -> None:
+    """On the CPU; elsewhere all gradients of a window are kept to its end."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)]
+    step = measure_step(
+        nn.Sequential(*layers).to("meta"),
+        torch.empty(1, WIDTH, device="meta"),
+        [],
+        dtype=torch.float32,
+    )
+    grad = 4 * WIDTH**2
+    backward = max(step.windows, key=lambda window: window.peak_bytes)
+    assert backward.is_backward and backward.peak_bytes >= 8 * grad and backward.grad_bytes == 8 * grad
+    assert grad <= backward.written_peak_bytes < 3 * grad
+
+
 def test_recomputed_activations_are_fewer_and_cost_a_forward() -> None:
     """Of the blocks; peaks fall, and arithmetic grows by at most a third."""
     plans = [plan_of(on_meta(Model), Cluster(8), 4096, checkpointing=each) for each in (False, True)]
