@@ -1,6 +1,6 @@
 """Compute docs/gpu_expectations.json, and print it.
 
-python -m tools.replay --cache /tmp/recordings       ten CPU minutes; half a minute with a full cache
+python -m tools.replay --cache /tmp/recordings       four CPU minutes, of which most go to recordings, made once
 """
 
 from __future__ import annotations
