@@ -35,7 +35,7 @@ from vescale_fsdp.dtensor.meeting import meet
 from vescale_fsdp.dtensor.spec import ranks_in
 from vescale_fsdp.errors import LifecycleError, callers_level, sides_of
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.takeover import adopt_replaced_params
+from vescale_fsdp.runtime.takeover import adopt_replaced_params, refuse_added_params
 from vescale_fsdp.torch_modes import is_fake, outside_modes
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     """Compare these units with the units of other ranks; a no-op if all units were compared before.
 
     Collective over the meshes of the units. Parameters that users have set in place of sharded parameters are adopted
-    first (`adopt_replaced_params`). If this fails on one rank, all ranks raise.
+    first (`adopt_replaced_params`), and parameters that were added are refused. If this fails on one rank, all raise.
 
     Args:
         units: unit -> its name, which is compared as well.
 
     Raises:
         LifecycleError: if ranks differ, with the first difference and the ranks on each side; or if a parameter cannot
-            be adopted.
+            be adopted, or was added after sharding.
     """
     if all(unit.agreed for unit in units):
         return
@@ -66,6 +66,7 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
             for group in unit.groups:
                 if not group.was_gathered:
                     adopt_replaced_params(group)
+        refuse_added_params(units)
     except LifecycleError as error:
         failure = error  # raised after the comparison, because other ranks wait for this rank's collective
     by_mesh: dict[DeviceMesh, list[tuple[str, ...]]] = {}

@@ -84,6 +84,8 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
         self.max_reductions = 1  # limit of reductions in flight; each has a gradient buffer of its own
+        # Of parameters in `ignored_params`: the module, and the name in it. `to_empty` replaces parameters on meta.
+        self.ignored: frozenset[tuple[nn.Module, str]] = frozenset()
         self.comm = CommContext(streams_of(device))
         # Replaced by the root's schedule in `lazy_init`.
         self._use_schedule(Schedule(self.comm, [self]))

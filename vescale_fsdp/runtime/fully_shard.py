@@ -190,7 +190,10 @@ def fully_shard(
     for _, owner in managed:
         # torch.compile reads these attributes, which FSDP2 sets too (torch 2.13, `_fully_shard.py`, line 289).
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
-    FSDPState(modules, groups, mp_policy, reshard, device)  # its constructor stores it on the modules
+    state = FSDPState(modules, groups, mp_policy, reshard, device)  # its constructor stores it on the modules
+    state.ignored = frozenset(
+        (owner, name) for _, owner in managed for name, param in owner._parameters.items() if param in ignored
+    )
     for each, sharded_class in zip(modules, classes, strict=True):
         each.__class__ = sharded_class  # in place, because the caller and parent modules refer to this object
     return cast("FSDPModule | list[FSDPModule]", module)

@@ -8,6 +8,7 @@
         sharded parameter's placements)
     module.weight = nn.Parameter(full plain tensor)  this rank's piece is adopted        raises
     del module.weight, parametrizations              raises                              raises
+    a trainable parameter that is new in the model   raises                              trains on this rank alone
 
 A state may be loaded in several calls, module by module. A loaded piece stays in its own memory until all pieces of its
 group have one device and one dtype. Then all pieces are copied into one shard, which a gather requires.
@@ -15,8 +16,8 @@ group have one device and one dtype. Then all pieces are copied into one shard, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,12 +32,16 @@ from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, managed_p
 from vescale_fsdp.torch_private import (
     grad_dtype_of,
     is_noted_sharded,
+    is_replicated,
     loads_what_it_is_given,
     local_of,
     set_local,
     spec_of,
     storage_id,
 )
+
+if TYPE_CHECKING:
+    from vescale_fsdp.runtime.fsdp_state import FSDPState
 
 
 def rebind(group: ParamGroup, *, is_whole: bool) -> None:
@@ -96,6 +101,44 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
             "full_state_dict=True)), with broadcast_from_rank0=True if rank 0 alone has the tensors. For a checkpoint, "
             "call vescale_fsdp.checkpoint.load. For one tensor, use p.copy_(vescale_fsdp.distribute_tensor(full, "
             "p.device_mesh, p.placements)). Or load before fully_shard",
+        )
+
+
+def refuse_added_params(units: Iterable[FSDPState]) -> None:
+    """Raise if modules have trainable parameters that no `fully_shard` call has seen, such as an adapter added later.
+
+    No unit gathers or reduces these, so each rank would train its own values.
+
+    Raises:
+        LifecycleError: with the names of the parameters.
+    """
+    ignored = {key for unit in units for key in unit.ignored}
+    added: dict[nn.Parameter, str] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        if module in seen or is_replicated(module):
+            return
+        seen.add(module)
+        for name, param in module._parameters.items():
+            if param is None or isinstance(param, DTensor) or not param.requires_grad:
+                continue
+            if (module, name) not in ignored:
+                added.setdefault(param, f"{path}{name}")
+        for name, child in module.named_children():
+            visit(f"{path}{name}.", child)
+
+    for unit in units:
+        for module in unit.modules:
+            visit("", module)
+    if added:
+        raise LifecycleError(
+            "Parameters were added after fully_shard: no rank reduces their gradients.",
+            expected="all trainable parameters in the model when fully_shard is called",
+            got=f"{len(added)} plain parameters: {', '.join([*added.values()][:4])}",
+            where=f"{type(next(iter(units)).modules[0]).__name__}",
+            todo="add them before fully_shard, such as by peft.get_peft_model (in ignored_params=.. if your code keeps "
+            "them equal on all ranks), or freeze them by requires_grad_(False)",
         )
 
 

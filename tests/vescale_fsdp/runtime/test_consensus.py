@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
@@ -55,6 +56,8 @@ def build(difference: str, odd: bool, mesh: Any) -> nn.Module:
         SWITCHES[difference](model)
     if odd and difference == "replaced":
         model.head.weight = nn.Parameter(torch.zeros(3, 7))  # type: ignore[union-attr]
+    if odd and difference == "added":
+        model.blocks[1].adapter = nn.Linear(7, 7)  # type: ignore[index, union-attr]
     if odd and difference == "replaced by what cannot be":
         model.head.weight = nn.Parameter(torch.zeros(3, 8))  # type: ignore[union-attr]
     return model
@@ -131,6 +134,7 @@ DIFFERENCES = {
     "size": "8",
     "units": "blocks.0",
     "replaced": "head.weight",
+    "added": "blocks.1.adapter.weight",
     "replaced by what cannot be": "shape (3, 8)",
 }
 
@@ -305,6 +309,49 @@ def test_what_was_sharded_is_logged_once() -> None:
         assert [found[-1] for found in numbers[1:4] + numbers[:1]] == [*shard_bytes]
         assert numbers[4][:6] == [4, 21, 795, 2, 2, 4] and numbers[4][-1] == sum(shard_bytes)
         assert not all("padding 0.00%" in text for text in texts)
+
+
+def uses_added(kind: str) -> str:
+    """What the first forward of a model says of a parameter that sharding has left plain."""
+    mesh = cpu_mesh(2)
+    with torch.device("meta" if kind == "ignored on meta" else "cpu"):
+        model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if kind == "before the root":
+        fully_shard(model[0], mesh=mesh)  # type: ignore[index]
+        model[0].adapter = nn.Linear(4, 4)  # type: ignore[index, union-attr]
+    if kind == "replicated":
+        replicate(model[1])  # type: ignore[index]
+    kept = {*model[1].parameters()} if kind.startswith("ignored") else None  # type: ignore[index]
+    fully_shard(model, mesh=mesh, ignored_params=kept)
+    if kind == "ignored on meta":
+        model.to_empty(device="cpu")  # new parameters in place of those of meta
+    if kind in ("added", "frozen"):
+        model[1].adapter = nn.Linear(4, 4).requires_grad_(kind == "added")  # type: ignore[index, union-attr]
+    if kind == "a new module":
+        model[1] = nn.Linear(4, 4)  # type: ignore[index]
+    try:
+        model(torch.zeros(2, 4))
+    except LifecycleError as error:
+        return str(error.got)
+    return ""
+
+
+ADDED = {
+    "added": "1.adapter.weight",
+    "a new module": "1.weight",
+    "before the root": "0.adapter.weight",
+    "frozen": "",
+    "ignored": "",
+    "ignored on meta": "",
+    "replicated": "",
+}
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_parameters_that_no_unit_reduces(kind: str) -> None:
+    """Trainable ones are refused: each rank would train its own values."""
+    for told in run_ranks(2, uses_added, kind):
+        assert ADDED[kind] in told and bool(told) == bool(ADDED[kind])
 
 
 def overlapping_meshes(is_equal: bool) -> str | None:
