@@ -108,7 +108,9 @@ LIMITS = (
         lambda program, event: event.moment == "before" and event.habit == "optimizer.new",
     ),
     Limit(
-        "Gradients cannot be read or clipped at gathered ones", LifecycleError, _reads_gradients_of_gathered
+        "Reading or clipping the gradient of a gathered parameter raises a `LifecycleError`",
+        LifecycleError,
+        _reads_gradients_of_gathered,
     ),
     Limit(
         "Parameters that gather themselves cannot be written while they are gathered",
@@ -116,14 +118,14 @@ LIMITS = (
         _writes_what_gathers_itself,
     ),
     Limit(
-        "So does `p.data = tensor` inside a forward or backward, or between them",
+        "`p.data = tensor` inside a forward or its backward, or between them, ends in the same error",
         RuntimeError,
         lambda program, event: (
             event.habit == "data.set" and event.moment in ("forward", "middle", "backward")
         ),
     ),
     Limit(
-        "A loss on a tensor that the forward of a unit kept aside and that is not the unit's output",
+        "A loss on a tensor that a unit's forward stored outside of its output",
         (RuntimeError, UnsupportedOpError),
         _differentiates_what_was_kept,
     ),
