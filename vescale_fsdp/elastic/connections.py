@@ -36,6 +36,7 @@ from vescale_fsdp.collectives.interruptible import interrupt
 
 _FDS = Path("/proc/self/fd")
 _FDINFO = Path("/proc/self/fdinfo")
+_ESTABLISHED = 1  # TCP_ESTABLISHED of Linux
 _CALL_S = 1.0  # time limit of a connection to a socket of this process
 _SETTLE_S = 0.05  # in which gloo's thread reads the number of a connection
 _POLL_S = 0.002  # pause between two looks at connections that end
@@ -61,9 +62,18 @@ def close_gloo_connections() -> int:
                 # Only reads: gloo closes the connection when its thread reads the end. A send that meets a
                 # closed connection before that is lost by gloo, and its collective waits for the time-out.
                 connection.shutdown(socket.SHUT_RD)
-    while any(connections for _, connections in _gloo_sockets()) and time.monotonic() < deadline_s:
+    while _num_open() and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
     return num_closed
+
+
+def _num_open() -> int:
+    """Return the number of gloo's connections whose other side is open; gloo keeps some others until a group ends."""
+    return sum(
+        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+        for _, connections in _gloo_sockets()
+        for connection in connections
+    )
 
 
 class Interrupter:
