@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from vescale_fsdp.layout.plan_report import PlanReport
     from vescale_fsdp.planning.training_plan import TrainingPlan
 
+_QUICK_MODULES = 100  # a model of so many modules is measured in about a second
+
 
 class Stopped(click.Abort):
     """Ctrl-C was pressed while files were being written."""
@@ -403,7 +405,9 @@ def _plan_training(src: str, options: Mapping[str, Any]) -> TrainingPlan:
     from vescale_fsdp.planning.training_plan import plan_training
 
     cluster = Cluster(**{name: options[name] for name in Cluster.__dataclass_fields__})
-    model = meta_model(src)
+    model = meta_model(src).to(getattr(torch, options["weight_dtype"]))
+    if len(list(model.modules())) > _QUICK_MODULES:
+        click.echo("measuring activations on the meta device ..", err=True)
     return plan_training(
         model,
         cluster,

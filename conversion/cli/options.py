@@ -155,6 +155,11 @@ def step_numbers(
     return [int(part) for part in parts]
 
 
+def _float_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Return torch's name of a float type."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value]
+
+
 TOLERANCE = FiniteRange(0)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 MODEL_PREFIX = click.option(
@@ -200,7 +205,13 @@ _TRAINING_OPTIONS: dict[str, Decorator] = {
         "--per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs per node."
     ),
     "memory_bytes": click.option(
-        "--memory", "memory_bytes", type=Size(), default="80GB", show_default=True, help="Memory of a GPU."
+        "--memory",
+        "memory_bytes",
+        type=Size(),
+        default="80GB",
+        show_default=True,
+        help="Memory of a GPU. 80G and 80GB are 80e9 bytes (74.5 GiB); an H100 or A100 sold as 80 GB has more, "
+        "79GiB (see nvidia-smi).",
     ),
     "on_cpu": click.option("--on-cpu", is_flag=True, help="Plan for ranks on the CPU instead of GPUs."),
     "optimizer": click.option(
@@ -213,10 +224,19 @@ _TRAINING_OPTIONS: dict[str, Decorator] = {
     "param_dtype": click.option(
         "--param-dtype",
         type=click.Choice(["bf16", "fp16", "fp32"]),
-        callback=lambda ctx, param, value: {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value],
+        callback=_float_type,
         default="bf16",
         show_default=True,
-        help="Type of compute; weights are stored, and gradients reduced, in fp32.",
+        help="Type of compute and of gathered weights: param_dtype of a MixedPrecisionPolicy. Gradients are reduced "
+        "in fp32.",
+    ),
+    "weight_dtype": click.option(
+        "--weight-dtype",
+        type=click.Choice(["bf16", "fp32"]),
+        callback=_float_type,
+        default="fp32",
+        show_default=True,
+        help="Type in which weights and the optimizer's state are stored.",
     ),
     "tokens": click.option(
         "--tokens",

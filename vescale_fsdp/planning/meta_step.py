@@ -114,8 +114,8 @@ def _measured(
             param.data = param.data.to(dtype)
     meter = _Meter()
     attention = _Attention(meter)
-    transformers = sys.modules.get("transformers")  # not imported: then the model is none of its
-    if transformers is not None and isinstance(on_meta, transformers.PreTrainedModel):
+    if is_of_transformers(on_meta):
+        transformers = sys.modules["transformers"]
         transformers.AttentionInterface.register(_ATTENTION, attention.of_transformers)
         on_meta.set_attn_implementation(_ATTENTION)
     for name in modules:
@@ -152,6 +152,12 @@ def _measured(
             todo="pass a loss or a batch that the model accepts, or batch=None to plan without activations",
         ) from error
     return MetaStep(tuple(meter.windows), dict(meter.operators))
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model is a `PreTrainedModel` of transformers."""
+    transformers = sys.modules.get("transformers")  # not imported: then the model is none of its
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _loss_of(output: Any) -> torch.Tensor:

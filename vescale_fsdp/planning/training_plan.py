@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.muon import Muon
 from vescale_fsdp.planning.cluster import Cluster, WireBytes
-from vescale_fsdp.planning.meta_step import MetaStep, measure_step
+from vescale_fsdp.planning.meta_step import MetaStep, is_of_transformers, measure_step
 from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
 from vescale_fsdp.planning.step_memory import PeakMemory, UnitMemory, Window, peak_of
 
@@ -167,6 +167,8 @@ class TrainingPlan:
         advice: what would help, one line each, if nothing fits.
         report: layouts of the best candidate, for tables and drawings.
         notes: assumptions, one line each.
+        code: the lines that shard as the best candidate does; if it does not fit, those of the first change in
+            ``advice``.
 
     Examples:
         >>> import torch
@@ -183,11 +185,7 @@ class TrainingPlan:
     advice: tuple[str, ...]
     report: PlanReport
     notes: tuple[str, ...]
-
-    @property
-    def code(self) -> str:
-        """The lines that shard as the best candidate does."""
-        return self.candidates[0].code
+    code: str
 
     @property
     def fits(self) -> bool:
@@ -274,14 +272,28 @@ def plan_training(
     )
     planner = _Planner(model, batch, loss, setup)
     candidates = planner.candidates()
-    best = candidates[0]
+    candidates = [replace(each, code="\n".join(_code(planner, each))) for each in candidates]
+    best, advice = candidates[0], list[str]()
+    code = best.code
+    if best.verdict == "does not fit":
+        remedies = _remedies(planner)
+        advice = ["What helps:", *([each.text for each in remedies] or [_too_large(planner, best)])]
+        comment = (
+            "# This does not fit, and no change above is enough: the candidate that lacks the least memory."
+        )
+        if remedies:
+            first = remedies[0]
+            comment = f"# The first change that helps: {first.name} ({first.candidate.sharding})."
+            code = "\n".join(_code(first.planner, first.candidate))
+        code = f"{comment}\n{code}"
     return TrainingPlan(
         type(model).__name__,
         sum(param.numel() for param in model.parameters()),
-        tuple(replace(each, code="\n".join(_code(planner, each))) for each in candidates),
-        () if best.verdict != "does not fit" else tuple(_advice(planner, best)),
+        tuple(candidates),
+        tuple(advice),
         planner.report_of(best),
         tuple(_notes(planner)),
+        code,
     )
 
 
@@ -563,10 +575,22 @@ def _deepest(name: str, modules: Collection[str]) -> str:
     return name
 
 
-def _advice(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
-    """Yield what would help a model that does not fit: single changes, or else pairs of changes, each planned again."""
+class _Remedy(NamedTuple):
+    """A change with which the model fits, and its plan."""
+
+    name: str
+    planner: _Planner
+    candidate: ShardingCandidate
+
+    @property
+    def text(self) -> str:
+        free = format_bytes(self.candidate.memory_bytes - self.candidate.needed_bytes)
+        return f"    {self.name}: {self.candidate.verdict}, {free} free per GPU ({self.candidate.sharding})"
+
+
+def _remedies(planner: _Planner) -> list[_Remedy]:
+    """Return what helps a model that does not fit: single changes, or else pairs of changes, each planned again."""
     setup = planner.setup
-    yield "What helps:"
     changes: dict[str, dict[str, Any]] = {}
     if planner.batch is not None and planner.blocks and not setup.checkpointing:
         changes["recomputed activations (checkpointing)"] = {"checkpointing": True}
@@ -578,37 +602,40 @@ def _advice(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
         changes["half the tokens per GPU"] = {"scale": 0.5}
     clusters = [replace(setup.cluster, gpus=setup.cluster.gpus * factor) for factor in (2, 4, 8, 16)]
     for count in (1, 2):
-        lines = []
+        found = []
         for chosen in combinations(changes, count):
-            other = _changed(planner, [changes[name] for name in chosen])
-            if other.verdict != "does not fit":
-                lines.append(f"    {'; '.join(chosen)}: {_summary(other)}")
+            found += _helping(planner, "; ".join(chosen), [changes[name] for name in chosen])
         for chosen in combinations(changes, count - 1):
             for cluster in clusters:  # the least number that helps
-                other = _changed(planner, [{"cluster": cluster}, *(changes[name] for name in chosen)])
-                if other.verdict != "does not fit":
-                    lines.append(f"    {'; '.join((f'{cluster.gpus} GPUs', *chosen))}: {_summary(other)}")
+                name = "; ".join((f"{cluster.gpus} GPUs", *chosen))
+                helping = _helping(planner, name, [{"cluster": cluster}, *(changes[each] for each in chosen)])
+                if helping:
+                    found += helping
                     break
-        if lines:
-            yield from lines
-            return
+        if found:
+            return found
+    return []
+
+
+def _helping(planner: _Planner, name: str, changes: Sequence[Mapping[str, Any]]) -> list[_Remedy]:
+    """Return the remedy of some changes of the setup, if the model fits with them."""
+    merged = {key: value for each in changes for key, value in each.items()}
+    if "steps_early" in merged and "optimizer" in merged:  # only torch's optimizers step in the backward
+        return []
+    changed = planner.variant(**merged)
+    best = changed.candidates()[0]
+    return [_Remedy(name, changed, best)] if best.verdict != "does not fit" else []
+
+
+def _too_large(planner: _Planner, best: ShardingCandidate) -> str:
+    """Return the line of advice for a model that no change makes fit."""
     unit = max(planner.report_of(best).rows, key=lambda row: row.payload_numel)
-    nbytes = unit.payload_numel * setup.param_dtype.itemsize
-    yield (
+    nbytes = unit.payload_numel * planner.setup.param_dtype.itemsize
+    return (
         f"    none of these: {unit.group} takes {format_bytes(nbytes)} while it is gathered, the unit after it as "
         f"much, and its gradients {format_bytes(nbytes + unit.payload_numel * _REDUCED)}. Make units smaller, or "
         "divide them by tensor or expert parallelism, which is not planned here"
     )
-
-
-def _changed(planner: _Planner, changes: Sequence[Mapping[str, Any]]) -> ShardingCandidate:
-    """Return the best candidate after some changes of the setup."""
-    return planner.variant(**{key: value for each in changes for key, value in each.items()}).candidates()[0]
-
-
-def _summary(candidate: ShardingCandidate) -> str:
-    free = format_bytes(candidate.memory_bytes - candidate.needed_bytes)
-    return f"{candidate.verdict}, {free} free per GPU ({candidate.sharding})"
 
 
 def _notes(planner: _Planner) -> Iterator[str]:
@@ -622,8 +649,10 @@ def _notes(planner: _Planner) -> Iterator[str]:
     else:
         how = "recomputed per block" if setup.checkpointing else "kept, as the model itself keeps them"
         yield f"activations are measured on the meta device and {how}; attention by flash attention's formula"
-        flops = setup.micro_batches * planner.step.flops / 1e12
-        yield f"{flops:,.1f} TFLOP per GPU and step; operators one by one, as without a compiler"
+        flops = _in_unit(
+            setup.micro_batches * planner.step.flops, (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+        )
+        yield f"{flops} per GPU and step; operators one by one, as without a compiler"
     if setup.micro_batches > 1:
         yield f"{setup.micro_batches} micro-batches per step; replicas and nodes are reduced over in the last one"
     yield (
@@ -633,7 +662,11 @@ def _notes(planner: _Planner) -> Iterator[str]:
         f"{format_bytes(int(cluster.network_bytes_per_s))}/s per GPU: no step is faster, and most are slower"
     )
     if not cluster.on_cpu:
-        yield "other: an estimate of CUDA, cuBLAS and NCCL, which no GPU has confirmed; fragmentation is not planned"
+        yield "other: an estimate of CUDA, cuBLAS and NCCL, which no GPU has confirmed"
+    yield (
+        "not planned: fragmentation of memory, latencies, offloading, and tensor, pipeline, expert and context "
+        f"parallelism{', messages of Muon' * (setup.optimizer == 'muon')}"
+    )
 
 
 # -- code ---------------------------------------------------------------------------------------------
@@ -659,10 +692,16 @@ def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
         yield "from torch.utils.checkpoint import checkpoint"
     yield "from vescale_fsdp import fully_shard"
     optimizer = {"muon": "Muon", "adamw8bit": "AdamW8bit"}.get(setup.optimizer)
-    if optimizer is not None:
-        yield f"from vescale_fsdp.optim import {optimizer}"
+    if optimizer is not None or setup.steps_early:
+        yield f"from vescale_fsdp.optim import {optimizer or 'step_in_backward'}"
     yield ""
-    device = '"cpu"' if setup.cluster.on_cpu else "torch.accelerator.current_accelerator().type"
+    yield from _dtype_lines(planner.model)
+    device = '"cpu"'
+    if not setup.cluster.on_cpu:
+        device = "device.type"
+        yield "device = torch.accelerator.current_accelerator(check_available=True)"
+        yield "if device is None:"
+        yield '    raise RuntimeError("these lines are for GPUs, and there is none; on_cpu plans for the CPU")'
     yield f"mesh = init_device_mesh({device}, {sizes}, mesh_dim_names={axes!r})"
     yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
     options = ["mesh=mesh", "mp_policy=policy"]
@@ -700,11 +739,25 @@ def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
         yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
     if setup.optimizer == "adamw":
         yield "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)"
+        if setup.steps_early:
+            yield "step_in_backward(model, optimizer)"
     elif setup.optimizer == "adamw8bit":
         yield "optimizer = AdamW8bit(model.parameters(), lr=1e-4)"
     elif setup.optimizer == "muon":
         yield "matrices, others = Muon.split_params(model)"
         yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
+
+
+def _dtype_lines(model: nn.Module) -> Iterator[str]:
+    """Yield the lines that refuse a model in other dtypes than the plan's, with which it would train differently."""
+    dtypes = sorted({str(param.dtype) for param in model.parameters()})
+    name = ", ".join(dtypes)
+    if is_of_transformers(model):  # which builds models in the dtype of the config.json
+        build = f"{type(model).__name__}.from_pretrained(FOLDER, dtype={name})"
+        yield f"# model = {build}  # the default is the config's dtype"
+    yield "dtypes = {param.dtype for param in model.parameters()}"
+    yield f"if dtypes != {{{name}}}:"
+    yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model so")'
 
 
 def _granularity_lines(rule: GranularityRule) -> Iterator[str]:
@@ -738,18 +791,39 @@ def _path(name: str) -> str:
 
 # -- text ---------------------------------------------------------------------------------------------
 
+_BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def _unit_of(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """Return the largest unit that the value has at least one of, or else the smallest unit; units descend."""
+    return next((each for each in units if value >= each[1]), units[-1])
+
+
+def _in_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a number with its unit, of three digits at least."""
+    name, size = _unit_of(value, units)
+    number = value / size
+    return f"{number:,.0f} {name}" if number >= 1000 else f"{number:.3g} {name}"
+
 
 def _text(plan: TrainingPlan) -> Iterator[str]:
     """Yield the lines of a plan."""
     best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
     free = best.memory_bytes - best.needed_bytes
     room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'} per GPU"
-    gpus = f"{best.replicas * best.shard_size:,} GPUs of {format_bytes(best.memory_bytes)}"
-    yield f"{plan.model}, {plan.numel / 1e9:,.3g} billion parameters, on {gpus}: {best.verdict}"
-    yield f"    best: {best.sharding}, {room}; no step is faster than {best.step_s:,.3g} s ({best.limit})"
+    memory = f"{format_bytes(best.memory_bytes)} ({best.memory_bytes / 2**30:.3g} GiB)"
+    gpus = f"{best.replicas * best.shard_size:,} GPUs of {memory}"
+    numel = _in_unit(plan.numel, (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)))
+    step = _in_unit(best.step_s, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+    yield f"{plan.model}, {numel} parameters, on {gpus}: {best.verdict}"
+    yield f"    best: {best.sharding}, {room}; no step is faster than {step} ({best.limit})"
     yield from plan.advice
     yield ""
-    yield f"GB per GPU, best of {len(plan.candidates)} candidates first:"
+    unit, size = _unit_of(best.needed_bytes, _BYTE_UNITS)
+    count = len(plan.candidates)
+    which = f"all {count}" if count == len(shown) else f"the first {len(shown)} of {count}"
+    order = "what fits first, then by the time of a step" if plan.fits else "by memory, since none fits"
+    yield f"{unit} per GPU, {which} candidates, {order}:"
     head = "sharding,units,after forward,weights,states,gradients,gathered,activations,step,other,sum,verdict"
     lines = [tuple(head.split(","))]
     for each in shown:
@@ -763,26 +837,34 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
             peak.temporaries,
             each.library_bytes,
         )
-        sizes = (f"{nbytes / 1e9:.2f}" for nbytes in (*kinds, each.needed_bytes))
+        sizes = (f"{nbytes / size:.2f}" for nbytes in (*kinds, each.needed_bytes))
         lines.append((each.sharding, each.wrapping, each.after_forward, *sizes, each.verdict))
     yield from text_table(lines)
     yield ""
-    yield "per GPU and step: GB on the wires, and the least milliseconds of each resource:"
-    head = "sharding,units,after forward,padding %,copied %,GB in node,GB network,compute,in node,network,bound,limit"
+    unit, size = _unit_of(max(sum(each.wire) for each in shown), _BYTE_UNITS)
+    yield f"per GPU and step: {unit} on the wires, and the least milliseconds of each resource:"
+    head = (
+        f"sharding,units,after forward,padding %,copied %,{unit} in node,{unit} network,"
+        "compute,in node,network,bound,limit"
+    )
     lines = [tuple(head.split(","))]
     for each in shown:
         ratios = (f"{100 * round(ratio, 5):.3g}" for ratio in (each.padding_ratio, each.copied_ratio))
-        sizes = (f"{nbytes / 1e9:.2f}" for nbytes in each.wire)
+        sizes = (f"{nbytes / size:.2f}" for nbytes in each.wire)
         seconds = (each.compute_s, each.link_s, each.network_s, each.step_s)
-        times = (f"{1e3 * s:,.0f}" if s >= 1 else f"{1e3 * s:.4g}" for s in seconds)
+        times = (
+            f"{1e3 * s:,.0f}" if s >= 1 else f"{1e3 * s:.4g}" if s >= 1e-4 else f"{1e3 * s:.4f}"
+            for s in seconds
+        )
         lines.append((each.sharding, each.wrapping, each.after_forward, *ratios, *sizes, *times, each.limit))
     yield from text_table(lines)
     yield ""
-    yield f"units of the first one, over {best.shard_size:,} ranks:"
-    lines = [("unit", "x", "dtype", "padding %", "copied %", "MB per rank")]
+    yield f"units of the first candidate, over {best.shard_size:,} ranks:"
+    unit, size = _unit_of(max((row.shard_bytes for row in plan.report.rows), default=0), _BYTE_UNITS[1:])
+    lines = [("unit", "x", "dtype", "padding %", "copied %", f"{unit} per rank")]
     for row in plan.report.rows:
         ratios = (f"{100 * ratio:.3g}" for ratio in (row.padding_ratio, row.copied_ratio))
-        lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / 1e6:,.2f}"))
+        lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / size:,.2f}"))
     yield from text_table(lines)
     yield ""
     yield "assumptions:"

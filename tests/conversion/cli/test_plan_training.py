@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
 
 from tests.support.command import vescale_convert
 from vescale_fsdp.errors import VescaleError
@@ -71,6 +73,32 @@ def test_llama_70b_on_two_nodes(tmp_path: Path) -> None:
     assert not plan["fits"] and any("adamw8bit" in line for line in plan["advice"])
     plan = planned(*command, "--optimizer", "adamw8bit")
     assert plan["fits"] and plan["candidates"][0]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize("weight_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("param_dtype", ["bf16", "fp16", "fp32"])
+def test_the_printed_lines_refuse_a_model_in_another_dtype(
+    param_dtype: str, weight_dtype: str, tmp_path: Path
+) -> None:
+    """Transformers builds a model in the dtype of its config.json, here bf16; a cast one passes the check."""
+    folder = folder_with(tmp_path, LLAMA)
+    plan = planned(
+        folder, "--gpus", 2, "--tokens", 64, "--param-dtype", param_dtype, "--weight-dtype", weight_dtype
+    )
+    numel = plan["parameters"]
+    itemsize = {"fp32": 4, "bf16": 2}[weight_dtype]
+    assert plan["candidates"][0]["peak"]["weights"] == pytest.approx(itemsize * numel / 2, rel=0.01)
+    assert plan["candidates"][0]["peak"]["states"] == pytest.approx(2 * itemsize * numel / 2, rel=0.01)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    as_configured = transformers.AutoModelForCausalLM.from_config(config)
+    assert as_configured.dtype == torch.bfloat16
+    cast = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    wrong, right = (as_configured, cast) if weight_dtype == "fp32" else (cast, as_configured)
+    with pytest.raises(TypeError):
+        exec(plan["code"], {"model": wrong})  # noqa: S102
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        with pytest.raises(RuntimeError):  # after the check: there is no GPU
+            exec(plan["code"], {"model": right})  # noqa: S102
 
 
 @pytest.mark.part("formats")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,7 +185,39 @@ def test_advice_is_planned_again() -> None:
     assert not plan.fits and any("checkpointing" in line for line in plan.advice[1:])
     assert not any("GPUs" in line for line in plan.advice[1:])  # activations make up the peak
     hopeless = plan_of(model, Cluster(8, memory_bytes=1000), tokens)
-    assert len(hopeless.advice) == 2
+    assert len(hopeless.advice) == 2 and hopeless.code.endswith(hopeless.candidates[0].code)
+
+
+def test_the_lines_of_a_plan_fit() -> None:
+    """If the model does not fit as asked, they are those of the first change that helps: here 8-bit state."""
+    model, cluster = on_meta(Model, 64, 32), Cluster(2, on_cpu=True)
+    options: dict[str, Any] = {"tokens": 8, "checkpointing": True}
+    smaller = plan_of(model, cluster, optimizer="adamw8bit", **options)
+    cluster = replace(cluster, memory_bytes=min(each.needed_bytes for each in smaller.candidates))
+    plan, fitting = (plan_of(model, cluster, optimizer=name, **options) for name in ("adamw", "adamw8bit"))
+    assert fitting.fits and not plan.fits
+    assert plan.code.splitlines()[1:] == fitting.code.splitlines()
+
+
+def stepped_by_backward(code: str) -> int:
+    """Run the lines of a plan and a backward, without a step; the number of parameters that have changed on a rank."""
+    lines: dict[str, Any] = {"model": Model()}
+    exec(code, lines)  # noqa: S102
+    model = lines["model"]
+    before = [param.to_local().detach().clone() for param in model.parameters()]
+    model(torch.arange(16)[None]).float().pow(2).mean().backward()
+    after = [param.to_local() for param in model.parameters()]
+    return sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_the_lines_of_a_plan_step_early() -> None:
+    """If that is the first change that helps: a backward changes parameters."""
+    cluster = Cluster(2, on_cpu=True)
+    options: dict[str, Any] = {"tokens": 8, "checkpointing": True, "granularity": "element"}
+    plan = plan_of(on_meta(Model), cluster, **options)
+    needed = min(each.needed_bytes for each in plan.candidates)
+    plan = plan_of(on_meta(Model), replace(cluster, memory_bytes=needed - 1), **options)
+    assert not plan.fits and min(run_ranks(2, stepped_by_backward, plan.code)) > 0
 
 
 def test_optimizers_differ_in_state() -> None:
