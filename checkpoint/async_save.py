@@ -137,6 +137,7 @@ class AsyncSaver:
         fingerprint: bool | None = None,
         exit_timeout_s: float = EXIT_TIMEOUT_S,
         metric: float | None = None,
+        called_s: float | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on in the background.
 
@@ -146,7 +147,9 @@ class AsyncSaver:
             also: a note for errors, which says where else the state is saved; None if nowhere.
             optimizer, exit_timeout_s: as for `async_save`.
             metric: see `SaveRecord`.
+            called_s: when the user called, by `time.monotonic`; None for now.
         """
+        called_s = time.monotonic() if called_s is None else called_s
         savers: list[Saver] = []
         taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
@@ -167,6 +170,7 @@ class AsyncSaver:
                 check_replicas=check_replicas,
                 fingerprint=fingerprint,
                 metric=metric,
+                called_s=called_s,
             )
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(folder, overwrite=True, format=form) for folder, form in copies]

@@ -107,7 +107,8 @@ class CheckpointManager:
         export_every: every step divisible by this number is exported, even if the policy does not save it.
         ram: also saves steps to shared memory; `restore` tries these steps first.
         process_group: the ranks that save and restore together; default: all.
-        progress: callable that receives this rank's progress in disk saves and restores; True draws a bar on rank 0.
+        progress: callable that receives this rank's progress in disk saves and restores; True draws a bar of rank 0's
+            bytes, and in a log file writes lines.
         optimizer: as for `async_save`; used if ``asynchronous``, on an accelerator.
         check_replicas, fingerprint: as for `vescale_fsdp.checkpoint.save`.
         exit_timeout_s: as for `async_save`; used if ``asynchronous``.
@@ -197,7 +198,8 @@ class CheckpointManager:
         self._has_begun = False  # whether a save has locked the root since the last restore
         self._run: RunFile | None = None  # the root's run file, only with a RAM tier; the same on all ranks
         self._stall_s: float | None = None  # see `metrics`
-        self._committed: int | None = None  # the newest step that this manager has committed to disk
+        # The newest step that this manager has committed to disk, and the seconds that its save took on this rank.
+        self._committed: tuple[int, float] | None = None
         self._record: StepRecord | None = None  # of a step that `metrics` has read
 
     def __enter__(self) -> CheckpointManager:
@@ -263,16 +265,19 @@ class CheckpointManager:
     def metrics(self) -> dict[str, float]:
         """Return numbers about the last save, for TensorBoard, W&B or another logger; not a collective.
 
-        The numbers of bytes and seconds come from the manifest of the step, which the call reads once per step.
+        The number of bytes comes from the manifest of the step, which the call reads once per step. Seconds are
+        those of this rank.
 
         Returns:
             Empty before the first save; then
 
-            * "checkpoint/stall_seconds": for how long the last call of `save` that saved a step held this rank. An
-              asynchronous save holds it for the copy of the state, and for the end of the previous save
+            * "checkpoint/stall_seconds": for how long the last call of `save` that saved a step held this rank,
+              including saves to memory, exports, and the removal of older steps. An asynchronous save holds it for the
+              copy of the state, and for the end of the previous save
             * "checkpoint/step": the newest step that is committed to disk
             * "checkpoint/bytes": size of all tensors and per-rank values of this step
-            * "checkpoint/save_seconds": duration of the save of this step, until its commit
+            * "checkpoint/save_seconds": duration of the save of this step, from the call of `save` until its commit. An
+              asynchronous save's includes the time in the background
 
         Examples:
             >>> import torch
@@ -282,12 +287,12 @@ class CheckpointManager:
             ['checkpoint/bytes', 'checkpoint/save_seconds', 'checkpoint/stall_seconds', 'checkpoint/step']
         """
         found: dict[str, float | None] = {"checkpoint/stall_seconds": self._stall_s}
-        if (step := self._committed) is not None:
+        if self._committed is not None:
+            step, found["checkpoint/save_seconds"] = self._committed
             if self._record is None or self._record.step != step:
                 self._record = read_record(self._root, step)
             found["checkpoint/step"] = step
             found["checkpoint/bytes"] = self._record.num_bytes
-            found["checkpoint/save_seconds"] = self._record.seconds
         return {name: value for name, value in found.items() if value is not None}
 
     def pin(self, step: int) -> None:
@@ -440,7 +445,7 @@ class CheckpointManager:
         self._sweep()
         also = f"step {step} is saved in memory, from where restore takes it" if is_in_ram else None
         try:
-            self._save_to(targets, decision, state, metadata, save_id, also)
+            self._save_to(targets, decision, state, metadata, save_id, also, start_s)
         except Exception as error:  # any class: `is_of_storage` reads its mark
             # If only the disk failed, the state itself is good and can still be saved to memory.
             if save_to_ram is not None and is_of_storage(error) and save_to_ram():
@@ -525,12 +530,14 @@ class CheckpointManager:
         metadata: Json,
         save_id: str | None,
         also: str | None,
+        called_s: float,
     ) -> None:
         """Write a step to disk: the step itself, its export, or both.
 
         Args:
             targets: from `_targets`.
             also: a note for errors, which says where else the step is saved; None if nowhere.
+            called_s: when the user called `save`, by `time.monotonic`.
         """
         if self._async is None or decision.is_final:  # the job may exit right after a final save
             with self._after_previous_save(decision):
@@ -546,11 +553,12 @@ class CheckpointManager:
                         check_replicas=self._check_replicas,
                         fingerprint=self._fingerprint,
                         metric=decision.metric,
+                        called_s=called_s,
                     )
                     with adding_note(also):
                         saver.save(state, metadata)
                     if decision.is_due and storage is targets[0][0]:  # the step itself; exports come after it
-                        self._conclude(decision, self._coordinator)
+                        self._conclude(decision, self._coordinator, called_s)
             return
         self._wait_for_disk_together()
         (storage, form), *copies = targets
@@ -560,7 +568,9 @@ class CheckpointManager:
             metadata=metadata,
             overwrite=True,  # a step that was saved before is replaced
             format=form,
-            after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
+            after=partial(self._conclude, decision, self._behind, called_s=called_s)
+            if decision.is_due
+            else None,
             copies=copies,
             progress=self._progress,
             save_id=save_id,
@@ -570,6 +580,7 @@ class CheckpointManager:
             fingerprint=self._fingerprint,
             exit_timeout_s=self._exit_timeout_s,
             metric=decision.metric,
+            called_s=called_s,
         )
 
     @contextmanager
@@ -590,9 +601,14 @@ class CheckpointManager:
             error.add_note(f"the previous save failed; step {decision.step}, the final one, is saved")
             raise error
 
-    def _conclude(self, decision: Decision, coordinator: Coordinator) -> None:
-        """Apply the retention policy after the commit of a step, on rank 0. A collective."""
-        self._committed = decision.step
+    def _conclude(self, decision: Decision, coordinator: Coordinator, called_s: float) -> None:
+        """Apply the retention policy after the commit of a step, on rank 0. A collective.
+
+        Args:
+            called_s: when the user called `save`, by `time.monotonic`.
+        """
+        # One assignment: another thread may read both in `metrics`.
+        self._committed = (decision.step, time.monotonic() - called_s)
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:

@@ -115,6 +115,7 @@ def save(
         >>> read_state("saved").names()
         ['model.weight', 'model.bias']
     """
+    start_s = time.monotonic()
     coordinator = coordinator_for(process_group)
     try:
         saver = Saver(
@@ -125,6 +126,7 @@ def save(
             check_replicas=check_replicas,
             fingerprint=fingerprint,
             meter=meter_for(progress, coordinator.rank),
+            called_s=start_s,
         )
     except BaseException as error:  # Ctrl-C too must reach the other ranks
         coordinator.agree(None, 0, error, {})  # other ranks are waiting in `agree`: now all ranks raise
@@ -151,6 +153,7 @@ class Saver:
     check_replicas: CheckReplicas = "sample"
     fingerprint: bool | None = None
     metric: float | None = None  # for the manifest, see `SaveRecord`
+    called_s: float = field(default_factory=time.monotonic)  # when the user called: see `SaveRecord.seconds`
 
     def __post_init__(self) -> None:
         check_choice(self.check_replicas)
@@ -198,7 +201,6 @@ class Saver:
             take: returns the state; an error that it raises is raised on all ranks.
             held: on rank 0, receives the folder's lock; the caller closes it after the commit.
         """
-        start_s = time.monotonic()
         error: BaseException | None = None
         structure, blob, alike, save_id, claimed, free_bytes = None, b"", {}, "", False, None
         try:
@@ -246,7 +248,7 @@ class Saver:
 
             def sealed(manifest: Manifest) -> Manifest:
                 """Return the manifest to commit. Manifests of several nodes must be equal, so they have no times."""
-                record = None if self.every_node else self._record(start_s)
+                record = None if self.every_node else self._record()
                 return replace(manifest, saved=record, sums=sums or None)
 
             share = RankShare(
@@ -285,12 +287,12 @@ class Saver:
                     failed.add_note(f"written files could not be removed: {type(left).__name__}: {left}")
             raise
 
-    def _record(self, start_s: float) -> SaveRecord:
-        """Return the record of a save that began at ``start_s`` and is committed now."""
+    def _record(self) -> SaveRecord:
+        """Return the record of a save that is committed now."""
         metric = self.metric
         # JSON has no NaN and no infinities.
         finite = metric if metric is not None and math.isfinite(metric) else None
-        return SaveRecord(time.time(), time.monotonic() - start_s, finite)
+        return SaveRecord(time.time(), time.monotonic() - self.called_s, finite)
 
     @property
     def _alike(self) -> dict[str, Json]:

@@ -67,7 +67,7 @@ class SaveRecord(NamedTuple):
 
     Attributes:
         unix_s: time of the commit, in seconds since 1970.
-        seconds: duration of the save, until its commit.
+        seconds: duration of the save, from the user's call until its commit: until the manifest is written.
         metric: the ``metric`` of `CheckpointManager.save`; None if there is none, or it is not a finite number.
     """
 

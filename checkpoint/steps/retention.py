@@ -152,7 +152,7 @@ class StepRecord:
     Attributes:
         step: the step's number.
         num_bytes: size of all tensors and per-rank values.
-        seconds: duration of the save, until its commit.
+        seconds: duration of the save, from the call of `CheckpointManager.save` until its commit.
         unix_s: time of the commit, in seconds since 1970.
         metric: the ``metric`` argument of `CheckpointManager.save`.
         pinned: whether the step is exempt from the retention policy.
