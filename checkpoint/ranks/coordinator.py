@@ -516,21 +516,26 @@ class GroupCoordinator(Coordinator):
     @contextmanager
     def _reaching(self, doing: str) -> Iterator[None]:
         """Context manager around a collective: translates an error of gloo into a CheckpointError."""
+        began_s = time.monotonic()
         try:
             yield
         except CheckpointError:
             # Also a RuntimeError; comes from the roll call, and already names the missing ranks.
             raise
         except RuntimeError as lost:
+            was_late = time.monotonic() - began_s >= self._timeout_s  # else a connection was closed
             # A LifecycleError: the store is lost, or an elastic job knows that a rank is, and waits no longer.
             silent = "no answer" if isinstance(lost, LifecycleError) else self._silent()
             raise UnreachableError(
                 f"Ranks could not be reached while {doing}.",
-                expected=f"all {self.world_size} ranks within the process group's time-out",
+                expected=f"all {self.world_size} ranks to answer"
+                + (f" within the process group's time-out, {self._timeout_s:g} s" if was_late else ""),
                 got=f"{silent}; {type(lost).__name__}: {lost}",
                 where=f"rank {self.rank}",
                 todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass a longer "
-                "time-out to init_process_group",
+                "time-out to init_process_group"
+                if was_late
+                else "see the errors of the other ranks: a rank has ended, or has left after an error",
             ) from lost
 
     def _silent(self) -> str:

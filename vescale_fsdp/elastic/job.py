@@ -223,7 +223,8 @@ class ElasticJob:
                     traceback.clear_frames(
                         error.__traceback__
                     )  # else it keeps groups, and so their files, alive
-                    _logger.warning("rank %d leaves its epoch: %s", self.rank, error)
+                    _logger.warning("rank %d leaves its epoch: %s", self.rank, str(error).partition("\n")[0])
+                    _logger.debug("%s", error)
                 self._end_epoch()
         finally:  # also after the last step and after an error; ending an epoch twice does no harm
             self._end_epoch()
@@ -273,9 +274,11 @@ class ElasticJob:
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
+        # One line per epoch instead of one per rank. After a loss it follows warnings, and says how the loss ended.
+        level = logging.INFO if len(self.epochs) == 1 else logging.WARNING
         _logger.log(
-            logging.INFO if self.rank == 0 else logging.DEBUG,  # one line per epoch instead of one per rank
-            "epoch %d: %d ranks, from step %d (%s), %.2f s after the processes agreed",
+            level if self.rank == 0 else logging.DEBUG,
+            "epoch %d: %d ranks continue from step %d (%s), %.2f s after the processes agreed",
             epoch.number,
             self.num_ranks,
             step,

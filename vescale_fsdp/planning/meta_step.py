@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,7 @@ def _measured(
     if is_of_transformers(on_meta):
         transformers = sys.modules["transformers"]
         transformers.AttentionInterface.register(_ATTENTION, attention.of_transformers)
-        on_meta.set_attn_implementation(_ATTENTION)
+        cast(Any, on_meta).set_attn_implementation(_ATTENTION)
     for name in modules:
         meter.watch(on_meta.get_submodule(name), name)
     for name in recomputed:

@@ -7,7 +7,8 @@ import os
 import shutil
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ class _SlowSteps(LocalStorage):
 
     clock_s = 0.0
 
-    def lock(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def lock(self) -> Iterator[None]:
         _SlowSteps.clock_s += self.root.name == "run"
-        return super().lock()
+        with super().lock():
+            yield
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         super().commit(name, data, replace=replace)
