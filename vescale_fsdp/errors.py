@@ -12,6 +12,7 @@ The class tree (each class also inherits from the builtin exception that a calle
     |   +-- MisuseError(AssertionError)    a misuse for which torch's FSDP2 has an assert: a second wrap, a deepcopy
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as requested
     |   +-- NoCheckpointError              a path without a checkpoint
+    |   +-- StorageError                   a disk or a bucket that cannot be used
     |   +-- CorruptCheckpointError         the bytes on disk do not match the metadata
     |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
     |   |   +-- DamagedLoadError           .. because the checkpoint is damaged (also a CorruptCheckpointError)
@@ -132,6 +133,13 @@ class CheckpointError(VescaleError, RuntimeError):
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none was saved there yet, or the checkpoint was removed."""
+
+
+class StorageError(CheckpointError):
+    """A storage cannot be used: it is full, denies access, is locked by another job or cannot be opened.
+
+    A `CheckpointManager` treats it like an OSError.
+    """
 
 
 class CorruptCheckpointError(CheckpointError):

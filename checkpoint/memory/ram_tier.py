@@ -60,9 +60,9 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
     remove_leftovers,
     remove_step,
 )
-from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ArgumentError, CheckpointError, NoCheckpointError, callers_level
+from vescale_fsdp.errors import ArgumentError, CheckpointError, NoCheckpointError, StorageError, callers_level
 
 NO_COPIES = "a step in memory could not be copied to other nodes, so the loss of a node may lose the step"
 
@@ -345,9 +345,12 @@ class RamTier:
         if self.num_copies < self.replicas:
             with coordinator.together("warning about too few nodes"):
                 if self._warns:
+                    kept, there = self.num_copies, len(set(nodes))
                     warnings.warn(
-                        f"RamTier(replicas={self.replicas}) keeps {self.num_copies} copies, because there are only "
-                        f"{len(set(nodes))} nodes with different memory file systems",
+                        f"RamTier(replicas={self.replicas}) keeps {kept or 'no'} cop{'y' if kept == 1 else 'ies'} of "
+                        f"each node's part: there {'is' if there == 1 else 'are'} only {there} "
+                        f"node{'' if there == 1 else 's'}, and each copy needs another node. Ranks with one memory "
+                        "file system are one node",
                         stacklevel=callers_level(),
                     )
         self._seen = weakref.ref(coordinator)  # weak, so that the group of a failed job can be freed

@@ -21,8 +21,9 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, StorageError, bad_root
+from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, bad_root
 from vescale_fsdp.checkpoint.storage.progress import Meter
+from vescale_fsdp.errors import StorageError
 
 # Errors of the first write to an unusable path, for which `root_errors` explains the path. Not ENOSPC: a full disk says
 # nothing about the path.

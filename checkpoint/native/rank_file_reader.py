@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.ranks.first_error import noting
-from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Buffer, FileReader, Storage
+from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, RESTORE_OLDER, Buffer, FileReader, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CHECKSUM_BYTES, RunningChecksum, checksum_of
 from vescale_fsdp.errors import CorruptCheckpointError, some
 
@@ -142,5 +142,5 @@ class RankFileReader:
 
     def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
         """Return an error that names this file."""
-        todo = f"restore an older step{ALL_PROBLEMS}"
+        todo = RESTORE_OLDER + ALL_PROBLEMS
         return CorruptCheckpointError(problem, expected=expected, got=got, where=self.where, todo=todo)

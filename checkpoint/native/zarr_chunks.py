@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_file, clipped, holders_of
 from vescale_fsdp.checkpoint.native.rank_file_reader import RankFileReader
-from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, Storage
+from vescale_fsdp.checkpoint.storage.base import ALL_PROBLEMS, RESTORE_OLDER, Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.errors import CorruptCheckpointError
 
@@ -98,7 +98,7 @@ class ChunkReader:
                 expected=f"{chunk.box.numel * entry.itemsize + CRC_BYTES} bytes with crc32c {written:08x}",
                 got="no file" if absent else str(error),
                 where=f"{tables.storage.where}/{name}",
-                todo=f"restore an older step{ALL_PROBLEMS}",
+                todo=RESTORE_OLDER + ALL_PROBLEMS,
             ) from error
         return out
 

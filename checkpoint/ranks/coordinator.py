@@ -33,7 +33,6 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.checkpoint.ranks.stores import BoundedStore, silent_ranks, within
-from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.checksums import checksum_of, digest_of, hex_checksum_of
 from vescale_fsdp.collectives.interruptible import interruptibly
 from vescale_fsdp.collectives.process_groups import break_group, ended_peers, new_group
@@ -44,6 +43,7 @@ from vescale_fsdp.errors import (
     CorruptCheckpointError,
     LifecycleError,
     NoCheckpointError,
+    StorageError,
     VescaleError,
     sides_of,
 )
@@ -109,6 +109,12 @@ def _format_error(error: BaseException) -> str:
         return "\n".join([f"{type(error).__name__}: {error}", *notes])
     except Exception as mute:  # noqa: BLE001  an error without a text is still reported
         return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
+
+
+def _on_one_line(text: str) -> str:
+    """Return the text of an error with its further lines in parentheses."""
+    first, *others = filter(None, map(str.strip, text.splitlines()))
+    return f"{first} ({'; '.join(others)})" if others else first
 
 
 class UnreachableError(CheckpointError):
@@ -503,7 +509,8 @@ class GroupCoordinator(Coordinator):
         if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
             error.add_note(f"on rank {self.rank}, while {doing}; {outcome}")
             raise _marked(error, worst)
-        shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
+        # Each text on a line, in which its parts are not taken for those of the summary.
+        shown = "\n".join(f"rank {rank}: {_on_one_line(text)}" for rank, text in list(failed.items())[:4])
         summary = _KINDS.get(worst, CheckpointError)(
             f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
             expected="all ranks to succeed",

@@ -24,7 +24,7 @@ from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import CorruptCheckpointError, StorageError
 
 _MKDIR_TRIES = 5  # another process that fails may remove a folder just after this process has made it
 
@@ -95,6 +95,10 @@ class MadeFolders:
 T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # 4 MiB: bounds the memory of `read_pieces`
+# Advice in errors about damaged bytes.
+RESTORE_OLDER = (
+    "restore an older step: CheckpointManager.restore skips a damaged step by itself, unless it gets step="
+)
 ALL_PROBLEMS = "; verify(path) lists all problems"  # end of the advice in errors of loads; `verify` omits it
 
 Buffer = Any
@@ -106,13 +110,6 @@ class FileInfo(NamedTuple):
 
     size_bytes: int
     stamp: str
-
-
-class StorageError(CheckpointError):
-    """A storage cannot be used: it is full, denies access, is locked by another job or cannot be opened.
-
-    Callers treat this error like an OSError.
-    """
 
 
 # A `cure` for `bad_root`.

@@ -23,9 +23,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage, StorageError
+from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.errors import StorageError
 
 
 class HubStorage(RemoteStorage):

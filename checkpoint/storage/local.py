@@ -30,7 +30,6 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileWriter,
     MadeFolders,
     Storage,
-    StorageError,
     bad_root,
 )
 from vescale_fsdp.checkpoint.storage.file_system import (
@@ -43,7 +42,7 @@ from vescale_fsdp.checkpoint.storage.file_system import (
     sync_names,
 )
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, StorageError
 
 # Flags of new descriptors. O_NOFOLLOW: see above. O_CLOEXEC: child programs must not inherit them.
 _APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC

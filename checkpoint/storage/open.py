@@ -6,9 +6,9 @@ import os
 import re
 from typing import Any
 
-from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.errors import ArgumentError, StorageError
 
 # The owner and the name, as in "org/model". Not paths such as ../model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

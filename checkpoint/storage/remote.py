@@ -29,7 +29,6 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileWriter,
     SourceError,
     Storage,
-    StorageError,
     bad_root,
 )
 from vescale_fsdp.checkpoint.storage.first_answer import (
@@ -38,7 +37,7 @@ from vescale_fsdp.checkpoint.storage.first_answer import (
     first_answer,
     has_answered,
 )
-from vescale_fsdp.errors import ConversionError, VescaleError, explain
+from vescale_fsdp.errors import ConversionError, StorageError, VescaleError, explain
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -538,8 +537,9 @@ class RemoteStorage(Storage):
         except PermissionError as error:
             # A user without the right to list the bucket may still be allowed to write to one of its prefixes.
             _log.info("%s may not be listed: %s", bucket, error)
-        except FileNotFoundError as error:
-            raise self._no_bucket() from error
+        except FileNotFoundError:
+            # Not from the error of fsspec, which says no more and whose traceback of 60 lines each rank would print.
+            raise self._no_bucket() from None
         return None
 
     def _no_bucket(self) -> StorageError:

@@ -25,11 +25,11 @@ from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from tests.support.faults.passing_storage import PassingStorage
 from tests.support.processes import run_command
 from vescale_fsdp.checkpoint import verify
-from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import open_source
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, option
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, StorageError, option
 
 LIMITS = {"memory_budget_bytes": 8 * 2**20, "threads": 2}
 

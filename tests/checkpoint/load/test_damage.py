@@ -22,8 +22,14 @@ from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.load import Verify
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION
 from vescale_fsdp.checkpoint.save import Format
-from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DamagedLoadError,
+    PartialLoadError,
+    StorageError,
+)
 
 
 def _state(seed: int = 0) -> dict[str, Any]:

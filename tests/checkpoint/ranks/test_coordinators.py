@@ -99,7 +99,7 @@ _MET: dict[str, Callable[[], BaseException]] = {
     "iteration": lambda: StopIteration("over"),
     "mute": _Mute,
     "ours": lambda: CheckpointError("does not fit"),
-    "damage": lambda: CorruptCheckpointError("torn"),
+    "damage": lambda: CorruptCheckpointError("torn", expected=1, got=2, where="here"),
 }
 
 
@@ -149,6 +149,8 @@ def test_all_ranks_leave_a_block_together() -> None:
                 wanted = "CorruptCheckpointError" if kind == "damage" else "CheckpointError"
                 assert found[number].startswith(f"{wanted}: ") and f"ranks [{bad_rank}]" in found[number]
                 assert f"rank {bad_rank}: {type(_MET[kind]()).__name__}" in found[number]
+                # The parts of the rank's own error are not mixed with those of the summary.
+                assert all(found[number].count(f"\n  {part}:") == 1 for part in ("expected", "what to do"))
 
 
 def test_ranks_that_meet_different_things_decide_alike() -> None:

@@ -30,10 +30,9 @@ from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_st
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.save import Format, Saver
-from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, StorageError
 
 
 def _state(value: float) -> dict[str, Any]:

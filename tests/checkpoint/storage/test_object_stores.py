@@ -16,8 +16,8 @@ from fsspec.registry import _registry, known_implementations
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp import conversion
 from vescale_fsdp.checkpoint import CheckpointManager, load, save, verify
-from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.checkpoint.storage.remote import PART_BYTES, MultipartWriter, RemoteStorage
+from vescale_fsdp.errors import StorageError
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -23,7 +23,7 @@ from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -303,8 +303,10 @@ def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, scheme, Standin)
     url = f"{scheme}://bucket/run"
-    with pytest.raises(CheckpointError):
+    with pytest.raises(StorageError) as refused:
         CheckpointManager(url)
+    # The error of fsspec says no more, and its traceback would hide this one.
+    assert refused.value.__cause__ is None and refused.value.__suppress_context__
     Standin().mkdir("bucket")
     manager = CheckpointManager(url, retention=2)
     for step in (1, 2, 3):

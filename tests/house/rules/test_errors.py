@@ -28,6 +28,7 @@ BUILTINS = {
     "NoCheckpointError": RuntimeError,
     "PartialLoadError": RuntimeError,
     "PlacementError": ValueError,
+    "StorageError": RuntimeError,
     "TransferError": RuntimeError,
     "UnknownNameError": KeyError,
     "UnsupportedOpError": NotImplementedError,
