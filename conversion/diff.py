@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +96,38 @@ class Difference:
         return found if self.distance is None else {**found, "distance": asdict(self.distance)}
 
 
+class LeftOut(NamedTuple):
+    """The entries of one side that were not compared.
+
+    Attributes:
+        side: "a" or "b".
+        reason: why they were not compared.
+        num_tensors: number of tensors.
+        num_values: number of other values.
+        groups: prefix of names -> number of these entries.
+    """
+
+    side: str
+    reason: str
+    num_tensors: int
+    num_values: int
+    groups: dict[str, int]
+
+    def __str__(self) -> str:
+        kinds = (f"{self.num_tensors} tensors", f"{self.num_values} other values")
+        counted = " and ".join(text for text in kinds if not text.startswith("0 "))
+        groups = some([f"{prefix} ({count})" for prefix, count in self.groups.items()])
+        return f"not compared: {counted} of {self.side.upper()}, because {self.reason}: {groups}"
+
+
+class Comparison(NamedTuple):
+    """The result of `compare`: all differences, the number of tensors of both sides, and what was not compared."""
+
+    differences: tuple[Difference, ...]
+    num_compared: int
+    left_out: tuple[LeftOut, ...]
+
+
 def diff(
     a: Source,
     b: Source,
@@ -111,7 +143,8 @@ def diff(
     """Return all differences, and the number of tensors that both sides have.
 
     Tensors of models are matched by their names without the model's prefix. All other tensors and values are matched
-    by full name. They are ignored if one checkpoint contains only a model, as a Hugging Face folder does.
+    by full name. They are ignored if one checkpoint contains only a model, as a Hugging Face folder does;
+    `vescale-convert diff` prints how many.
 
     Args:
         a, b: opened checkpoints.
@@ -137,6 +170,33 @@ def diff(
         >>> differences[0].text, compared
         ('1 of 4 values differ, by up to 1 (relative: 0.5), norm of the difference 1', 1)
     """
+    found = compare(
+        a,
+        b,
+        rtol=rtol,
+        atol=atol,
+        ignore_dtype=ignore_dtype,
+        model_only=model_only,
+        model_prefix=model_prefix,
+        recorded=recorded,
+        progress=progress,
+    )
+    return found.differences, found.num_compared
+
+
+def compare(
+    a: Source,
+    b: Source,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ignore_dtype: bool = False,
+    model_only: bool = False,
+    model_prefix: str | None = None,
+    recorded: bool = False,
+    progress: Progress = no_progress,
+) -> Comparison:
+    """Compare two checkpoints; arguments and errors are those of `diff`."""
     for side in (a, b):
         check_source(side, "diff(open_source(path), open_source(other_path))")
     tolerance = _Tolerance(rtol, atol, ignore_dtype)
@@ -144,7 +204,11 @@ def diff(
     has_others = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
     # If one side is a model alone, every other entry of the other side would be reported as a difference.
     compares_all = not model_only and all(has_others)
+    left_out: list[LeftOut] = []
     if not compares_all:
+        for number, (source, views) in enumerate(((a, left), (b, right))):
+            reason = "only models are compared" if model_only else f"{'BA'[number]} contains only a model"
+            left_out += _left_out("ab"[number], reason, source, views)
         left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
     differences: list[Difference] = []
     # "model" sorts before "other", and layer 2 before layer 10.
@@ -159,7 +223,58 @@ def diff(
         differences += _compare_values(a, b)
     if {a.kind, b.kind} <= {"hf", "safetensors"}:  # no other format has __metadata__ to compare
         differences += _compare_metadata(a, b)
-    return tuple(differences), len(left.keys() & right.keys())
+    return Comparison(tuple(differences), len(left.keys() & right.keys()), tuple(left_out))
+
+
+def _left_out(side: str, reason: str, source: Source, views: Views) -> Iterator[LeftOut]:
+    """Return what of a side is not part of its model, if there is any."""
+    tensors = [name for kind, name in views if kind == "other"]
+    if tensors or source.values:
+        groups = {prefix: len(names) for prefix, names in by_prefix([*tensors, *source.values]).items()}
+        yield LeftOut(side, reason, len(tensors), len(source.values), groups)
+
+
+def by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group dotted names by their first key, under the keys that all names of a group have in common.
+
+    Examples:
+        >>> by_prefix(["app.optim.lr", "app.optim.w", "step"])
+        {'app.optim.*': ['app.optim.lr', 'app.optim.w'], 'step': ['step']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition(".")[0], []).append(name)
+    found = {}
+    for group in groups.values():
+        keys = [name.split(".") for name in group]
+        levels = list(zip(*keys, strict=False))
+        depth = next((level for level, row in enumerate(levels) if len({*row}) > 1), len(levels))
+        found[group[0] if len(group) == 1 else ".".join([*keys[0][:depth], "*"])] = group
+    return found
+
+
+def format_comparison(found: Comparison, most: int | None) -> str:
+    """Format a comparison as lines: first the counts, then names of one side by prefix, then all other differences.
+
+    Args:
+        most: largest number of lines about other differences; None to print all differences one by one.
+    """
+    differences = found.differences
+    lines = [
+        f"{found.num_compared} tensors compared, {len(differences)} differences",
+        *map(str, found.left_out),
+    ]
+    if most is not None:
+        for kind in ("only_a", "only_b"):
+            of_kind = {each.name: each for each in differences if each.kind == kind}
+            for prefix, names in by_prefix(of_kind).items():
+                count = f" ({len(names)})" if len(names) > 1 else ""
+                lines.append(f"{kind:<7} {prefix}{count}: {of_kind[names[0]].text}")
+        differences = tuple(each for each in differences if each.kind not in ("only_a", "only_b"))
+    lines += [f"{each.kind:<7} {each.name}: {each.text}" for each in differences[:most]]
+    if most is not None and (more := len(differences) - most) > 0:
+        lines.append(f"and {more} more differences of tensors and values; --all or --json lists all")
+    return "\n".join(lines)
 
 
 def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:

@@ -110,22 +110,59 @@ def _open(src: str, step: int | None, **options: Any) -> Source:
 def inspect_command(
     src: str, as_json: bool, svg: str | None, layout: int | None, **source_options: Any
 ) -> None:
-    """Print what the checkpoint SRC contains. Of a run folder, the latest step is used unless --step names one."""
+    """Print what the checkpoint SRC contains. Of a run folder, the latest step is used unless --step names one.
+
+    If a native checkpoint lacks files, what its manifest lists is printed, then the problems; the exit code is 1.
+    """
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.report.describe import describe, draw, format_description
 
     if layout is not None and svg is None:
         raise click.UsageError("--layout needs --svg")
-    source = _open(src, **source_options)
+    problems: Sequence[VerifyReport.Problem] = ()
+    try:
+        source = _open(src, **source_options)
+    except CorruptCheckpointError:
+        opened = _open_manifest(src, source_options["step"], source_options["kind"])
+        if opened is None:
+            raise
+        source, problems = opened
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
         # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
         folder.commit(name, picture.encode(errors="backslashreplace"), replace=True)
     description = describe(source)
-    click.echo(
-        json.dumps(description, indent=2, default=repr) if as_json else format_description(description)
-    )
+    if as_json:
+        given = {"problems": [str(each) for each in problems]} if problems else {}
+        click.echo(json.dumps({**description, **given}, indent=2, default=repr))
+    else:
+        click.echo(format_description(description))
+        _echo_problems(problems)
+    sys.exit(1 if problems else 0)
+
+
+def _echo_problems(problems: Sequence[VerifyReport.Problem]) -> None:
+    """Print the first problems, and the number of the others."""
+    for problem in problems[:_MOST]:
+        click.echo(problem)
+    if (more := len(problems) - _MOST) > 0:
+        click.echo(f"and {more} more problems; --json lists all")
+
+
+def _open_manifest(
+    src: str, step: int | None, kind: str | None
+) -> tuple[Source, Sequence[VerifyReport.Problem]] | None:
+    """Open a native checkpoint that lacks files, by its manifest. Returns None if it is of another format."""
+    from vescale_fsdp.checkpoint.manifest.file_names import manifest_file
+    from vescale_fsdp.conversion.formats.detect import locate
+    from vescale_fsdp.conversion.formats.native.source import open_native
+
+    _, folder = locate(src, "newest" if step is None else step)
+    if kind not in {None, "native"} or manifest_file(folder) is None:
+        return None
+    source = open_native(folder, checks_files=False)
+    return source, checkpoint.verify(source, deep=False).problems
 
 
 @cli.command("ls")
@@ -134,7 +171,8 @@ def inspect_command(
 def ls_command(run: str, as_json: bool) -> None:
     """List the steps of RUN, the folder of a CheckpointManager: size, age, seconds of the save, metric and state.
 
-    A step is committed, pinned, abandoned by a rollback, damaged, or incomplete: its save runs or was interrupted.
+    A step is committed, pinned, abandoned by a rollback, damaged (its manifest cannot be read), or incomplete: its save
+    runs or was interrupted. The data of a committed step may be damaged all the same: verify reads it, ls does not.
     """
     from vescale_fsdp.conversion.report.describe import describe_run, format_run
 
@@ -175,10 +213,7 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         }
         click.echo(json.dumps({**numbers, "problems": [str(each) for each in report.problems]}, indent=2))
     else:
-        for problem in report.problems[:_MOST]:
-            click.echo(problem)
-        if (more := len(report.problems) - _MOST) > 0:
-            click.echo(f"and {more} more problems; --json lists all")
+        _echo_problems(report.problems)
         read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
         click.echo(f"{url}: {report.num_tensors} tensors, {read}: {len(report.problems)} problems")
     sys.exit(1 if report.problems else 0)
@@ -211,6 +246,7 @@ def _verify_files(
 @click.option("--model-only", is_flag=True, help="Compare the model only, not the optimizer or the rest.")
 @RECORDED
 @MODEL_PREFIX
+@click.option("--all", "lists_all", is_flag=True, help="Print every difference on a line of its own.")
 @JSON
 @quiet_option()
 def diff_command(
@@ -222,13 +258,20 @@ def diff_command(
     model_only: bool,
     recorded: bool,
     model_prefix: str | None,
+    lists_all: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compare the tensors of A and B, whatever their formats. The exit code is 1 if they differ."""
+    """Compare the tensors of A and B, whatever their formats. The exit code is 1 if they differ.
+
+    If one side contains only a model, the optimizer and the rest of the other side are not compared, as a line says.
+    Names that one side lacks are grouped by their first keys.
+    """
+    from vescale_fsdp.conversion.diff import compare, format_comparison
+
     left, right = conversion.open_source(a), conversion.open_source(b)
     with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
-        differences, num_compared = conversion.diff(
+        found = compare(
             left,
             right,
             rtol=rtol,
@@ -240,13 +283,13 @@ def diff_command(
             progress=progress.advance,
         )
     if as_json:
-        listed = [difference.to_json() for difference in differences]
-        click.echo(json.dumps({"compared": num_compared, "differences": listed}, indent=2))
+        listed = [difference.to_json() for difference in found.differences]
+        left_out = [each._asdict() for each in found.left_out]
+        numbers = {"compared": found.num_compared, "not_compared": left_out}
+        click.echo(json.dumps({**numbers, "differences": listed}, indent=2))
     else:
-        for difference in differences:
-            click.echo(f"{difference.kind:<7} {difference.name}: {difference.text}")
-        click.echo(f"{num_compared} tensors compared, {len(differences)} differences")
-    sys.exit(1 if differences else 0)
+        click.echo(format_comparison(found, None if lists_all else _MOST))
+    sys.exit(1 if found.differences else 0)
 
 
 @cli.command("fingerprint")

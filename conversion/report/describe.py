@@ -18,6 +18,8 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.errors import ConversionError, format_bytes
 from vescale_fsdp.layout.model_shapes import natural_key
 
+_MOST_CHARS = 100  # longer lists are shortened in the table; the JSON has them in full
+
 
 def describe(source: Source) -> dict[str, Any]:
     """Describe a source as plain values that can be written as JSON; reads no tensor data.
@@ -72,7 +74,8 @@ def describe_run(url: str) -> list[dict[str, Any]]:
     """Describe the steps of a run's folder, ascending; reads manifests only.
 
     The entry ``state`` is "committed", "pinned", "abandoned" by a rollback, "damaged", or "incomplete": the step has no
-    manifest, so a save of it is running or was interrupted.
+    manifest, so a save of it is running or was interrupted. "damaged" is a manifest that cannot be read, for the reason
+    in the entry ``damage``; damage of the data is found by `verify` alone.
 
     Raises:
         ConversionError: if the folder has no steps.
@@ -101,13 +104,18 @@ def describe_run(url: str) -> list[dict[str, Any]]:
                 "seconds": record.seconds,
                 "metric": record.metric,
                 "state": next(state for state, holds in states.items() if holds),
+                "damage": record.damage,
             }
         )
     return found
 
 
 def format_run(steps: list[dict[str, Any]], now_s: float) -> str:
-    """Format the result of `describe_run` as a table, with the age of each step at ``now_s``, seconds since 1970."""
+    """Format the result of `describe_run` as a table and the reasons of damage.
+
+    Args:
+        now_s: the time for the age of each step, in seconds since 1970.
+    """
     rows = [("step", "bytes", "age", "saved in", "metric", "state")]
     for step in steps:
         rows.append(
@@ -120,7 +128,9 @@ def format_run(steps: list[dict[str, Any]], now_s: float) -> str:
                 step["state"],
             )
         )
-    return "\n".join(_table(rows))
+    # The first line of an error is its problem.
+    damaged = [f"step {step['step']}: {step['damage'].splitlines()[0]}" for step in steps if step["damage"]]
+    return "\n".join([*_table(rows), *damaged])
 
 
 def _age(seconds: float) -> str:
@@ -164,6 +174,21 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
+def _short(value: object) -> str:
+    """Return the text of a value; of a long list, the number of its items and the first of them."""
+    text = repr(value)
+    if not isinstance(value, list | tuple) or len(text) <= _MOST_CHARS:
+        return text
+    kind = "names" if all(isinstance(item, str) for item in value) else "items"
+    start, chars = list[str](), 0
+    for item in map(str, value):
+        chars += len(item) + 2
+        if chars > _MOST_CHARS:
+            break
+        start.append(item)
+    return f"{len(value)} {kind}: {', '.join([*start, '..'])}"
+
+
 def format_description(description: dict[str, Any]) -> str:
     """Format the result of `describe` as a table."""
     rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
@@ -194,5 +219,5 @@ def format_description(description: dict[str, Any]) -> str:
     if values:
         width = max(map(len, values)) + 2
         is_read = description["kind"] == "native"  # other formats store values outside the metadata
-        lines += ["", *(f"{n:<{width}}{repr(v) if is_read else '(not read)'}" for n, v in values.items())]
+        lines += ["", *(f"{n:<{width}}{_short(v) if is_read else '(not read)'}" for n, v in values.items())]
     return "\n".join([*top, "", *lines])

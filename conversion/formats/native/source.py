@@ -30,8 +30,11 @@ from vescale_fsdp.layout.region import Region
 _MAX_OPEN_FILES = 64  # limits memory: pieces, header and checksums of each open file
 
 
-def open_native(store: Storage) -> Source:
+def open_native(store: Storage, *, checks_files: bool = True) -> Source:
     """Open a native checkpoint as a `Source`. Reads the manifest and the sizes of files.
+
+    Args:
+        checks_files: False reads the manifest alone, for a description of a checkpoint that lacks files.
 
     Raises:
         CheckpointError: if a newer version of this library wrote the checkpoint.
@@ -41,11 +44,11 @@ def open_native(store: Storage) -> Source:
     manifest = Manifest.from_bytes(store.read(name), where=f"{store.where}/{name}")
     # Fails early if the last rank's file is missing, before work and memory for each rank. If `split_bytes` is None,
     # files may be missing: see `_pieces`.
-    if manifest.split_bytes is not None:
+    if checks_files and manifest.split_bytes is not None:
         store.required_info(manifest.file_name(manifest.world_size - 1))
     pieces = manifest.pieces
     files = [RankFile(manifest, rank, its_pieces) for rank, its_pieces in enumerate(pieces)]
-    chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
+    chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files, checks_files)
     ranks = {file.name: file.rank for file in files}
     del files  # frees the pieces and headers of all files, which `chunks` no longer needs
     leaves = NativeLeaves(manifest.structure, store.where)
@@ -94,7 +97,9 @@ def constants_of(leaves: NativeLeaves) -> dict[str, StoredValue]:
     return {name: constant(leaf) for name, leaf in leaves.values.items()}
 
 
-def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
+def _pieces(
+    store: Storage, manifest: Manifest, files: Sequence[RankFile], checks_files: bool
+) -> list[list[StoredChunk]]:
     """Return the pieces of every tensor in ranks' files; a piece that several replicas store is listed once.
 
     In storage that ranks do not share, every replica stores its whole region. One replica is then enough, and files of
@@ -104,10 +109,11 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
     itemsizes = [entry.itemsize for entry in manifest.entries]
     lost: list[RankFile] = []
     for file in files:
-        if manifest.split_bytes is None and store.size(file.name) is None:
+        if checks_files and manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
-        store.check_size(file.name, file.total_bytes)
+        if checks_files:
+            store.check_size(file.name, file.total_bytes)
         for (place, region), start in zip(file.pieces.items(), file.starts.values(), strict=True):
             if region not in found[place]:  # else listed already: an earlier replica stores it too
                 itemsize = itemsizes[place]
@@ -122,13 +128,15 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
-def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
+def _array_chunks(
+    store: Storage, manifest: Manifest, files: Sequence[RankFile], checks_files: bool
+) -> list[list[StoredChunk]]:
     """Return the chunks of every tensor's array."""
     # Imported here, because it imports numpy, which the native form does not need.
     from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
-    for file in files:
+    for file in files if checks_files else ():
         store.check_size(file.name, file.total_bytes)
     tables = ChunkTables(store, manifest)
     for places in manifest.indices_by_name.values():
@@ -136,7 +144,8 @@ def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile])
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
-            store.check_size(name, nbytes + CRC_BYTES)
+            if checks_files:
+                store.check_size(name, nbytes + CRC_BYTES)
             where = f"tensor {entry.label} in {store.where}/{name}"
             saved = partial(tables.checksum, Chunk(places[0], box))
             checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)

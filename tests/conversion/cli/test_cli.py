@@ -83,7 +83,9 @@ def test_ls_lists_the_steps_of_a_run(tmp_path: Path) -> None:
     ]
     assert [each["metric"] for each in found] == [2.5, 5.0, None, 500.0, None]
     assert found[0]["bytes"] >= 1000 and abs(found[0]["unix_s"] - time.time()) < 600
-    rows = [line.split() for line in _run("ls", str(root)).stdout.splitlines()]
+    assert [bool(each["damage"]) for each in found] == [False, False, True, False, False]
+    *rows, reason = [line.split() for line in _run("ls", str(root)).stdout.splitlines()]
+    assert reason[:2] == ["step", "200:"] and len(rows) == 2 + 5
     assert [row[0] for row in rows[2:]] == ["5", "10", "200", "1,000", "1,500"]
     assert [row[-1] for row in rows[2:]] == [each["state"] for each in found]
     assert "1" in rows[2] and rows[5][-2] == "500" and rows[6][1:4] == ["-", "-", "-"]
@@ -200,7 +202,7 @@ FLAGS = {
     "verify": "--from --json --quick --quiet --step --trust-pickle",
     "report": "--against --from --out --quiet --step --steps --trust-pickle",
     "rules": "--from --model-prefix --step --suggest --trust-pickle",
-    "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --recorded --rtol",
+    "diff": "--all --atol --ignore-dtype --json --model-only --model-prefix --quiet --recorded --rtol",
     "fingerprint": "--assets --dtype --exclude --from --include --json --model-prefix --names --quiet --recorded "
     "--rules --step --trust-pickle",
 }

@@ -236,6 +236,43 @@ def test_verify_and_diff_exit_with_0_or_1(tmp_path: Path) -> None:
     assert broken.exit_code == 1 and "checksum" in broken.stdout
 
 
+def test_the_command_says_what_is_left_out(tmp_path: Path) -> None:
+    """If one side is a model alone, or only models are compared: how many others there are, by first keys."""
+    model, optimizer = {"a": torch.ones(2), "b": torch.ones(3)}, {"x.m": torch.ones(2), "x.v": torch.ones(2)}
+    save(tmp_path / "all", {"model": model, "optimizer": optimizer, "step": 3})
+    save(tmp_path / "model", {"model": model})
+    run = CliRunner()
+    for a, b, side, options in (
+        ("all", "model", "a", []),
+        ("model", "all", "b", []),
+        ("all", "all", "a", ["--model-only"]),
+    ):
+        args = ["diff", str(tmp_path / a), str(tmp_path / b), "-q", *options]
+        told, text = json.loads(run.invoke(cli, [*args, "--json"]).stdout), run.invoke(cli, args)
+        out = told["not_compared"][0]
+        assert (told["compared"], told["differences"], text.exit_code) == (2, [], 0)
+        assert (out["side"], out["num_tensors"], out["num_values"]) == (side, 2, 1)
+        assert out["groups"] == {"optimizer.x.*": 2, "step": 1} and "optimizer.x.* (2)" in text.stdout
+    args = ["diff", str(tmp_path / "all"), str(tmp_path / "all"), "-q"]
+    assert json.loads(run.invoke(cli, [*args, "--json"]).stdout)["not_compared"] == []
+
+
+def test_the_command_groups_what_one_side_lacks(tmp_path: Path) -> None:
+    """One line for each prefix, and few of many other differences; all of them with --all and --json."""
+    state = {f"w{number}": torch.zeros(2) for number in range(30)}
+    moments = {f"layers.{number}.m": torch.ones(2) for number in range(40)}
+    save(tmp_path / "a", {"model": state, "optimizer": moments})
+    save(tmp_path / "b", {"model": {n: t + 1 for n, t in state.items()}, "app": {"optim": moments}})
+    run, args = CliRunner(), ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q"]
+    few, every = (run.invoke(cli, [*args, *more]).stdout.splitlines() for more in ([], ["--all"]))
+    listed = json.loads(run.invoke(cli, [*args, "--json"]).stdout)["differences"]
+    assert len(listed) == 30 + 2 * 40 == len(every) - 1
+    grouped = [line.split(":")[0].split(maxsplit=1) for line in few if line.startswith("only_")]
+    assert grouped == [["only_a", "optimizer.layers.* (40)"], ["only_b", "app.optim.layers.* (40)"]]
+    assert sum(line.startswith("value ") for line in few) == 20 and "10 more" in few[-1]
+    assert few[0] == every[0] and "110" in few[0]
+
+
 def test_a_nan_among_the_values_is_equal_to_itself(tmp_path: Path) -> None:
     """As in tensors; what is another value, kind or length is not."""
     sides = {
@@ -372,6 +409,28 @@ def test_inspect_shows_every_value(tmp_path: Path, kind: str) -> None:
     names = open_source(tmp_path / kind).values
     assert len(names) >= 4 and names.keys() <= described.keys()
     if kind == "native":
-        assert {name: described[name] for name in names} == {
-            name: repr(value()) for name, value in names.items()
+        told = json.loads(CliRunner().invoke(cli, ["inspect", str(tmp_path / kind), "--json"]).stdout)[
+            "values"
+        ]
+        assert told["seen"] == values["seen"] and told["note"] == values["note"]
+        assert {name: described[name] for name in names if name != "seen"} == {
+            name: repr(value()) for name, value in names.items() if name != "seen"
         }
+        start = described["seen"].partition(": ")[2].split(", ")
+        assert "200" in described["seen"] and start[:3] == ["0", "1", "2"] and len(start) < 40
+
+
+@pytest.mark.parametrize("form", ["native", "zarr"])
+def test_inspect_describes_a_checkpoint_that_lacks_a_file(tmp_path: Path, form: str) -> None:
+    """What the manifest lists, then the files that are missing, also as JSON; exit code 1."""
+    save(tmp_path / "c", {"w": torch.ones(400), "step": 3}, format=form)  # type: ignore[arg-type]
+    run, args = CliRunner(), ["inspect", str(tmp_path / "c")]
+    good = run.invoke(cli, args)
+    lost = next((tmp_path / "c").glob("data-*/*" if form == "native" else "arrays/w/c/0"))
+    lost.unlink()
+    found, listed = run.invoke(cli, args), run.invoke(cli, [*args, "--json"])
+    assert (good.exit_code, found.exit_code, listed.exit_code) == (0, 1, 1)
+    assert found.stdout.startswith(good.stdout)
+    assert str(lost.relative_to(tmp_path / "c")) in found.stdout.removeprefix(good.stdout)
+    told = json.loads(listed.stdout)
+    assert told["values"]["step"] == 3 and len(told["problems"]) == 1
