@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -152,19 +152,21 @@ def array_json(manifest: Manifest, index: int) -> bytes:
 @lru_cache(maxsize=1024)  # a model has few shapes; the library takes 1 ms for each
 def array_form(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, Any]:
     """Return the library's metadata of an array of regular chunks with crc32c, without attributes."""
-    import zarr
+    from zarr.api.asynchronous import create_array
     from zarr.codecs import BytesCodec, Crc32cCodec
 
     files: dict[str, Any] = {}
-    zarr.create_array(
-        files,
-        shape=shape,
-        chunks=chunks,
-        dtype=dtype,
-        filters=None,
-        serializer=BytesCodec(endian="little"),
-        compressors=[Crc32cCodec()],
-        fill_value=0,
+    _run(
+        create_array(
+            files,
+            shape=shape,
+            chunks=chunks,
+            dtype=dtype,
+            filters=None,
+            serializer=BytesCodec(endian="little"),
+            compressors=[Crc32cCodec()],
+            fill_value=0,
+        )
     )
     return _without_options(files)
 
@@ -172,11 +174,25 @@ def array_form(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> d
 @lru_cache(maxsize=1)
 def _group_form() -> dict[str, Any]:
     """Return the library's metadata of a group, without attributes."""
-    import zarr
+    from zarr.api.asynchronous import create_group
 
     files: dict[str, Any] = {}
-    zarr.create_group(files)
+    _run(create_group(store=files))
     return _without_options(files)
+
+
+def _run(coroutine: Coroutine[Any, Any, object]) -> None:
+    """Run a coroutine of the library in an event loop of its own, which ends with it.
+
+    The library's own loop runs in a thread that an exiting process waits 0.2 s for. If the machine is busy, that is too
+    short, and the library prints a traceback.
+    """
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    # In a thread, because the caller's may have a running loop, such as a notebook's.
+    with ThreadPoolExecutor(1, "zarr-metadata") as thread:
+        thread.submit(asyncio.run, coroutine).result()
 
 
 def _without_options(files: dict[str, Any]) -> dict[str, Any]:

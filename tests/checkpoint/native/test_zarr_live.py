@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,21 @@ def test_inside_an_event_loop(tmp_path: Path) -> None:
         return verify(tmp_path / "c").ok
 
     assert asyncio.run(cell()) and state["a"].tolist() == [0, 1, 2]
+
+
+def _threads_left(path: Path) -> set[str]:
+    before = set(threading.enumerate())
+    state = {
+        "model": {"w": torch.ones(13, 7)}
+    }  # a shape that no other test has: what is cached starts nothing
+    save(path, state, format="zarr")
+    load(path, state)
+    return {thread.name for thread in set(threading.enumerate()) - before if "zarr" in thread.name}
+
+
+def test_no_thread_of_the_library_is_left(tmp_path: Path) -> None:
+    """The library's event loop never starts: a busy process may fail to end it at its exit."""
+    assert run_ranks(2, _threads_left, tmp_path / "c") == [set(), set()]
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:
