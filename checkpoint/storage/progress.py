@@ -8,6 +8,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from vescale_fsdp.errors import format_bytes
+
+_LINE_S = 10.0  # between two lines in a log; the last line is always written
+
 
 class ProgressReport(NamedTuple):
     """Progress of one rank.
@@ -41,23 +45,27 @@ class ProgressReport(NamedTuple):
 
 
 Tell = bool | Callable[[ProgressReport], object]
-"""Type of ``progress`` arguments: a function that takes reports, called by one thread at a time; or True for a bar."""
+"""Type of ``progress`` arguments: a function that takes reports, called by one thread at a time; or True for a bar, or
+lines in a log file."""
 
 
 class ProgressBar:
-    """A progress bar of bytes on stderr.
+    """A progress bar of bytes on stderr; if stderr is no terminal, such as a log file, lines of text.
 
     Args:
-        quiet: never show the bar.
-        asked_for: show the bar even if stderr is not a terminal, such as a log file.
+        quiet: show nothing.
+        label: text before the bar or in each line, such as "saving, rank 0". Lines are written only with a label.
     """
 
-    def __init__(self, total_bytes: int, *, quiet: bool, asked_for: bool = False) -> None:
+    def __init__(self, total_bytes: int, *, quiet: bool, label: str = "") -> None:
         self._bar = None
-        if not quiet and (asked_for or sys.stderr.isatty()):
+        self._label, self._last_line_s = label, time.monotonic()
+        if not quiet and sys.stderr.isatty():
             from tqdm import tqdm  # imported late, for processes that show no bar
 
-            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr)
+            self._bar = tqdm(
+                total=total_bytes, unit="B", unit_scale=True, file=sys.stderr, desc=label or None
+            )
         self._lock = threading.Lock()
 
     def __enter__(self) -> ProgressBar:
@@ -79,9 +87,15 @@ class ProgressBar:
                 self._bar.update(nbytes)
 
     def show(self, report: ProgressReport) -> None:
-        """Draw a report; the last report closes the bar."""
-        if self._bar is not None:
-            self._bar.set_description(report.doing, refresh=False)
+        """Draw a report, or write a line if the last one is old; the last report closes the bar."""
+        if self._bar is None:
+            now_s, is_done = time.monotonic(), report.done_bytes >= report.total_bytes
+            if is_done or now_s - self._last_line_s >= _LINE_S:
+                self._last_line_s = now_s
+                share = f"{format_bytes(report.done_bytes)} of {format_bytes(report.total_bytes)}"
+                rate = f"{format_bytes(int(report.bytes_per_s))}/s"
+                print(f"{self._label}: {share}, {report.seconds:.3g} s, {rate}", file=sys.stderr, flush=True)
+        else:
             self._bar.update(report.done_bytes - self._bar.n)
             if report.done_bytes >= report.total_bytes:
                 self._bar.close()
@@ -91,11 +105,11 @@ class Meter:
     """Counts the bytes of one save or load.
 
     Args:
-        start: called with the total number of bytes when work begins; returns the function that takes the reports.
-            None: nothing is reported.
+        start: called with the kind of work and the total number of bytes when work begins; returns the function that
+            takes the reports. None: nothing is reported.
     """
 
-    def __init__(self, start: Callable[[int], Callable[[ProgressReport], object]] | None = None) -> None:
+    def __init__(self, start: Callable[[str, int], Callable[[ProgressReport], object]] | None = None) -> None:
         self._start = start
         self._tell: Callable[[ProgressReport], object] | None = None
         self._lock = threading.Lock()
@@ -108,7 +122,7 @@ class Meter:
             return
         self._start_s = time.monotonic()
         self._report = ProgressReport(doing, 0, total_bytes, 0.0)
-        self._tell = self._start(total_bytes)
+        self._tell = self._start(doing, total_bytes)
         self._tell(self._report)
 
     def advance(self, num_bytes: int) -> None:
@@ -122,9 +136,12 @@ class Meter:
 
 
 def meter_for(progress: Tell, rank: int) -> Meter:
-    """Return a meter that reports to a function, draws a bar on rank 0, or does nothing."""
+    """Return a meter that reports to a function, draws a bar of rank 0's bytes on rank 0, or does nothing."""
     if callable(progress):
-        return Meter(lambda total_bytes: progress)
+        return Meter(lambda doing, total_bytes: progress)
     if progress and rank == 0:
-        return Meter(lambda total_bytes: ProgressBar(total_bytes, quiet=False, asked_for=True).show)
+        # Named by the rank: all ranks write their own bytes, and the checkpoint has more.
+        return Meter(
+            lambda doing, nbytes: ProgressBar(nbytes, quiet=False, label=f"{doing}, rank {rank}").show
+        )
     return Meter()

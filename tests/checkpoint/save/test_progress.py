@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,16 @@ def test_progress_is_told(tmp_path: Path) -> None:
     assert "rank 1: RuntimeError: seen" in first[1] and second[1].startswith("RuntimeError: seen")
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_bar_and_log_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    is_terminal: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Drawn on rank 0 if it is asked for; logged with bytes, seconds and rate."""
+    """Drawn on rank 0 if it is asked for, in a log file as one line; logged with bytes, seconds and rate."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     state = {"w": torch.ones(1 << 20)}
     with caplog.at_level(logging.INFO, logger="vescale_fsdp.checkpoint"):
         save(tmp_path / "c", state)
@@ -111,7 +118,13 @@ def test_a_bar_and_log_lines(
         save(tmp_path / "d", state, progress=True)
         load(tmp_path / "d", state, verify="while", progress=True)
     err = capsys.readouterr().err
-    assert "saving: 100%" in err and "loading: 100%" in err and "4.19M/4.19M" in err
+    lines = err.replace("\r", "\n").split("\n")
+    assert ("\r" in err) == ("4.19M/4.19M" in err) == is_terminal
+    assert {line.partition(",")[0] for line in lines if line} == {
+        "saving",
+        "loading",
+    }  # every frame has its label
+    assert is_terminal or [line.partition(",")[0] for line in lines if line] == ["saving", "loading"]
     saved, _, loaded = [record.getMessage() for record in caplog.records]
     assert f" {tmp_path}/c: 4194304 " in saved and " GB/s" in saved
     assert f" {tmp_path}/d: rank 0 " in loaded and " 4194" in loaded and " GB/s" in loaded
