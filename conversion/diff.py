@@ -253,11 +253,12 @@ def by_prefix(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def format_comparison(found: Comparison, most: int | None) -> str:
+def format_comparison(found: Comparison, most: int | None, how_to_list_all: str = "") -> str:
     """Format a comparison as lines: first the counts, then names of one side by prefix, then all other differences.
 
     Args:
         most: largest number of lines about other differences; None to print all differences one by one.
+        how_to_list_all: end of the line that counts the rest of the other differences.
     """
     differences = found.differences
     lines = [
@@ -273,7 +274,7 @@ def format_comparison(found: Comparison, most: int | None) -> str:
         differences = tuple(each for each in differences if each.kind not in ("only_a", "only_b"))
     lines += [f"{each.kind:<7} {each.name}: {each.text}" for each in differences[:most]]
     if most is not None and (more := len(differences) - most) > 0:
-        lines.append(f"and {more} more differences of tensors and values; --all or --json lists all")
+        lines.append(f"and {more} more differences of tensors and values{how_to_list_all}")
     return "\n".join(lines)
 
 

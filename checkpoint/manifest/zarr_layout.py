@@ -23,7 +23,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from vescale_fsdp.checkpoint.manifest.file_names import (
     ARRAYS_NODE,
@@ -41,6 +41,7 @@ from vescale_fsdp.layout.distribution import LayoutCut, ShardCut
 from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of, whole_box
 from vescale_fsdp.layout.region import Region, overlaps
 
+T = TypeVar("T")
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, unless one row is larger
 
 
@@ -156,7 +157,7 @@ def array_form(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> d
     from zarr.codecs import BytesCodec, Crc32cCodec
 
     files: dict[str, Any] = {}
-    _run(
+    run_in_thread(
         create_array(
             files,
             shape=shape,
@@ -177,12 +178,12 @@ def _group_form() -> dict[str, Any]:
     from zarr.api.asynchronous import create_group
 
     files: dict[str, Any] = {}
-    _run(create_group(store=files))
+    run_in_thread(create_group(store=files))
     return _without_options(files)
 
 
-def _run(coroutine: Coroutine[Any, Any, object]) -> None:
-    """Run a coroutine of the library in an event loop of its own, which ends with it.
+def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of the library in an event loop of its own, in a thread, and return its result.
 
     The library's own loop runs in a thread that an exiting process waits 0.2 s for. If the machine is busy, that is too
     short, and the library prints a traceback.
@@ -191,8 +192,8 @@ def _run(coroutine: Coroutine[Any, Any, object]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     # In a thread, because the caller's may have a running loop, such as a notebook's.
-    with ThreadPoolExecutor(1, "zarr-metadata") as thread:
-        thread.submit(asyncio.run, coroutine).result()
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-zarr") as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def _without_options(files: dict[str, Any]) -> dict[str, Any]:

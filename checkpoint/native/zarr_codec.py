@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -24,7 +23,13 @@ from zarr.storage import MemoryStore, StorePath
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, array_form, chunk_file, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    Chunk,
+    array_form,
+    chunk_file,
+    clipped,
+    run_in_thread,
+)
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import CRC_BYTES
 from vescale_fsdp.layout.geometry import whole_box
@@ -118,8 +123,7 @@ class _EventLoops:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end."""
         if _is_in_event_loop():
-            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-zarr") as thread:
-                return thread.submit(asyncio.run, coroutine).result()
+            return run_in_thread(coroutine)
         try:
             loop = self._idle.pop()
         except IndexError:

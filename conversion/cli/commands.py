@@ -288,7 +288,7 @@ def diff_command(
         numbers = {"compared": found.num_compared, "not_compared": left_out}
         click.echo(json.dumps({**numbers, "differences": listed}, indent=2))
     else:
-        click.echo(format_comparison(found, None if lists_all else _MOST))
+        click.echo(format_comparison(found, None if lists_all else _MOST, "; --all or --json lists all"))
     sys.exit(1 if found.differences else 0)
 
 

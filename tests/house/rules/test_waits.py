@@ -57,7 +57,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "wait([self._last.future])": SAVE,
     },
     "checkpoint/native/write.py": {"stream.record().synchronize()": DEVICE},
-    "checkpoint/native/zarr_codec.py": {"thread.submit(asyncio.run, coroutine).result()": THREAD},
+    "checkpoint/manifest/zarr_layout.py": {"thread.submit(asyncio.run, coroutine).result()": THREAD},
     "checkpoint/native/zarr_live.py": {"workers.wait()": THREAD},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/first_answer.py": {
