@@ -30,7 +30,7 @@ class Cluster:
     Args:
         gpus: number of GPUs, a multiple of ``per_node`` if there are several nodes.
         per_node: GPUs of a node.
-        memory_bytes: memory of a GPU.
+        memory_bytes: memory of a GPU; one that is sold with 80 GB has about ``79 * 2**30``.
         on_cpu: whether ranks are processes on the CPU, and not GPUs.
         flops_per_s: arithmetic operations of a GPU in the dtype of compute.
         memory_bytes_per_s: memory bandwidth of a GPU.

@@ -283,7 +283,7 @@ def plan_training(
         )
         if remedies:
             first = remedies[0]
-            comment = f"# The first change that helps: {first.name} ({first.candidate.sharding})."
+            comment = f"# The first change that helps: {first.name} with {first.candidate.sharding}."
             code = "\n".join(_code(first.planner, first.candidate))
         code = f"{comment}\n{code}"
     return TrainingPlan(
@@ -356,6 +356,7 @@ class _Planner:
         }
         self.modules = tuple(dict.fromkeys([*units, *sorted(free - {""})]))
         self.step = self._measured()
+        self.steps = {setup.checkpointing: self.step}  # of all variants
 
     def _wraps(self) -> dict[str, tuple[str, ...]]:
         """Return the units of each wrapping."""
@@ -561,8 +562,10 @@ class _Planner:
         other = copy.copy(self)
         other.setup = replace(self.setup, **changes)
         other.states = other._states()
-        if other.setup.checkpointing is not self.setup.checkpointing:
-            other.step = other._measured()
+        is_recomputed = other.setup.checkpointing
+        if is_recomputed not in self.steps:
+            self.steps[is_recomputed] = other._measured()
+        other.step = self.steps[is_recomputed]
         if scale != 1:
             other.step = other.step.scaled(scale)
         return other
