@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 # torch 2.11-2.15: sees every operator of a thread.
-from torch.utils._python_dispatch import TorchDispatchMode
+# torch 2.11-2.15: detects tensors that contain other tensors.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from vescale_fsdp.errors import callers_level
 
@@ -42,6 +43,11 @@ NULL_CONTEXT = nullcontext()  # re-entrant, so one object can be entered everywh
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a FakeTensor, which has a shape and a dtype but no values (torch 2.11-2.13)."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_wrapper_subclass(value: object) -> bool:
+    """Return whether a value is a tensor that contains plain tensors, with ``__tensor_flatten__`` (torch 2.11-2.15)."""
+    return is_traceable_wrapper_subclass(value)
 
 
 def eager(function: Callable[Given, T]) -> Callable[Given, T]:
@@ -109,6 +115,11 @@ class _Silent(TorchDispatchMode):
     def __init__(self, error: Callable[[str], Exception]) -> None:
         super().__init__()
         self._error = error
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let steps compile: torch.compile refuses functions under any other mode, as of torchao's optimizers."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.torch_modes import without_collectives
+from vescale_fsdp.torch_modes import is_wrapper_subclass, without_collectives
 
 _STEPS = 6  # estimates of the learning rate (Prodigy) change after some steps in one direction
 _MOST_GROUPS = 4
@@ -67,7 +67,12 @@ def check_parameters_apart(kind: Kind, name: str, groups: Sequence[Sequence[Like
 
 
 def leaves_of(state: Any, name: str = "") -> dict[str, Any]:
-    """Return the tensors and numbers of nested state by dotted names. None and texts count as parts of its form."""
+    """Return the tensors and numbers of nested state by dotted names. None and texts count as parts of its form.
+
+    Tensor subclasses, such as quantized moments, count as containers of the plain tensors inside.
+    """
+    if is_wrapper_subclass(state):
+        state = {key: getattr(state, key) for key in state.__tensor_flatten__()[0]}
     if isinstance(state, (dict, list, tuple)):
         items = state.items() if isinstance(state, dict) else enumerate(state)
         parts = [leaves_of(value, f"{name}.{key}" if name else str(key)) for key, value in items]
@@ -77,6 +82,10 @@ def leaves_of(state: Any, name: str = "") -> dict[str, Any]:
 
 def filled(state: Any, leaves: dict[str, Any], name: str = "") -> Any:
     """Return nested state with other leaves: the inverse of `leaves_of`."""
+    if is_wrapper_subclass(state):
+        keys, context = state.__tensor_flatten__()
+        inner = filled({key: getattr(state, key) for key in keys}, leaves, name)
+        return type(state).__tensor_unflatten__(inner, context, state.shape, state.stride())
     if isinstance(state, dict):
         return {
             key: filled(each, leaves, f"{name}.{key}" if name else str(key)) for key, each in state.items()
