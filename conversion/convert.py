@@ -380,6 +380,10 @@ def plan_conversion(
     _check_names([*state.views, *state.values])
     _check_growth(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
     state, casts = _with_casts(state, kind, options, assets, quantized)
+    if options.merge is not None:  # which has cast to wider types before
+        stored = {name: tensor.info.dtype.name for name, tensor in source.tensors.items()}
+        now = {name: view.info.dtype.name for name, view in state.views.items()}
+        casts |= {n: (stored[n], now[n]) for n in now if n in stored and stored[n] != now[n]}
     if kind == "hf":  # after the casts: config.json must name the types that are written
         infos = [view.info for view in state.views.values()]
         if not quantized:
@@ -492,6 +496,10 @@ def _merged(
     # peft names weights as the model in memory does. Files may have other names, so rules rename them first.
     if source.kind == "hf":
         state = _with_rules(state, kind, replace(options, rules_to="ours"), assets, source)
+    if options.dtype:  # peft merges in the dtype in which the base is loaded
+        from vescale_fsdp.conversion.engine.casting import CastRules
+
+        state = state.with_model_views(CastRules.parse(options.dtype).apply_wider)
     require_adapter(options.merge)  # before opening, since its error lists the files of the folder
     adapter = open_source(options.merge, kind="adapter")
     peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved", merges=True)

@@ -88,6 +88,23 @@ class CastRules:
             raise _bad("patterns that match a tensor", ", ".join(sorted(unused)))
         return cast_views
 
+    def apply_wider(self, views: Sequence[TensorView]) -> list[TensorView]:
+        """Return the tensors, cast where the rules choose a wider dtype: what is computed from them is rounded once.
+
+        Unlike `apply`, patterns may match no tensor, because names may change later. 8-bit floats are not cast.
+        """
+        cast_views = []
+        for view in views:
+            info = view.info
+            pattern = next((p for p in self.patterns if fnmatchcase(info.name, p)), None)
+            dtype = self.default if pattern is None else self.patterns[pattern]
+            is_wider = dtype is not None and dtype.itemsize > info.dtype.itemsize > 1
+            if dtype is None or not is_wider or info.dtype.kind != "float":
+                cast_views.append(view)
+            else:
+                cast_views.append(view.as_dtype(dtype) or CastView(view, dtype))
+        return cast_views
+
 
 def require_one_rule_each(name: str, texts: Sequence[str]) -> None:
     """Check that no two options, such as ``*.bias=bf16`` and ``*.bias=fp16``, give one pattern different values.

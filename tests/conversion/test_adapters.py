@@ -94,6 +94,18 @@ def test_a_lora_adapter_is_merged_by_its_ranks_and_alphas(
         assert (expected - base[f"{module}.weight"]).norm() > 0
 
 
+def test_a_wider_dtype_is_merged_in(tmp_path: Path) -> None:
+    """As peft merges into a base that is loaded in float32: the sum is not rounded to the base's bfloat16."""
+    base = _base(tmp_path / "base", torch.bfloat16)
+    shapes = _pair("l.0.q", 4, 20, 24) | {"emb.weight": (31, 24)}
+    adapter = _adapter(tmp_path / "adapter", shapes)
+    found = _merge(tmp_path, "--dtype", "float32")
+    delta = (adapter["l.0.q.lora_B.weight"] @ adapter["l.0.q.lora_A.weight"]) * 1.5
+    assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"].float() + delta)
+    assert same_bytes(found["emb.weight"], adapter["emb.weight"])
+    assert same_bytes(found["l.1.up.weight"], base["l.1.up.weight"].float())
+
+
 def test_dora_and_transposed_weights(tmp_path: Path) -> None:
     """Rows of the sum get their magnitudes; Conv1D keeps weights as [in, out]."""
     base = _base(tmp_path / "base")
