@@ -577,7 +577,7 @@ def test_a_result_that_its_class_does_not_load(way: str, tmp_path: Path) -> None
     assert same(written(tmp_path / "out"), weights)
 
 
-@runs("conversion/formats/huggingface/class_check.py::ClassCheck.require")
+@runs("conversion/formats/huggingface/class_check.py::ClassCheck._require_no_adapter")
 def test_a_base_with_its_adapter(tmp_path: Path) -> None:
     """Both commands of the remedy: the adapter is written, and added to the base."""
     state = {name.replace("up.weight", "up.base_layer.weight"): value for name, value in MODEL.items()}

@@ -75,15 +75,16 @@ class ClassCheck:
         Raises:
             ConversionError: if the repository is refused.
         """
+        self._require_no_adapter(where)
         if self.problems:
             raise ConversionError(
                 "The class that config.json names does not load the result."
                 if self.class_name
                 else "No class of transformers loads the result.",
-                expected=f"the tensors of {self.class_name or 'a model, without those of an adapter'}",
+                expected=f"the tensors of {self.class_name or 'a model'}",
                 got=some([*self.problems, *self.extra], 6),
                 where=where,
-                todo=f"{self._how_to_merge()}pass the model's own config.json with {option('assets')}, rename tensors "
+                todo=f"pass the model's own config.json with {option('assets')}, rename tensors "
                 f"with {option('rules')}, or choose them with {option('exclude')} and {option('include')}; "
                 f"{option('no_assets', True)} writes tensors without a config.json, unchecked. "
                 "Nothing was published",
@@ -98,14 +99,20 @@ class ClassCheck:
                 f"{option('require_check')}",
             )
 
-    def _how_to_merge(self) -> str:
-        """Say what to do with a base that contains an adapter; empty if the result contains none."""
-        if not any(_ADAPTED in text for text in (*self.problems, *self.extra)):
-            return ""
-        return (
-            f"the checkpoint has a base with an adapter: write the adapter with {option('adapter', True)}, then add "
-            f"it to the base's repository with {option('merge', 'ADAPTER')}; or "
-        )
+    def _require_no_adapter(self, where: str) -> None:
+        """Raise if the result has the names that peft gives to a base with an adapter."""
+        adapted = [text for text in (*self.problems, *self.extra) if _ADAPTED in text]
+        if self.problems and adapted:
+            raise ConversionError(
+                "The checkpoint has a base model with an adapter, which no model class loads.",
+                expected=f"the tensors of {self.class_name or 'a model'}, without those of an adapter",
+                got=some(adapted, 3),
+                where=where,
+                todo=f"write the adapter with {option('adapter', True)} and the folder of its adapter_config.json as "
+                f"{option('assets')}, then merge it into the base's repository with {option('merge', 'ADAPTER')}; or "
+                f"choose tensors with {option('exclude')} and {option('include')}, or write all, unchecked, with "
+                f"{option('no_assets', True)}. Nothing was published",
+            )
 
 
 def check_planned(
