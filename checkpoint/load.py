@@ -139,7 +139,8 @@ def load(
 
     Args:
         path: folder or fsspec URL of a checkpoint, or a file such as ``model.safetensors``. From a peft adapter's
-            folder, only the model's adapter is loaded; the base weights stay unchanged.
+            folder, only the model's adapter is loaded; the base weights stay unchanged. From a foreign checkpoint of
+            a base model, a peft model gets its base weights; its adapters stay unchanged.
         state: nested like the saved state; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Modules on the meta device are allocated.
         strict: what is an error. In every format, leaves of another object that only the checkpoint has (an optimizer,
@@ -147,15 +148,16 @@ def load(
             "auto": "missing" for Hugging Face's files, which often have the heads of other classes; else True.
             True: leaves that are missing, unexpected or mismatched, and name patterns that match no leaf.
             "missing": the same, except unexpected leaves, which are logged and reported.
-            False: nothing; these leaves are reported, mismatched tensors with a warning, and the rest is loaded.
+            False: these leaves are reported, mismatched tensors with a warning, and the rest is loaded. It is still
+            an error if the checkpoint has only other names for a module or a dict of tensors.
         include: name patterns (fnmatch, such as ``"model.*"``); only leaves that match a pattern are loaded. Keys may
             also be joined by ``/``.
         dtype: ``"state"`` casts floats to the state's dtypes. Casts as for ``vescale-convert --dtype``, such as
             ``["bfloat16", "*.gate.bias=float32"]``, are applied first.
         init: writes first values into the tensors on the meta device that the checkpoint lacks, such as buffers that no
             ``state_dict()`` contains. Called with each module that owns one, after the allocation and before any tensor
-            is read. Models of transformers, and models that contain some, need none: their classes initialize these
-            tensors. Under ``strict``, a tensor that is still without a value is an error.
+            is read. Models of transformers, models that contain some, and LoRA layers of peft need none: their
+            classes initialize these tensors. Under ``strict``, a tensor that is still without a value is an error.
         source: options for a checkpoint whose names, layouts or encodings differ from the state's.
         verify: "while" hashes bytes after they have been read into tensors, so that each byte is read once. Damage then
             raises a `PartialLoadError`, because tensors may contain damaged bytes. "before" reads and hashes all bytes
@@ -508,7 +510,9 @@ class Loader:
         # Buffers of no state dict are in no checkpoint.
         unsaved = {each.name for each in tensors if not each.is_saved and fitting(each.name, include)}
         unsaved.update(matched.of_class)
-        allocation = Allocation(tensors, live, filled, matched.missing, unsaved, self.init)
+        allocation = Allocation(
+            tensors, live, filled, matched.missing, unsaved, self.init, adapter=matched.of_adapter
+        )
         on_failure.callback(allocation.undo)
         allocation.initialize()
         again = match(state, matched.catalogue, include)

@@ -101,6 +101,7 @@ class Allocation:
             the model computes.
         init: the caller's initializer, called with each module that owns a tensor without a stored value; None if there
             is none.
+        adapter: names of the tensors of an adapter that the checkpoint lacks, since it has only the base model.
     """
 
     def __init__(
@@ -111,12 +112,15 @@ class Allocation:
         missing: Collection[str],
         unsaved: Collection[str],
         init: Callable[[nn.Module], object] | None,
+        *,
+        adapter: Collection[str] = (),
     ) -> None:
         self._init = init
         stored = {id(each.tensor) for each in tensors if each.name in filled}
         rest = [each for each in tensors if id(each.tensor) not in stored]
         self._unsaved = [each for each in rest if each.name in unsaved]
-        lacking = [*self._unsaved, *(each for each in rest if each.name in missing)]
+        self._of_adapter = [each for each in rest if each.name in adapter]
+        lacking = [*self._unsaved, *self._of_adapter, *(each for each in rest if each.name in missing)]
         self._classes = {
             model: ClassInitializer(model) for model in dict.fromkeys(each.model for each in lacking)
         }
@@ -194,7 +198,9 @@ class Allocation:
     def unfilled(self) -> list[str]:
         """Return the names of the tensors that still have no value."""
         return [
-            each.name for each in dict.fromkeys((*self._unsaved, *self._watched)) if self._is_unfilled(each)
+            each.name
+            for each in dict.fromkeys((*self._unsaved, *self._of_adapter, *self._watched))
+            if self._is_unfilled(each)
         ]
 
     def _is_unfilled(self, each: MetaTensor) -> bool:

@@ -1,16 +1,19 @@
-"""First values of what no file of a transformers model contains, by the model's own classes.
+"""First values of what no file of a model contains, by the classes of transformers and peft.
 
 A model may contain others (a vision tower, a text model), each with an ``_init_weights`` of its own for the modules in
 it. For each module, transformers calls that of the nearest model around it, and so does `ClassInitializer`. The
 function of the outermost model leaves buffers of the inner ones as they are.
+
+LoRA's matrices are linears too, but get the values that ``get_peft_model`` gives them, by the LoRA layer's own
+``reset_lora_parameters``: one matrix of each pair is zero, so that the adapter changes nothing before training.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,15 +21,36 @@ from torch import nn
 _DONE = "_is_hf_initialized"  # transformers initializes no tensor with this attribute
 
 
+class _Lora(NamedTuple):
+    """A LoRA layer of peft around a module.
+
+    Attributes:
+        layer: peft's ``LoraLayer``.
+        adapters: names of the adapters that the module belongs to.
+        start: ``init_lora_weights`` of the adapters' config: how peft chooses first values.
+    """
+
+    layer: Any
+    adapters: tuple[str, ...]
+    start: object
+
+    @property
+    def needs_no_base(self) -> bool:
+        """Whether peft chooses first values without the base weights, which are not read yet."""
+        return isinstance(self.start, bool) or self.start == "gaussian"
+
+
 class ClassInitializer:
-    """Initializes the modules in a module that belong to models of transformers.
+    """Initializes the modules in a module that belong to models of transformers, or to LoRA layers of peft.
 
     Args:
-        root: the module; a model of transformers, or one that contains some.
+        root: the module; a model of transformers or peft, or one that contains some.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
+        # Not imported: then there is no layer of it.
+        self._lora: Any = sys.modules.get("peft.tuners.lora")
         transformers = sys.modules.get("transformers")  # not imported: then there is no model of it
         self._class: Any = None if transformers is None else transformers.PreTrainedModel
 
@@ -41,16 +65,53 @@ class ClassInitializer:
                 return None
             path = path.rpartition(".")[0]
 
+    def _lora_around(self, path: str) -> _Lora | None:
+        """Return the LoRA layer whose adapters contain the module at this path; None without one.
+
+        A path is ``...q_proj.lora_A.default``, or ``...embed_tokens.lora_embedding_A`` for matrices of all adapters.
+        """
+        parts = path.split(".")
+        for at, part in enumerate(parts):
+            if self._lora is None or not part.startswith("lora_"):
+                continue
+            layer = self._root.get_submodule(".".join(parts[:at]))
+            if isinstance(layer, self._lora.LoraLayer):
+                adapters = tuple(parts[at + 1 : at + 2]) or tuple(getattr(layer, part).keys())
+                configs = [self._config_around(parts[:at], adapter) for adapter in adapters]
+                starts = {True if config is None else config.init_lora_weights for config in configs}
+                return _Lora(layer, adapters, starts.pop() if len(starts) == 1 else None)
+        return None
+
+    def _config_around(self, parts: list[str], adapter: str) -> Any:
+        """Return peft's config of an adapter, which the models around its layers have; None if there is none."""
+        for stop in range(len(parts), -1, -1):
+            configs = vars(self._root.get_submodule(".".join(parts[:stop]))).get("peft_config")
+            if isinstance(configs, Mapping) and adapter in configs:
+                return configs[adapter]
+        return None
+
     def covers(self, path: str) -> bool:
-        """Return whether the module at this path belongs to a model of transformers."""
-        return self._model_around(path) is not None
+        """Return whether the module at this path belongs to a model of transformers or to a LoRA layer."""
+        lora = self._lora_around(path)
+        return self._model_around(path) is not None if lora is None else lora.needs_no_base
 
     def run(self, paths: Iterable[str]) -> None:
-        """Initialize the tensors of the modules at these paths that belong to models of transformers."""
+        """Initialize the tensors of the modules at these paths, if `covers` says so."""
+        reset: set[tuple[int, str]] = set()
         with torch.no_grad():
             for path in paths:
-                if (model := self._model_around(path)) is not None:
-                    model._init_weights(self._root.get_submodule(path))
+                lora, module = self._lora_around(path), self._root.get_submodule(path)
+                if lora is None:
+                    if (model := self._model_around(path)) is not None:
+                        model._init_weights(module)
+                elif lora.start is False:  # peft leaves LoRA's linears as they are created
+                    if isinstance(module, nn.Linear):
+                        module.reset_parameters()
+                elif lora.needs_no_base:
+                    new = [each for each in lora.adapters if (id(lora.layer), each) not in reset]
+                    reset.update((id(lora.layer), each) for each in new)
+                    for adapter in new:
+                        _reset(lora, adapter)
 
     @contextmanager
     def sparing(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -65,3 +126,15 @@ class ClassInitializer:
         finally:
             for tensor in marked:
                 vars(tensor).pop(_DONE, None)  # a tensor that has two names is listed twice
+
+
+def _reset(lora: _Lora, adapter: str) -> None:
+    """Give an adapter of a LoRA layer the first values of peft, except tensors that `ClassInitializer.sparing` names.
+
+    peft resets both matrices of a pair, although one of them may have a value.
+    """
+    own = [param for name, param in lora.layer.named_parameters() if name.startswith("lora_")]
+    kept = [(param, param.detach().clone()) for param in own if _DONE in vars(param) and not param.is_meta]
+    lora.layer.reset_lora_parameters(adapter, lora.start)
+    for param, value in kept:
+        param.detach().copy_(value)

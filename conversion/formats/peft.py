@@ -37,6 +37,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = r"lora_\w+|ia3_l|trainable_tokens_delta|modules_to_save"
+_WRAPPERS = (".base_layer.", ".original_module.")  # where peft moves a module of the base
 # [^.]+, because an adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
@@ -163,6 +164,35 @@ def names_in_training(
     of_base = {ROOT + name.removeprefix(ROOT): name for name in live if name not in trained}
     in_training = {given[in_folder]: name for in_folder, name in of_base.items() if in_folder in given}
     return in_training | {given.get(in_folder, in_folder): name for name, in_folder in names.items()}
+
+
+def names_over_base(live: Collection[str], stored: Collection[str]) -> tuple[dict[str, str], frozenset[str]]:
+    """Map the names of a peft model's base weights to those of a checkpoint of the base model alone.
+
+    A copy of a module that is trained whole (``modules_to_save``) starts with the values of the base's module.
+
+    Args:
+        live: tensor names of the peft model.
+        stored: tensor names of the checkpoint's model.
+
+    Returns:
+        (name of a base weight in the peft model -> name in the checkpoint, without names that both have; names in the
+        peft model that a base lacks). Both are empty if no name is translated.
+    """
+    trained, of_base = trained_names(live), {}
+    for name in live:
+        plain = name
+        if name in trained:
+            match = _TRAINED.fullmatch(name)
+            assert match is not None
+            if match["part"] == "modules_to_save":
+                plain = f"{match['module']}{match['rest'] or ''}"
+        plain = plain.removeprefix(ROOT)
+        for wrapper in _WRAPPERS:
+            plain = plain.replace(wrapper, ".")
+        if plain != name and plain in stored and name not in stored:
+            of_base[name] = plain
+    return of_base, frozenset(trained.keys() - of_base) if of_base else frozenset()
 
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     own_config,
 )
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import tied_aliases_of
-from vescale_fsdp.conversion.formats.peft import names_in_training
+from vescale_fsdp.conversion.formats.peft import names_in_training, names_over_base
 from vescale_fsdp.conversion.live.viewed_checkpoint import OpenedSource
 from vescale_fsdp.conversion.quantization.dequantize import dequantized
 from vescale_fsdp.conversion.quantization.names import find_quantized
@@ -66,4 +66,6 @@ def open_for_load(url: str, options: SourceOptions) -> OpenedSource:
         is_folder = source.kind == "adapter"
         return names_in_training(live, stored, options.adapter_name, url, is_folder=is_folder)
 
-    return OpenedSource(source, state, quantized, aliases, adapter_names, named, source.kind in KINDS)
+    return OpenedSource(
+        source, state, quantized, aliases, adapter_names, names_over_base, named, source.kind in KINDS
+    )

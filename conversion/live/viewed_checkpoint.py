@@ -69,6 +69,9 @@ class OpenedSource:
             import transformers.
         adapter_names: takes the names of a live model and the names of the source's model. For an adapter's folder, it
             returns a dict from the adapter's tensors to names in the live model; for other sources, an empty dict.
+        names_over_base: takes the names of a live model and the model's names in the source. If the source is the base
+            of a peft model, it returns (dict from the live model's names to the source's, names of adapters); for other
+            sources, two empty values.
         in_memory: takes the live modules; returns the source's model under the names in memory of the only model of
             transformers among them, or None without such a model. Without modules, the class is that of config.json.
             Returns None for sources whose names are those in memory.
@@ -80,6 +83,7 @@ class OpenedSource:
     quantized: frozenset[str]
     aliases: Callable[[Collection[str], bool], tuple[dict[str, str], tuple[str, ...]]]
     adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+    names_over_base: Callable[[Collection[str], Collection[str]], tuple[dict[str, str], frozenset[str]]]
     in_memory: Callable[[Collection[nn.Module]], InMemory | None]
     may_have_more: bool = False
 
@@ -92,6 +96,7 @@ class ViewCatalogue(Catalogue):
         casts_to_state: whether floats are cast to the dtypes of the state.
         quantized: names of codes and scales, which are not cast.
         adapter: for an adapter's folder, the state's names that the folder fills; empty for other sources.
+        over_base: for a folder of the base model alone, the state's names of adapters; empty for other sources.
         computed: names in the model of weights that its class keeps out of files.
     """
 
@@ -103,13 +108,14 @@ class ViewCatalogue(Catalogue):
         casts_to_state: bool,
         quantized: Collection[str],
         adapter: Collection[str],
+        over_base: Collection[str],
         computed: Collection[str],
     ) -> None:
         self.where, self.ignored = where, carried.dropped
         self.tree, names = native_tree(carried, lambda _: 0)  # any file order, since the tree is not written
         self._views = [carried.views[name] for _, name in names]
         self._casts_to_state, self._quantized = casts_to_state, quantized
-        self._adapter, self._computed = adapter, computed
+        self._adapter, self._over_base, self._computed = adapter, over_base, computed
 
     def view(self, number: int, wanted: torch.dtype | None) -> TensorView:
         """Return tensor ``number``, cast to the dtype of the tensor to fill if both are floats and the load casts."""
@@ -133,6 +139,9 @@ class ViewCatalogue(Catalogue):
 
     def leaves_to_class(self, name: str) -> bool:
         return any(name == own or name.endswith(f".{own}") for own in self._computed)
+
+    def leaves_to_adapter(self, name: str) -> bool:
+        return name in self._over_base
 
 
 class ViewedCheckpoint(Loadable):
@@ -229,14 +238,19 @@ class ViewedCheckpoint(Loadable):
         carried, rules = self._carried, self._rules
         if rules is not None:
             carried = carried.with_model_views(lambda views: rules.apply(views, self._quantized))
-        names = self._opened.adapter_names
-        carried, adapter = _at_paths_of(live, carried, names, by_name=self._by_name)
+        carried, adapter, over_base = _at_paths_of(live, carried, self._opened, by_name=self._by_name)
+        quantized = {
+            name
+            for name, view in carried.views.items()
+            if isinstance(view, RenamedView) and view.inner.info.name in self._quantized
+        }
         return ViewCatalogue(
             carried,
             self.where,
             casts_to_state=self._casts_to_state,
-            quantized=self._quantized,
+            quantized=self._quantized | quantized,
             adapter=adapter,
+            over_base=over_base,
             computed=self._computed,
         )
 
@@ -265,10 +279,10 @@ class ViewedCheckpoint(Loadable):
 def _at_paths_of(
     objects: LiveObjects,
     carried: CarriedState,
-    adapter_names: Callable[[Collection[str], Collection[str]], Mapping[str, str]],
+    opened: OpenedSource,
     *,
     by_name: bool,
-) -> tuple[CarriedState, frozenset[str]]:
+) -> tuple[CarriedState, frozenset[str], frozenset[str]]:
     """Move a source's entries to the paths that a live state has for them.
 
     If both sides have one model, the source's model moves to the live model's path, whatever its own path is. A single
@@ -279,20 +293,31 @@ def _at_paths_of(
 
     Args:
         objects: the live state.
-        adapter_names: see `OpenedSource`.
+        opened: has the functions that map names of peft models.
 
     Returns:
-        (the moved entries, full names of the live tensors that an adapter fills).
+        (the moved entries, full names of the live tensors that an adapter fills, full names of the live tensors of
+        adapters if the source has the base model alone).
     """
     leaves, live = objects.leaves, split_leaves(objects)
     paths = {name_of(path): path for path in leaves}
     optimizers = {home for name in live.optimizer if (home := optimizer_container(paths[name])) is not None}
 
-    names = adapter_names(live.names.values(), carried.is_model)
+    names = opened.adapter_names(live.names.values(), carried.is_model)
     stored = carried.is_model.intersection(names)
     if stored:
         renamed = {names[name]: (RenamedView(carried.views[name], names[name]), name) for name in stored}
         carried = carried.with_replaced(renamed, stored)
+    over_base = frozenset[str]()
+    if not names and not by_name:
+        of_model = {fqn: name for name, fqn in carried.model.names.items() if name in carried.views}
+        of_base, over_base = opened.names_over_base(live.names.values(), of_model)
+        renamed = {}
+        for own, fqn in of_base.items():
+            old = of_model[fqn]
+            new = f"{old.removesuffix(fqn)}{own}"
+            renamed[new] = (RenamedView(carried.views[old], new), old)
+        carried = carried.with_replaced(renamed, {old for _, old in renamed.values()})
 
     # `candidates` is not empty if there are several models.
     container = model_path(objects)
@@ -315,7 +340,10 @@ def _at_paths_of(
         if name in carried.is_model or name in of_optimizers or carried.path(name)[0] in keys
     }
     carried = carried.restricted_to(kept)
-    return carried, frozenset(f"{live.prefix}{name}" for name in names.values())
+    adapter, over = (
+        frozenset(f"{live.prefix}{name}" for name in each) for each in (names.values(), over_base)
+    )
+    return carried, adapter, over
 
 
 def _moved(state: CarriedState, containers: Mapping[str, Path], new: Path) -> CarriedState:

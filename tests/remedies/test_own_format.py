@@ -467,7 +467,19 @@ def test_leaves_of_other_names(tmp_path: Path) -> None:
     assert _is_filled(state)
 
 
-@runs(f"{_RESULT}require_fit[4]")
+@runs(f"{_RESULT}_require_common_names")
+def test_an_object_with_other_names(tmp_path: Path) -> None:
+    """Without the object that the remedy names, the rest is loaded; `strict=False` is no way around."""
+    save(tmp_path / "c", {"model": _ones("a", "b"), "ema": _ones("a")})
+    state = {"model": _zeros("c"), "ema": _zeros("a")}
+    for strict in (True, "missing", False):
+        remedy = refused(load, tmp_path / "c", state, strict=strict)
+    del state[text_in(remedy, r"leave (\w+) out")]
+    load(tmp_path / "c", state)
+    assert _is_filled(state["ema"])
+
+
+@runs(f"{_RESULT}_require_common_names")
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_prefixes_that_differ(is_nested: bool, tmp_path: Path) -> None:
     """The state that the remedy writes out."""

@@ -58,6 +58,10 @@ class Catalogue(ABC):
         """Return whether the class of the model computes this weight and keeps it out of its files."""
         return False
 
+    def leaves_to_adapter(self, name: str) -> bool:
+        """Return whether this leaf belongs to an adapter of the state, and the checkpoint has only the base model."""
+        return False
+
 
 class ManifestCatalogue(Catalogue):
     """The content of a native checkpoint.

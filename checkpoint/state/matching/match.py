@@ -69,7 +69,9 @@ def _excuse_missing(matched: Match, live: LiveObjects) -> None:
     missing = [name for name in matched.missing if filled.isdisjoint(aliases.get(name, ()))]
     missing = [name for name in missing if not catalogue.may_lack(name)]
     matched.of_class = [name for name in missing if catalogue.leaves_to_class(name)]
-    matched.missing = [name for name in missing if not catalogue.leaves_to_class(name)]
+    matched.of_adapter = [name for name in missing if catalogue.leaves_to_adapter(name)]
+    excused = {*matched.of_class, *matched.of_adapter}
+    matched.missing = [name for name in missing if name not in excused]
 
 
 class _Matcher:
@@ -139,6 +141,8 @@ class _Matcher:
         nodes = {renamed.get(key, key): item for key, item in nodes.items()}
         finishers: dict[Any, Finish] = {}
         dropped = []
+        matched = self._matched
+        num_missing, num_stored = len(matched.missing), len(matched.unexpected) + len(matched.ignored)
         for key, value in target.items():
             if key in nodes:
                 inner = child_name(name, key)
@@ -161,6 +165,9 @@ class _Matcher:
                 is_ignored = name == "" and not (kind_of_node(item) == "a tensor" and _has_tensor(target))
                 names = self._matched.ignored if is_ignored else self._matched.unexpected
                 names += self._leaves.leaf_names(item, inner, items_of_node)
+        has_more = len(matched.unexpected) + len(matched.ignored) > num_stored
+        if not stateful and has_more and _has_tensor(target) and nodes.keys().isdisjoint(target):
+            matched.apart[name] = matched.missing[num_missing:]
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}

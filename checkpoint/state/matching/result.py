@@ -21,6 +21,9 @@ Strict = bool | Literal["missing"]
 """What is an error: all that does not fit, nothing, or all but leaves of the checkpoint that the state lacks."""
 # Limits the time to find a renamed prefix: this many missing names are compared, each with as many unexpected names.
 _TRIED_NAMES = 64
+_RENAME_IN_A_COPY = (
+    "if leaves were renamed, rename them in a copy: vescale-convert to-native .. --rules FILE; or "
+)
 
 
 class TensorRead(NamedTuple):
@@ -43,12 +46,14 @@ class Match:
         per_rank_values: name in the manifest -> value to load; set by the caller.
         missing: leaves of the state that the checkpoint lacks.
         of_class: leaves that the checkpoint lacks because the model's class computes them.
+        of_adapter: leaves of an adapter over a base model, if the checkpoint has only the base model.
         unfilled: tensors of modules on the meta device without a value; set by the caller.
         unexpected: leaves of the checkpoint that the state lacks in what it has, such as a module.
         ignored: leaves of the checkpoint under keys that the state lacks, such as another object's.
         problems: (name, kind in the checkpoint, kind in the state) of each leaf whose kinds differ.
         mismatched: tensors with different shapes or dtypes: name -> (in the checkpoint, in the state).
         containers: names of the dicts and lists that were visited, in the state or the checkpoint.
+        apart: name of a module or a dict of tensors -> its missing leaves, if the checkpoint has no name of it.
         unused: name patterns that match no leaf of the state or the checkpoint.
         other_classes: param groups that an optimizer of another class saved: (name, class of the state's optimizer,
             options that only the state has, options that only the checkpoint has).
@@ -62,12 +67,14 @@ class Match:
     per_rank_values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     of_class: list[str] = field(default_factory=list)
+    of_adapter: list[str] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
+    apart: dict[str, list[str]] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     other_classes: list[tuple[str, str, list[str], list[str]]] = field(default_factory=list)
     finish: Finish = field(default=lambda: None)
@@ -102,6 +109,7 @@ class Match:
                 where=f"{name} in {where}",
                 todo="build the state as it was at the save",
             )
+        self._require_common_names()
         if not strict and self.mismatched:
             # A warning, because strict=False is usually meant for different names: another shape may be a mistake.
             warnings.warn(
@@ -148,10 +156,23 @@ class Match:
             raise CheckpointError(
                 "The state and the checkpoint do not have the same leaves.",
                 expected="equal names",
-                got=f"missing in the checkpoint: {some(self.missing, 5)}; "
-                f"unexpected, only in the checkpoint: {some(self._only_stored, 5)}",
+                got=self._different_names(),
                 where=where,
                 todo=self._how_to_fit(),
+            )
+
+    def _require_common_names(self) -> None:
+        """Raise if an object of the state has no name in common with the checkpoint: nothing of it would be loaded."""
+        missing = set(self.missing)  # without leaves that the checkpoint may lack
+        apart = [name for name, leaves in self.apart.items() if not missing.isdisjoint(leaves)]
+        if apart:
+            raise CheckpointError(
+                "The state and the checkpoint have no name in common.",
+                expected="a common name, even with strict=False; with strict=True, equal names",
+                got=self._different_names(),
+                where=f"{apart[0] or 'the state'} in {self.catalogue.where}",
+                todo=f"{self._how_to_rename() or _RENAME_IN_A_COPY}"
+                f"leave {apart[0] or 'its tensors'} out of the state to keep its values",
             )
 
     def require_filled(self, strict: Strict, *, has_init: bool) -> None:
@@ -168,6 +189,9 @@ class Match:
         todo = (
             "let init= write to each of them; zeros, where a buffer needs no values"
             if has_init
+            else "create the model with its weights instead of on the meta device, because peft computes these first "
+            "values from the base weights; or use LoraConfig(init_lora_weights=True) without DoRA"
+            if set(self.unfilled) <= set(self.of_adapter)
             else "pass init=, which is called with each module that owns such tensors: often lambda module: "
             "module.reset_parameters()"
         )
@@ -187,6 +211,12 @@ class Match:
         """Names in the checkpoint alone. If leaves are missing, they may be stored under a key that is ignored."""
         return [*self.unexpected, *self.ignored]
 
+    def _different_names(self) -> str:
+        return (
+            f"missing in the checkpoint: {some(self.missing, 5)}; "
+            f"unexpected, only in the checkpoint: {some(self._only_stored, 5)}"
+        )
+
     def _how_to_fit(self) -> str:
         """Return what to do if the state and the checkpoint do not have the same leaves."""
         if not self.missing:
@@ -197,10 +227,7 @@ class Match:
                 f"include= with patterns of what to load{example}"
             )
         if self._only_stored and self._renaming is None:
-            return (
-                "if leaves were renamed, rename them in a copy: vescale-convert to-native .. --rules FILE; "
-                "or pass strict=False to load what both have and keep the values of missing leaves"
-            )
+            return f"{_RENAME_IN_A_COPY}pass strict=False to load what both have and keep the values of missing leaves"
         return (
             f"{self._how_to_rename()}pass strict=False to load what both have and keep the values of missing leaves, "
             "or include= with patterns"

@@ -40,8 +40,11 @@ _MOST_PROBLEMS = 8  # that an error lists
 
 
 def class_of(module: object) -> tuple[str, dict[str, Any]] | None:
-    """Return the class of a live model and its settings; None if it is not a model of transformers."""
+    """Return the class of a live model, or of a peft model's base, and its settings; None for other models."""
     transformers = sys.modules.get("transformers")  # not imported: then there is no model of it
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(module, peft.PeftModel):
+        module = module.get_base_model()
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
     # The class itself may be one that `fully_shard` or the user has derived.

@@ -1,0 +1,143 @@
+"""A Hugging Face folder of the base, loaded into a peft model: the base's weights, and peft's own start of LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.support.distributed import run_ranks
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.conversion import HuggingFace, convert, open_source
+from vescale_fsdp.conversion.convert import ConvertOptions
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.integrations.peft import merge_and_unload
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
+_ADDED = ("base_model.model.", ".base_layer", ".original_module", ".modules_to_save.default")
+
+
+def _base() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=31, **sizes))
+
+
+def _with_lora(device: str, **options: Any) -> Any:
+    chosen: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"], **options}
+    with torch.device(device):
+        return get_peft_model(_base(), LoraConfig(task_type="CAUSAL_LM", **chosen))
+
+
+def _check_base(model: Any, base: Any) -> None:
+    for name, param in model.named_parameters():
+        plain = name
+        for added in _ADDED:
+            plain = plain.replace(added, "")
+        if "lora_" not in name:
+            assert torch.equal(param, base.get_parameter(plain)), name
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model with random values, and its folder."""
+    torch.manual_seed(0)
+    model, folder = _base(), tmp_path_factory.mktemp("base")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("strict", ["auto", True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}]
+)
+def test_an_untrained_adapter_changes_nothing(
+    base: tuple[Any, Path], options: dict[str, Any], strict: Any
+) -> None:
+    """On the meta device, the peft model computes what the base does, and its other matrices are random."""
+    model = _with_lora("meta", **options)
+    report = load(base[1], model, strict=strict)
+
+    _check_base(model, base[0])
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=tokens).logits, base[0](input_ids=tokens).logits)
+    drawn = "lora_embedding_B" if "embed_tokens" in options.get("target_modules", ()) else "lora_A"
+    assert all(param.std() > 0 for name, param in model.named_parameters() if drawn in name)
+    assert not report.missing and not report.unfilled
+
+
+def test_a_trained_adapter_is_kept(base: tuple[Any, Path]) -> None:
+    model = _with_lora("cpu")
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.ones_(param)
+    load(base[1], {"model": model})
+
+    _check_base(model, base[0])
+    assert all((param == 1).all() for name, param in model.named_parameters() if "lora_" in name)
+
+
+def test_the_scheme_of_the_config_is_used(base: tuple[Any, Path]) -> None:
+    """A spread of 1 / rank for "gaussian"; False leaves both matrices random."""
+    torch.manual_seed(0)
+    wide = _with_lora("meta", r=8, init_lora_weights="gaussian")
+    both = _with_lora("meta", init_lora_weights=False)
+    load(base[1], wide)
+    load(base[1], both)
+
+    drawn = torch.cat(
+        [param.detach().flatten() for name, param in wide.named_parameters() if "lora_A" in name]
+    )
+    assert drawn.std() == pytest.approx(1 / 8, rel=0.2)
+    assert all(param.std() > 0 for name, param in both.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"r": 4, "init_lora_weights": "orthogonal"}])
+def test_values_that_depend_on_the_base_are_refused(base: tuple[Any, Path], options: dict[str, Any]) -> None:
+    model = _with_lora("meta", **options)
+    with pytest.raises(CheckpointError, match="lora_"):
+        load(base[1], model)
+    assert model.get_base_model().lm_head.weight.is_meta
+
+
+def _fine_tune(folder: Path, out: Path) -> torch.Tensor:
+    """The program of docs/stacks/trl.md; returns the logits after training."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    load(folder, model)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    tokens = torch.arange(8)[None]
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    save(out / "run", {"model": model, "optimizer": optimizer})
+    if dist.get_rank() == 0:
+        model.peft_config["default"].save_pretrained(str(out / "settings"))
+    save(out / "merged", {"model": merge_and_unload(model)}, format=HuggingFace(assets=folder))
+    return logits
+
+
+def test_a_model_of_the_hub_is_fine_tuned(base: tuple[Any, Path], tmp_path: Path) -> None:
+    """Sharded on two ranks; transformers and peft open both exports, and compute the trained logits."""
+    logits = run_ranks(2, _fine_tune, base[1], tmp_path)[0]
+    options = ConvertOptions(assets=str(tmp_path / "settings"))
+    convert(open_source(str(tmp_path / "run")), str(tmp_path / "adapter"), "adapter", options)
+
+    tokens = torch.arange(8)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base[1]), str(tmp_path / "adapter"))
+    for model in (merged, adapted):
+        torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
+    assert (base[0](input_ids=tokens).logits - logits).norm() > 1e-3
