@@ -314,10 +314,10 @@ def _at_paths_of(
         of_base, over_base = opened.names_over_base(live.names.values(), of_model)
         renamed = {}
         for own, fqn in of_base.items():
-            old = of_model[fqn]
-            new = f"{old.removesuffix(fqn)}{own}"
-            renamed[new] = (RenamedView(carried.views[old], new), old)
-        carried = carried.with_replaced(renamed, {old for _, old in renamed.values()})
+            theirs = of_model[fqn]
+            new = f"{theirs.removesuffix(fqn)}{own}"
+            renamed[new] = (RenamedView(carried.views[theirs], new), theirs)
+        carried = carried.with_replaced(renamed, {before for _, before in renamed.values()})
 
     # `candidates` is not empty if there are several models.
     container = model_path(objects)

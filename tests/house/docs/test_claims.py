@@ -52,7 +52,7 @@ TOOLS = [
     *(ROOT / "tools").rglob("*.py"),
     ROOT / "vescale_fsdp/elastic/store_server.py",
     ROOT / "tests/conftest.py",
-    ROOT / "examples/two_jobs.py",
+    *(ROOT / "examples").rglob("*.py"),
 ]
 OF_TOOLS = set(re.findall(r"--[a-z][a-z-]+", "".join(file.read_text() for file in TOOLS)))
 SOURCES = {
