@@ -36,7 +36,7 @@ class _Helper:
             call, answer = queued
             finish = _finishing(call, answer)
             with _lock:
-                is_kept = _is_active
+                is_kept = is_active
                 if is_kept:  # first, since the caller may wait again at once
                     _idle.append(self)
                 if not answer.done():  # the caller has not left
@@ -55,7 +55,8 @@ def _finishing(call: Callable[[], Any], answer: Future[Any]) -> Callable[[], Non
 
 
 _lock = Lock()
-_is_active = _is_interrupted = False
+is_active = False  # whether waits can be left: between `allow_interrupts` and `end_interrupts`
+_is_interrupted = False
 _own = local()  # `is_helper`: in a helper, whose caller can leave, calls run at once
 _pending: set[Future[Any]] = set()  # of callers that wait
 _idle: list[_Helper] = []
@@ -66,9 +67,9 @@ def allow_interrupts() -> None:
 
     Only if all groups are gloo's: a wait for NCCL belongs to the caller's stream.
     """
-    global _is_active, _is_interrupted
+    global is_active, _is_interrupted
     with _lock:
-        _is_active, _is_interrupted = True, False
+        is_active, _is_interrupted = True, False
 
 
 def interrupt() -> None:
@@ -78,17 +79,17 @@ def interrupt() -> None:
     """
     global _is_interrupted
     with _lock:
-        _is_interrupted = _is_active
-        for answer in _pending if _is_active else ():
+        _is_interrupted = is_active
+        for answer in _pending if is_active else ():
             if not answer.done():
                 answer.set_exception(_lost())
 
 
 def end_interrupts() -> None:
     """Let calls run in their callers' threads again, and end idle helpers."""
-    global _is_active, _is_interrupted
+    global is_active, _is_interrupted
     with _lock:
-        _is_active = _is_interrupted = False
+        is_active = _is_interrupted = False
         helpers = [*_idle]
         _idle.clear()
     for helper in helpers:
@@ -105,7 +106,7 @@ def interruptibly(call: Callable[[], T]) -> T:
     Raises:
         LifecycleError: if a rank is lost, in an elastic job. The call then goes on without effect on this thread.
     """
-    if not _is_active or vars(_own).get("is_helper"):
+    if not is_active or vars(_own).get("is_helper"):
         return call()
     answer: Future[T] = Future()
     with _lock:

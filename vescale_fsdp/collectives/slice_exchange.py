@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.collectives.interruptible import interruptibly
+from vescale_fsdp.collectives import interruptible
 from vescale_fsdp.collectives.process_groups import Nodes, nodes_of
 
 _CHUNK_NUMEL = 1 << 16  # elements that are summed at a time, few enough to stay in a core's cache
@@ -48,9 +48,13 @@ class Work(Protocol):
 
 def wait_for(*works: Work | None) -> None:
     """Wait for collectives; None stands for a collective that is complete."""
-    started = [work for work in works if work is not None]
-    if started:
-        interruptibly(lambda: [work.wait() for work in started])
+    if interruptible.is_active:
+        started = [work for work in works if work is not None]
+        interruptible.interruptibly(lambda: [work.wait() for work in started])
+        return
+    for work in works:  # without a further call: each unit waits several times in a step
+        if work is not None:
+            work.wait()
 
 
 class AllWorks(NamedTuple):

@@ -112,7 +112,10 @@ def refuse_added_params(units: Iterable[FSDPState]) -> None:
     Raises:
         LifecycleError: with the names of the parameters.
     """
-    ignored = {key for unit in units for key in unit.ignored}
+    known = {key for unit in units for key in unit.ignored}
+    known.update(
+        key for unit in units for group in unit.groups for param in group.params for key in param.owners
+    )
     added: dict[nn.Parameter, str] = {}
     seen: set[nn.Module] = set()
 
@@ -121,9 +124,8 @@ def refuse_added_params(units: Iterable[FSDPState]) -> None:
             return
         seen.add(module)
         for name, param in module._parameters.items():
-            if param is None or isinstance(param, DTensor) or not param.requires_grad:
-                continue
-            if (module, name) not in ignored:
+            is_plain = not isinstance(param, DTensor)  # tensor parallelism reduces its own
+            if param is not None and param.requires_grad and is_plain and (module, name) not in known:
                 added.setdefault(param, f"{path}{name}")
         for name, child in module.named_children():
             visit(f"{path}{name}.", child)

@@ -134,5 +134,6 @@ def test_what_cannot_be_dequantized_is_refused(tmp_path: Path) -> None:
             )
     with pytest.raises(VescaleError):
         load(tmp_path / "fp8", model)
+    model.a = nn.Linear(50, 70, bias=False, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"a\.input_scale"):
         load(tmp_path / "compressed", model, source=SourceOptions(dequantize="bf16"), strict=False)
