@@ -140,7 +140,8 @@ def load(
     Args:
         path: folder or fsspec URL of a checkpoint, or a file such as ``model.safetensors``. From a peft adapter's
             folder, only the model's adapter is loaded; the base weights stay unchanged. From a foreign checkpoint of
-            a base model, a peft model gets its base weights; its adapters stay unchanged.
+            a base model, a peft model gets its base weights. LoRA matrices stay unchanged; copies of modules (peft's
+            ``modules_to_save``) get the base's values, so load an adapter after its base.
         state: nested like the saved state; for other formats a module, or a dict such as
             ``{"model": model, "optimizer": optimizer, "step": 0}``. Modules on the meta device are allocated.
         strict: what is an error. In every format, leaves of another object that only the checkpoint has (an optimizer,

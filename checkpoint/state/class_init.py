@@ -40,6 +40,21 @@ class _Lora(NamedTuple):
         return isinstance(self.start, bool) or self.start == "gaussian"
 
 
+def starts_from_base(root: nn.Module) -> bool:
+    """Return whether an adapter of peft in a module has first values that are computed from the base weights.
+
+    Such as PiSSA's and OLoRA's, which change the base too: they are wrong for base weights that are loaded later.
+    """
+    configs = (vars(module).get("peft_config") for module in root.modules())
+    starts = (
+        vars(config).get("init_lora_weights")
+        for each in configs
+        if isinstance(each, Mapping)
+        for config in each.values()
+    )
+    return any(start not in (None, True, False, "gaussian", "orthogonal") for start in starts)
+
+
 class ClassInitializer:
     """Initializes the modules in a module that belong to models of transformers, or to LoRA layers of peft.
 

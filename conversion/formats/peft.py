@@ -37,7 +37,10 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = r"lora_\w+|ia3_l|trainable_tokens_delta|modules_to_save"
-_WRAPPERS = (".base_layer.", ".original_module.")  # where peft moves a module of the base
+# Where peft moves a module of the base; a module whose parameters have LoRA each has several wrappers.
+_WRAPPERS = re.compile(r"(\.(base_layer|original_module))+(?=\.)")
+# Parts whose first values are those of the base, or are computed from them.
+_OF_BASE = ("modules_to_save", "lora_magnitude_vector", "trainable_tokens_delta")
 # [^.]+, because an adapter is a submodule, whose name cannot contain dots.
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")
 
@@ -177,9 +180,12 @@ def names_over_base(live: Collection[str], stored: Collection[str]) -> tuple[dic
 
     Returns:
         (name of a base weight in the peft model -> name in the checkpoint, without names that both have; names in the
-        peft model that a base lacks). Both are empty if no name is translated.
+        peft model that a base lacks, and whose first values do not depend on the base). Both are empty if no name is
+        translated, if the model has no adapter, or if the checkpoint has one.
     """
-    trained, of_base = trained_names(live), {}
+    trained, of_base, own = trained_names(live), {}, set()
+    if not trained or trained_names(stored):
+        return {}, frozenset()
     for name in live:
         plain = name
         if name in trained:
@@ -187,12 +193,12 @@ def names_over_base(live: Collection[str], stored: Collection[str]) -> tuple[dic
             assert match is not None
             if match["part"] == "modules_to_save":
                 plain = f"{match['module']}{match['rest'] or ''}"
-        plain = plain.removeprefix(ROOT)
-        for wrapper in _WRAPPERS:
-            plain = plain.replace(wrapper, ".")
+            elif match["part"] not in _OF_BASE:
+                own.add(name)
+        plain = _WRAPPERS.sub("", plain.removeprefix(ROOT))
         if plain != name and plain in stored and name not in stored:
             of_base[name] = plain
-    return of_base, frozenset(trained.keys() - of_base) if of_base else frozenset()
+    return of_base, frozenset(own) if of_base else frozenset()
 
 
 ADAPTER_CONFIG = "adapter_config.json"

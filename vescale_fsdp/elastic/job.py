@@ -36,7 +36,7 @@ from vescale_fsdp.collectives.interruptible import (
     interrupt,
     interruptibly,
 )
-from vescale_fsdp.collectives.process_groups import backends_of, set_hosts
+from vescale_fsdp.collectives.process_groups import set_hosts
 from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_more, check_renewable, renew_data, renew_more, renew_optimizer
@@ -241,8 +241,6 @@ class ElasticJob:
             world_size=len(quorum.members),
             timeout=timedelta(seconds=self._timeout_s),
         )
-        if set(backends_of(None).values()) == {"gloo"} or not torch.accelerator.is_available():
-            allow_interrupts()
 
     def _begin_epoch(self, quorum: Quorum) -> int:
         """Create the process group, move the model to its ranks, and restore the newest saved step.
@@ -255,6 +253,10 @@ class ElasticJob:
         set_hosts(quorum.hosts)
         self._form(quorum)
         self.mesh = mesh = self._make_mesh(self.num_ranks)
+        if (
+            mesh.device_type == "cpu"
+        ):  # on accelerators, a wait belongs to the stream of the thread that waits
+            allow_interrupts()
         if self.training is None:
             self._build_on(mesh)
         else:  # Parameter objects stay, since hooks and other code may refer to them

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -84,7 +85,9 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
         self.max_reductions = 1  # limit of reductions in flight; each has a gradient buffer of its own
-        # Of parameters in `ignored_params`: the module, and the name in it. `to_empty` replaces parameters on meta.
+        # The parameters in `ignored_params`; and their modules with the names in these, since `to_empty` replaces
+        # parameters on meta.
+        self.ignored_params: list[weakref.ref[nn.Parameter]] = []
         self.ignored: frozenset[tuple[nn.Module, str]] = frozenset()
         self.comm = CommContext(streams_of(device))
         # Replaced by the root's schedule in `lazy_init`.

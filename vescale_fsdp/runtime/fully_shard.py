@@ -8,6 +8,7 @@ each plan, and only then changes the model. If a call raises, the model is uncha
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast, overload
 
@@ -191,6 +192,7 @@ def fully_shard(
         # torch.compile reads these attributes, which FSDP2 sets too (torch 2.13, `_fully_shard.py`, line 289).
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
     state = FSDPState(modules, groups, mp_policy, reshard, device)  # its constructor stores it on the modules
+    state.ignored_params = [weakref.ref(param) for param in ignored]
     state.ignored = frozenset(
         (owner, name) for _, owner in managed for name, param in owner._parameters.items() if param in ignored
     )

@@ -116,6 +116,8 @@ def refuse_added_params(units: Iterable[FSDPState]) -> None:
     known.update(
         key for unit in units for group in unit.groups for param in group.params for key in param.owners
     )
+    # By object too: code may move an ignored parameter to another module.
+    ignored = {id(param) for unit in units for ref in unit.ignored_params if (param := ref()) is not None}
     added: dict[nn.Parameter, str] = {}
     seen: set[nn.Module] = set()
 
@@ -125,7 +127,9 @@ def refuse_added_params(units: Iterable[FSDPState]) -> None:
         seen.add(module)
         for name, param in module._parameters.items():
             is_plain = not isinstance(param, DTensor)  # tensor parallelism reduces its own
-            if param is not None and param.requires_grad and is_plain and (module, name) not in known:
+            if param is None or not param.requires_grad or not is_plain or id(param) in ignored:
+                continue
+            if (module, name) not in known:
                 added.setdefault(param, f"{path}{name}")
         for name, child in module.named_children():
             visit(f"{path}{name}.", child)

@@ -24,6 +24,7 @@ from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, child_name
 from vescale_fsdp.checkpoint.state.capture import is_stateful
+from vescale_fsdp.checkpoint.state.class_init import starts_from_base
 from vescale_fsdp.checkpoint.state.live_objects import (
     LiveObjects,
     aliases_of,
@@ -70,6 +71,8 @@ def _excuse_missing(matched: Match, live: LiveObjects) -> None:
     missing = [name for name in missing if not catalogue.may_lack(name)]
     matched.of_class = [name for name in missing if catalogue.leaves_to_class(name)]
     matched.of_adapter = [name for name in missing if catalogue.leaves_to_adapter(name)]
+    if matched.of_adapter and any(map(starts_from_base, live.modules.values())):
+        matched.of_adapter = []
     excused = {*matched.of_class, *matched.of_adapter}
     matched.missing = [name for name in missing if name not in excused]
 

@@ -97,6 +97,38 @@ def test_the_scheme_of_the_config_is_used(base: tuple[Any, Path]) -> None:
     assert all(param.std() > 0 for name, param in both.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_live_values_that_depend_on_the_base_are_refused(
+    base: tuple[Any, Path], options: dict[str, Any]
+) -> None:
+    """They were computed from other base weights."""
+    with pytest.raises(CheckpointError, match="lora_"):
+        load(base[1], _with_lora("cpu", **options))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_copy_of_a_tied_head(tmp_path: Path, device: str) -> None:
+    """The folder has the embedding alone, whose values the copy starts with."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=31, tie_word_embeddings=True, **sizes)
+    tied = LlamaForCausalLM(config)
+    tied.save_pretrained(tmp_path)
+    with torch.device(device):
+        model = get_peft_model(
+            LlamaForCausalLM(config), LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        )
+    load(tmp_path, model)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=tokens).logits, tied(input_ids=tokens).logits)
+
+
+def test_another_adapter_is_not_a_base(tmp_path: Path) -> None:
+    """A checkpoint with an adapter on fewer modules lacks the others' matrices."""
+    torch.save(_with_lora("cpu", target_modules=["q_proj"]).state_dict(), tmp_path / "few.pt")
+    with pytest.raises(CheckpointError):
+        load(tmp_path / "few.pt", _with_lora("cpu"), strict=True)
+
+
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"r": 4, "init_lora_weights": "orthogonal"}])
 def test_values_that_depend_on_the_base_are_refused(base: tuple[Any, Path], options: dict[str, Any]) -> None:
     model = _with_lora("meta", **options)

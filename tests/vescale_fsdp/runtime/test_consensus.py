@@ -325,6 +325,8 @@ def uses_added(kind: str) -> str:
     fully_shard(model, mesh=mesh, ignored_params=kept)
     if kind == "ignored on meta":
         model.to_empty(device="cpu")  # new parameters in place of those of meta
+    if kind == "ignored, moved":
+        model[1] = nn.Sequential(model[1])  # type: ignore[index]
     if kind in ("added", "frozen"):
         model[1].adapter = nn.Linear(4, 4).requires_grad_(kind == "added")  # type: ignore[index, union-attr]
     if kind == "a new module":
@@ -342,6 +344,7 @@ ADDED = {
     "before the root": "0.adapter.weight",
     "frozen": "",
     "ignored": "",
+    "ignored, moved": "",
     "ignored on meta": "",
     "replicated": "",
 }
