@@ -569,7 +569,10 @@ def test_a_fingerprint_of_repeats(tmp_path: Path) -> None:
     tensor = torch.zeros(1 << 17).as_strided((1 << 15, 1 << 16), (1, 1))  # 8 GiB
     source = torch_file(tmp_path / "a.pt", {"w": tensor, **MODEL})
     remedy = refused(command, "fingerprint", source)
-    command("fingerprint", source, *flag(remedy, "--exclude"))
+    rest = command("fingerprint", source, *flag(remedy, "--exclude"), "--json")
+    whole = command("fingerprint", torch_file(tmp_path / "b.pt", MODEL), "--json")
+    found, wanted = (json.loads(printed)["sides"][0]["tensors"] for printed in (rest, whole))
+    assert found == wanted and found.keys() == MODEL.keys()
 
 
 @runs("conversion/formats/huggingface/repository.py::Assets.__init__[1]")

@@ -81,9 +81,8 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 256 << 20  # 256 MiB: default size of a bucket
 _WHOLE = Distribution((), ())  # no axis cuts the tensor
-_PART_BYTES = (
-    1 << 20
-)  # 1 MiB: bits are compared in parts, since several numbers of 8 bytes per item are computed
+# 1 MiB: bits are compared in parts, since several numbers of 8 bytes per item are computed.
+_PART_BYTES = 1 << 20
 
 
 class WholeTensor(NamedTuple):
@@ -393,6 +392,7 @@ class ChangedItems:
         on_host: keep the compared bits in host memory. Default: on the device of the state.
 
     Attributes:
+        coordinator: the ranks.
         receiver: the rank that gets the changes.
         tensors: name, dtype and shape of the whole tensors.
 
@@ -420,7 +420,7 @@ class ChangedItems:
         receiver: int = 0,
         on_host: bool = False,
     ) -> None:
-        self._coordinator = own = transfer_ranks(ranks)
+        self.coordinator = own = transfer_ranks(ranks)
         whole = WholeTensors(
             state, links=links, dtype=dtype, ranks=own, receivers=(receiver,), bucket_bytes=sys.maxsize
         )
@@ -468,16 +468,17 @@ class ChangedItems:
 
     def _locals(self) -> dict[int, torch.Tensor]:
         tensors = {} if self._state is None else dict(named_tensors(self._state))
-        return local_pieces(tensors, self._plan.source, self._regions, self._coordinator.rank)
+        return local_pieces(tensors, self._plan.source, self._regions, self.coordinator.rank)
 
     def take(self) -> dict[str, Items]:
-        """Return what has changed since the last `commit`, by the names of whole tensors; on other ranks than the
-        receiver nothing. A collective.
+        """Return the items that have changed since the last `commit`, by the names of whole tensors. A collective.
+
+        Ranks other than the receiver get an empty dict.
 
         Raises:
             CheckpointError: on all ranks, if the state of any rank is not the one that the constructor got.
         """
-        own = self._coordinator
+        own = self.coordinator
         # By number of the whole tensor, ascending: parts of this rank's items, on the CPU.
         found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         with own.together("finding what has changed"):
@@ -524,7 +525,7 @@ class ChangedItems:
     def _changed(self) -> Iterator[Change]:
         """Yield this rank's items whose bits differ from those at the last commit, as they are sent."""
         locals_ = self._locals()
-        origin = Origin(self._plan, self._coordinator.rank, locals_, self._stage)
+        origin = Origin(self._plan, self.coordinator.rank, locals_, self._stage)
         most = max((segment.nbytes for segment in self._segments), default=0)
         sides = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for segment in self._segments:
@@ -540,9 +541,9 @@ class ChangedItems:
         return change.values.view(dtype_named(placed.wire_dtype)).to(self._plan.target.dtypes[placed.target])
 
     def commit(self) -> None:
-        """Note that the engine has what `take` has returned; not a collective. Call it on all ranks, or on none.
+        """Record that the engine has the items of the last `take`. Not a collective; call it on all ranks, or on none.
 
-        Without a call, such as after a failure, the next `take` returns these items again, with their newest values.
+        Without this call, such as after a failure, the next `take` returns these items again, with their newest values.
         """
         for change in self._changes:
             self._bits.put(change)
@@ -550,10 +551,12 @@ class ChangedItems:
 
 
 def vllm_patches(changed: ChangedItems) -> list[SparseWeightPatch]:
-    """Return what has changed as vLLM's ``SparseWeightPatch``, one per tensor; on other ranks than the receiver none.
+    """Return the changed items as vLLM's ``SparseWeightPatch``, one per tensor. A collective.
+
+    Ranks other than the receiver get an empty list.
 
     For ``send_weights`` of the trainer engine of vLLM's backend ``sparse_nccl``, which broadcasts int32 indices and
-    values from one rank. A collective. The names must be those that vLLM's ``load_weights`` expects, or ``links`` of
+    values from one rank. The names must be those that vLLM's ``load_weights`` expects, or ``links`` of
     `ChangedItems` gives them. vLLM refuses NaN, which stands for an unchanged item, tensors that are not floats, and
     models whose loading code does more than copy.
 
@@ -562,15 +565,17 @@ def vllm_patches(changed: ChangedItems) -> list[SparseWeightPatch]:
 
     Raises:
         PlacementError: on all ranks, if a tensor has too many items for int32 indices.
+        CheckpointError: on all ranks, if vLLM cannot be imported on one of them.
 
     Examples:
         >>> changed = ChangedItems({"w": torch.zeros(4)})
         >>> vllm_patches(changed)  # doctest: +SKIP
         []
     """
-    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+    with changed.coordinator.together("importing vLLM"):
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
 
-    check_version("vllm")
+        check_version("vllm")
     large = [each.name for each in changed.tensors if numel_of(each.shape) > torch.iinfo(torch.int32).max]
     if large:
         raise PlacementError(
@@ -635,16 +640,17 @@ def vllm_source(
         >>> [(meta.name, meta.shape) for meta in source.metadata]  # doctest: +SKIP
         [('w', (4,))]
     """
-    from vllm.distributed.weight_transfer.base import (
-        ParamMeta,
-        Replicate,
-        Shard,
-        WeightSource,
-        layerwise_groups,
-    )
-
-    check_version("vllm")
     own = transfer_ranks(ranks)
+    with own.together("importing vLLM"):
+        from vllm.distributed.weight_transfer.base import (
+            ParamMeta,
+            Replicate,
+            Shard,
+            WeightSource,
+            layerwise_groups,
+        )
+
+        check_version("vllm")
     if links is None:  # a name alone is a link
         links = {name: name for name in describe_states(state, None, ranks=own)[0].numbers_by_name}
     in_order = {name: links[name] for group in layerwise_groups(list(links)) for name in group}
