@@ -23,26 +23,27 @@ from torch import nn
 from vescale_fsdp.errors import ArgumentError, format_bytes
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.layout.granularity import Granularity, GranularityRule, resolve_granularity
+from vescale_fsdp.layout.granularity import GranularityRule, resolve_granularity
 from vescale_fsdp.layout.model_shapes import shapes_of, units_of
-from vescale_fsdp.layout.plan_report import PlanReport, largest_layouts_html, plan_report, text_table
+from vescale_fsdp.layout.plan_report import PlanReport, largest_layouts_html, plan_report
 from vescale_fsdp.lazy import set_module
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.muon import Muon
 from vescale_fsdp.planning.cluster import Cluster, WireBytes
-from vescale_fsdp.planning.meta_step import MetaStep, is_of_transformers, measure_step
+from vescale_fsdp.planning.meta_step import MetaStep, measure_step
 from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
+from vescale_fsdp.planning.plan_code import code_lines
+from vescale_fsdp.planning.plan_text import in_unit, text_lines
 from vescale_fsdp.planning.step_memory import PeakMemory, UnitMemory, Window, peak_of
 
 OptimizerName = Literal["adamw", "adamw8bit", "muon", "none"]
 _REDUCED = 4  # bytes per element of reductions, which are in fp32
 _TIGHT = 0.9  # a fuller memory than this leaves no room for fragments, which are not planned
-_SHOWN = 8  # candidates that the text lists
 _END_SHARE = 0.01  # a module of the root with more of the root's bytes may be a unit
 
 
 @dataclass(frozen=True)
-class _Setup:
+class PlanSetup:
     """The arguments of `plan_training` but the model and its batch."""
 
     cluster: Cluster
@@ -193,7 +194,7 @@ class TrainingPlan:
         return self.candidates[0].verdict != "does not fit"
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
+        return "\n".join(text_lines(self))
 
     def _repr_html_(self) -> str:
         """Return the text and the best candidate's largest layouts, as a notebook shows them."""
@@ -261,7 +262,7 @@ def plan_training(
         True
     """
     _check(model, optimizer, param_dtype, micro_batches)
-    setup = _Setup(
+    setup = PlanSetup(
         cluster,
         optimizer,
         param_dtype,
@@ -272,7 +273,7 @@ def plan_training(
     )
     planner = _Planner(model, batch, loss, setup)
     candidates = planner.candidates()
-    candidates = [replace(each, code="\n".join(_code(planner, each))) for each in candidates]
+    candidates = [replace(each, code="\n".join(planner.code_of(each))) for each in candidates]
     best, advice = candidates[0], list[str]()
     code = best.code
     if best.verdict == "does not fit":
@@ -284,7 +285,7 @@ def plan_training(
         if remedies:
             first = remedies[0]
             comment = f"# The first change that helps: {first.name} with {first.candidate.sharding}."
-            code = "\n".join(_code(first.planner, first.candidate))
+            code = "\n".join(first.planner.code_of(first.candidate))
         code = f"{comment}\n{code}"
     return TrainingPlan(
         type(model).__name__,
@@ -337,7 +338,7 @@ class _Planner:
     """The shapes of a model, its measured step, and the cost of a candidate."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setup: _Setup
+        self, model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setup: PlanSetup
     ) -> None:
         self.model, self.batch, self.loss, self.setup = model, batch, loss, setup
         self.shapes = shapes_of(model)
@@ -557,6 +558,10 @@ class _Planner:
         """Return the layouts of a candidate."""
         return plan_report(self.model, [candidate.shard_size], self.setup.rule, units=candidate.units)
 
+    def code_of(self, candidate: ShardingCandidate) -> Iterator[str]:
+        """Yield the lines of Python that shard the model as a candidate does."""
+        return code_lines(self.model, self.blocks, self.setup, candidate)
+
     def variant(self, scale: float = 1, **changes: Any) -> _Planner:
         """Return the planner of a changed setup, with ``scale`` times the activations and arithmetic."""
         other = copy.copy(self)
@@ -652,7 +657,7 @@ def _notes(planner: _Planner) -> Iterator[str]:
     else:
         how = "recomputed per block" if setup.checkpointing else "kept, as the model itself keeps them"
         yield f"activations are measured on the meta device and {how}; attention by flash attention's formula"
-        flops = _in_unit(
+        flops = in_unit(
             setup.micro_batches * planner.step.flops, (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
         )
         yield f"{flops} per GPU and step; operators one by one, as without a compiler"
@@ -670,207 +675,3 @@ def _notes(planner: _Planner) -> Iterator[str]:
         "not planned: fragmentation of memory, latencies, offloading, and tensor, pipeline, expert and context "
         f"parallelism{', messages of Muon' * (setup.optimizer == 'muon')}"
     )
-
-
-# -- code ---------------------------------------------------------------------------------------------
-
-
-def _code(planner: _Planner, best: ShardingCandidate) -> Iterator[str]:
-    """Yield the lines that shard ``model`` as a candidate does."""
-    setup = planner.setup
-    axes: tuple[str, ...] = ("shard",)
-    sizes: tuple[int, ...] = (best.shard_size,)
-    if best.is_hybrid:
-        axes, sizes = ("node", "local"), (best.shard_size // best.gather_size, best.gather_size)
-    elif best.replicas > 1:
-        axes, sizes = ("replicate", "shard"), (best.replicas, best.shard_size)
-    dtype = setup.param_dtype
-    if setup.checkpointing and planner.blocks:
-        yield "from functools import partial"
-        yield ""
-    yield "import torch"
-    yield "from torch.distributed.device_mesh import init_device_mesh"
-    yield "from torch.distributed.fsdp import MixedPrecisionPolicy"
-    if setup.checkpointing and planner.blocks:
-        yield "from torch.utils.checkpoint import checkpoint"
-    yield "from vescale_fsdp import fully_shard"
-    optimizer = {"muon": "Muon", "adamw8bit": "AdamW8bit"}.get(setup.optimizer)
-    if optimizer is not None or setup.steps_early:
-        yield f"from vescale_fsdp.optim import {optimizer or 'step_in_backward'}"
-    yield ""
-    yield from _dtype_lines(planner.model)
-    device = '"cpu"'
-    if not setup.cluster.on_cpu:
-        device = "device.type"
-        yield "device = torch.accelerator.current_accelerator(check_available=True)"
-        yield "if device is None:"
-        yield '    raise RuntimeError("these lines are for GPUs, and there is none; on_cpu plans for the CPU")'
-    yield f"mesh = init_device_mesh({device}, {sizes}, mesh_dim_names={axes!r})"
-    yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
-    options = ["mesh=mesh", "mp_policy=policy"]
-    if best.is_hybrid:
-        options.append('shard_optimizer_over="node"')
-    if setup.granularity is not None:
-        yield from _granularity_lines(setup.granularity)
-        options.append("granularity=granularity")
-    elif optimizer is not None:
-        options.append(f"granularity={optimizer}.granularity()")
-    root = ", ".join(options)
-    if best.keeps != 1:
-        options.append(f"reshard_after_forward={best.keeps or False}")
-    inner = ", ".join(options)
-    rest = set(best.units)
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in best.units):
-        members = [name for name, _ in planner.model.get_submodule(parent).named_children()]
-        names = {f"{parent}.{name}" if parent else name for name in members}
-        is_list = isinstance(planner.model.get_submodule(parent), nn.ModuleList | nn.Sequential)
-        if is_list and names <= rest:
-            rest -= names
-            yield f"for block in {_path(parent)}:"
-            if setup.checkpointing and names <= set(planner.blocks):
-                yield "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
-            yield f"    fully_shard(block, {inner})"
-    for name in best.units:
-        if name in rest:
-            if setup.checkpointing and name in planner.blocks:
-                yield f"block = {_path(name)}"
-                yield "block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
-            yield f"fully_shard({_path(name)}, {inner})"
-    yield f"fully_shard(model, {root})"
-    count = setup.micro_batches
-    if count > 1 and (best.is_hybrid or best.replicas > 1):
-        yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
-    if setup.optimizer == "adamw":
-        yield "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)"
-        if setup.steps_early:
-            yield "step_in_backward(model, optimizer)"
-    elif setup.optimizer == "adamw8bit":
-        yield "optimizer = AdamW8bit(model.parameters(), lr=1e-4)"
-    elif setup.optimizer == "muon":
-        yield "matrices, others = Muon.split_params(model)"
-        yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
-
-
-def _dtype_lines(model: nn.Module) -> Iterator[str]:
-    """Yield the lines that refuse a model in other dtypes than the plan's, with which it would train differently."""
-    dtypes = sorted({str(param.dtype) for param in model.parameters()})
-    name = ", ".join(dtypes)
-    if is_of_transformers(model):  # which builds models in the dtype of the config.json
-        build = f"{type(model).__name__}.from_pretrained(FOLDER, dtype={name})"
-        yield f"# model = {build}  # the default is the config's dtype"
-    yield "dtypes = {param.dtype for param in model.parameters()}"
-    yield f"if dtypes != {{{name}}}:"
-    yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model so")'
-
-
-def _granularity_lines(rule: GranularityRule) -> Iterator[str]:
-    """Yield the lines that define ``granularity``, the caller's rule."""
-    values = list(rule.values()) if isinstance(rule, Mapping) else [rule]
-    classes = {type(each).__name__ for each in values if isinstance(each, Granularity)}
-    classes |= {"Element"} if isinstance(rule, Mapping) else set()
-    if classes:
-        yield f"from vescale_fsdp import {', '.join(sorted(classes))}"
-    if isinstance(rule, Mapping):  # as a function, since not every unit has a match for every pattern
-        yield "from fnmatch import fnmatchcase"
-        yield f"rules = {dict(rule)!r}"
-        yield "granularity = lambda fqn, param: next("
-        yield "    (rule for pattern, rule in rules.items() if fnmatchcase(fqn, pattern)), Element()"
-        yield ")"
-    elif callable(rule) and not isinstance(rule, Granularity):
-        yield "# granularity is the function that was passed to plan_training"
-    else:
-        yield f"granularity = {rule!r}"
-
-
-def _path(name: str) -> str:
-    """Return the expression for a module of ``model``."""
-    path = "model"
-    for part in name.split(".") if name else ():
-        path += f"[{part}]" if part.isdecimal() else f".{part}"
-        if not part.isdecimal() and not part.isidentifier():
-            return f"model.get_submodule({name!r})"
-    return path
-
-
-# -- text ---------------------------------------------------------------------------------------------
-
-_BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-
-
-def _unit_of(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """Return the largest unit that the value has at least one of, or else the smallest unit; units descend."""
-    return next((each for each in units if value >= each[1]), units[-1])
-
-
-def _in_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Return a number with its unit, of three digits at least."""
-    name, size = _unit_of(value, units)
-    number = value / size
-    return f"{number:,.0f} {name}" if number >= 1000 else f"{number:.3g} {name}"
-
-
-def _text(plan: TrainingPlan) -> Iterator[str]:
-    """Yield the lines of a plan."""
-    best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
-    free = best.memory_bytes - best.needed_bytes
-    room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'} per GPU"
-    memory = f"{format_bytes(best.memory_bytes)} ({best.memory_bytes / 2**30:.3g} GiB)"
-    gpus = f"{best.replicas * best.shard_size:,} GPUs of {memory}"
-    numel = _in_unit(plan.numel, (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)))
-    step = _in_unit(best.step_s, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
-    yield f"{plan.model}, {numel} parameters, on {gpus}: {best.verdict}"
-    yield f"    best: {best.sharding}, {room}; no step is faster than {step} ({best.limit})"
-    yield from plan.advice
-    yield ""
-    unit, size = _unit_of(best.needed_bytes, _BYTE_UNITS)
-    count = len(plan.candidates)
-    which = f"all {count}" if count == len(shown) else f"the first {len(shown)} of {count}"
-    order = "what fits first, then by the time of a step" if plan.fits else "by memory, since none fits"
-    yield f"{unit} per GPU, {which} candidates, {order}:"
-    head = "sharding,units,after forward,weights,states,gradients,gathered,activations,step,other,sum,verdict"
-    lines = [tuple(head.split(","))]
-    for each in shown:
-        peak = each.peak
-        kinds = (
-            peak.weights,
-            peak.states,
-            peak.gradients,
-            peak.gathered,
-            peak.activations,
-            peak.temporaries,
-            each.library_bytes,
-        )
-        sizes = (f"{nbytes / size:.2f}" for nbytes in (*kinds, each.needed_bytes))
-        lines.append((each.sharding, each.wrapping, each.after_forward, *sizes, each.verdict))
-    yield from text_table(lines)
-    yield ""
-    unit, size = _unit_of(max(sum(each.wire) for each in shown), _BYTE_UNITS)
-    yield f"per GPU and step: {unit} on the wires, and the least milliseconds of each resource:"
-    head = (
-        f"sharding,units,after forward,padding %,copied %,{unit} in node,{unit} network,"
-        "compute,in node,network,bound,limit"
-    )
-    lines = [tuple(head.split(","))]
-    for each in shown:
-        ratios = (f"{100 * round(ratio, 5):.3g}" for ratio in (each.padding_ratio, each.copied_ratio))
-        sizes = (f"{nbytes / size:.2f}" for nbytes in each.wire)
-        seconds = (each.compute_s, each.link_s, each.network_s, each.step_s)
-        times = (
-            f"{1e3 * s:,.0f}" if s >= 1 else f"{1e3 * s:.4g}" if s >= 1e-4 else f"{1e3 * s:.4f}"
-            for s in seconds
-        )
-        lines.append((each.sharding, each.wrapping, each.after_forward, *ratios, *sizes, *times, each.limit))
-    yield from text_table(lines)
-    yield ""
-    yield f"units of the first candidate, over {best.shard_size:,} ranks:"
-    unit, size = _unit_of(max((row.shard_bytes for row in plan.report.rows), default=0), _BYTE_UNITS[1:])
-    lines = [("unit", "x", "dtype", "padding %", "copied %", f"{unit} per rank")]
-    for row in plan.report.rows:
-        ratios = (f"{100 * ratio:.3g}" for ratio in (row.padding_ratio, row.copied_ratio))
-        lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / size:,.2f}"))
-    yield from text_table(lines)
-    yield ""
-    yield "assumptions:"
-    yield from (f"    {note}" for note in plan.notes)
-    yield ""
-    yield from plan.code.splitlines()

@@ -1,0 +1,136 @@
+"""The lines of Python that shard a model as a candidate of a plan does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vescale_fsdp.layout.granularity import Granularity, GranularityRule
+from vescale_fsdp.planning.meta_step import is_of_transformers
+
+if TYPE_CHECKING:
+    from vescale_fsdp.planning.training_plan import PlanSetup, ShardingCandidate
+
+
+def code_lines(
+    model: nn.Module, blocks: Collection[str], setup: PlanSetup, best: ShardingCandidate
+) -> Iterator[str]:
+    """Yield the lines that shard ``model`` as a candidate does.
+
+    Args:
+        blocks: names of the modules whose activations are recomputed with ``setup.checkpointing``.
+    """
+    axes: tuple[str, ...] = ("shard",)
+    sizes: tuple[int, ...] = (best.shard_size,)
+    if best.is_hybrid:
+        axes, sizes = ("node", "local"), (best.shard_size // best.gather_size, best.gather_size)
+    elif best.replicas > 1:
+        axes, sizes = ("replicate", "shard"), (best.replicas, best.shard_size)
+    dtype = setup.param_dtype
+    if setup.checkpointing and blocks:
+        yield "from functools import partial"
+        yield ""
+    yield "import torch"
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield "from torch.distributed.fsdp import MixedPrecisionPolicy"
+    if setup.checkpointing and blocks:
+        yield "from torch.utils.checkpoint import checkpoint"
+    yield "from vescale_fsdp import fully_shard"
+    optimizer = {"muon": "Muon", "adamw8bit": "AdamW8bit"}.get(setup.optimizer)
+    if optimizer is not None or setup.steps_early:
+        yield f"from vescale_fsdp.optim import {optimizer or 'step_in_backward'}"
+    yield ""
+    yield from _dtype_lines(model)
+    device = '"cpu"'
+    if not setup.cluster.on_cpu:
+        device = "device.type"
+        yield "device = torch.accelerator.current_accelerator(check_available=True)"
+        yield "if device is None:"
+        yield '    raise RuntimeError("these lines are for GPUs, and there is none; on_cpu plans for the CPU")'
+    yield f"mesh = init_device_mesh({device}, {sizes}, mesh_dim_names={axes!r})"
+    yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
+    options = ["mesh=mesh", "mp_policy=policy"]
+    if best.is_hybrid:
+        options.append('shard_optimizer_over="node"')
+    if setup.granularity is not None:
+        yield from _granularity_lines(setup.granularity)
+        options.append("granularity=granularity")
+    elif optimizer is not None:
+        options.append(f"granularity={optimizer}.granularity()")
+    root = ", ".join(options)
+    if best.keeps != 1:
+        options.append(f"reshard_after_forward={best.keeps or False}")
+    inner = ", ".join(options)
+    rest = set(best.units)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in best.units):
+        members = [name for name, _ in model.get_submodule(parent).named_children()]
+        names = {f"{parent}.{name}" if parent else name for name in members}
+        is_list = isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+        if is_list and names <= rest:
+            rest -= names
+            yield f"for block in {_path(parent)}:"
+            if setup.checkpointing and names <= set(blocks):
+                yield "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+            yield f"    fully_shard(block, {inner})"
+    for name in best.units:
+        if name in rest:
+            if setup.checkpointing and name in blocks:
+                yield f"block = {_path(name)}"
+                yield "block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+            yield f"fully_shard({_path(name)}, {inner})"
+    yield f"fully_shard(model, {root})"
+    count = setup.micro_batches
+    if count > 1 and (best.is_hybrid or best.replicas > 1):
+        yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
+    if setup.optimizer == "adamw":
+        yield "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)"
+        if setup.steps_early:
+            yield "step_in_backward(model, optimizer)"
+    elif setup.optimizer == "adamw8bit":
+        yield "optimizer = AdamW8bit(model.parameters(), lr=1e-4)"
+    elif setup.optimizer == "muon":
+        yield "matrices, others = Muon.split_params(model)"
+        yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
+
+
+def _dtype_lines(model: nn.Module) -> Iterator[str]:
+    """Yield the lines that refuse a model in other dtypes than the plan's, with which it would train differently."""
+    dtypes = sorted({str(param.dtype) for param in model.parameters()})
+    name = ", ".join(dtypes)
+    if is_of_transformers(model):  # which builds models in the dtype of the config.json
+        build = f"{type(model).__name__}.from_pretrained(FOLDER, dtype={name})"
+        yield f"# model = {build}  # the default is the config's dtype"
+    yield "dtypes = {param.dtype for param in model.parameters()}"
+    yield f"if dtypes != {{{name}}}:"
+    yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model so")'
+
+
+def _granularity_lines(rule: GranularityRule) -> Iterator[str]:
+    """Yield the lines that define ``granularity``, the caller's rule."""
+    values = list(rule.values()) if isinstance(rule, Mapping) else [rule]
+    classes = {type(each).__name__ for each in values if isinstance(each, Granularity)}
+    classes |= {"Element"} if isinstance(rule, Mapping) else set()
+    if classes:
+        yield f"from vescale_fsdp import {', '.join(sorted(classes))}"
+    if isinstance(rule, Mapping):  # as a function, since not every unit has a match for every pattern
+        yield "from fnmatch import fnmatchcase"
+        yield f"rules = {dict(rule)!r}"
+        yield "granularity = lambda fqn, param: next("
+        yield "    (rule for pattern, rule in rules.items() if fnmatchcase(fqn, pattern)), Element()"
+        yield ")"
+    elif callable(rule) and not isinstance(rule, Granularity):
+        yield "# granularity is the function that was passed to plan_training"
+    else:
+        yield f"granularity = {rule!r}"
+
+
+def _path(name: str) -> str:
+    """Return the expression for a module of ``model``."""
+    path = "model"
+    for part in name.split(".") if name else ():
+        path += f"[{part}]" if part.isdecimal() else f".{part}"
+        if not part.isdecimal() and not part.isidentifier():
+            return f"model.get_submodule({name!r})"
+    return path

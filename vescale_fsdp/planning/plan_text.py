@@ -1,0 +1,94 @@
+"""The text of a training plan: the answer first, then the candidates, the units, the assumptions and the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.errors import format_bytes
+from vescale_fsdp.layout.plan_report import text_table
+
+if TYPE_CHECKING:
+    from vescale_fsdp.planning.training_plan import TrainingPlan
+
+_SHOWN = 8  # candidates that the text lists
+_BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def _unit_of(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """Return the largest unit that the value has at least one of, or else the smallest unit; units descend."""
+    return next((each for each in units if value >= each[1]), units[-1])
+
+
+def in_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a number with its unit, of three digits at least."""
+    name, size = _unit_of(value, units)
+    number = value / size
+    return f"{number:,.0f} {name}" if number >= 1000 else f"{number:.3g} {name}"
+
+
+def text_lines(plan: TrainingPlan) -> Iterator[str]:
+    """Yield the lines of a plan."""
+    best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
+    free = best.memory_bytes - best.needed_bytes
+    room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'} per GPU"
+    memory = f"{format_bytes(best.memory_bytes)} ({best.memory_bytes / 2**30:.3g} GiB)"
+    gpus = f"{best.replicas * best.shard_size:,} GPUs of {memory}"
+    numel = in_unit(plan.numel, (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)))
+    step = in_unit(best.step_s, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+    yield f"{plan.model}, {numel} parameters, on {gpus}: {best.verdict}"
+    yield f"    best: {best.sharding}, {room}; no step is faster than {step} ({best.limit})"
+    yield from plan.advice
+    yield ""
+    unit, size = _unit_of(best.needed_bytes, _BYTE_UNITS)
+    count = len(plan.candidates)
+    which = f"all {count}" if count == len(shown) else f"the first {len(shown)} of {count}"
+    order = "what fits first, then by the time of a step" if plan.fits else "by memory, since none fits"
+    yield f"{unit} per GPU, {which} candidates, {order}:"
+    head = "sharding,units,after forward,weights,states,gradients,gathered,activations,step,other,sum,verdict"
+    lines = [tuple(head.split(","))]
+    for each in shown:
+        peak = each.peak
+        kinds = (
+            peak.weights,
+            peak.states,
+            peak.gradients,
+            peak.gathered,
+            peak.activations,
+            peak.temporaries,
+            each.library_bytes,
+        )
+        sizes = (f"{nbytes / size:.2f}" for nbytes in (*kinds, each.needed_bytes))
+        lines.append((each.sharding, each.wrapping, each.after_forward, *sizes, each.verdict))
+    yield from text_table(lines)
+    yield ""
+    unit, size = _unit_of(max(sum(each.wire) for each in shown), _BYTE_UNITS)
+    yield f"per GPU and step: {unit} on the wires, and the least milliseconds of each resource:"
+    head = (
+        f"sharding,units,after forward,padding %,copied %,{unit} in node,{unit} network,"
+        "compute,in node,network,bound,limit"
+    )
+    lines = [tuple(head.split(","))]
+    for each in shown:
+        ratios = (f"{100 * round(ratio, 5):.3g}" for ratio in (each.padding_ratio, each.copied_ratio))
+        sizes = (f"{nbytes / size:.2f}" for nbytes in each.wire)
+        seconds = (each.compute_s, each.link_s, each.network_s, each.step_s)
+        times = (
+            f"{1e3 * s:,.0f}" if s >= 1 else f"{1e3 * s:.4g}" if s >= 1e-4 else f"{1e3 * s:.4f}"
+            for s in seconds
+        )
+        lines.append((each.sharding, each.wrapping, each.after_forward, *ratios, *sizes, *times, each.limit))
+    yield from text_table(lines)
+    yield ""
+    yield f"units of the first candidate, over {best.shard_size:,} ranks:"
+    unit, size = _unit_of(max((row.shard_bytes for row in plan.report.rows), default=0), _BYTE_UNITS[1:])
+    lines = [("unit", "x", "dtype", "padding %", "copied %", f"{unit} per rank")]
+    for row in plan.report.rows:
+        ratios = (f"{100 * ratio:.3g}" for ratio in (row.padding_ratio, row.copied_ratio))
+        lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / size:,.2f}"))
+    yield from text_table(lines)
+    yield ""
+    yield "assumptions:"
+    yield from (f"    {note}" for note in plan.notes)
+    yield ""
+    yield from plan.code.splitlines()
