@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from vescale_fsdp.errors import ConversionError
 
-# Files at the top of a repository whose names or contents belong to other files of the same commit.
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*", "fingerprints.json")
+_NUMBERS = f"-{'[0-9]' * 5}-of-{'[0-9]' * 5}"
+# Files at the top of a repository that must match the other files of a commit. Patterns of the Hub without `*`, which
+# also matches `/`, and so files in folders, such as another model's.
+_WEIGHTS = (
+    *(f"model{numbers}.safetensors" for numbers in ("", _NUMBERS)),
+    *(f"pytorch_model{numbers}.bin" for numbers in ("", _NUMBERS)),
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "fingerprints.json",
+)
 
 
 def push(folder: str, repository: str) -> str:
     """Upload a folder, and return the URL of the commit. The repository is made, private, if it does not exist.
 
-    The commit removes weights of earlier ones that the folder does not have: an old ``model.safetensors`` beside new
-    files with an index would be what transformers loads.
+    The commit removes weights of earlier commits that the folder does not have: transformers would load an old
+    ``model.safetensors`` instead of new files with an index.
 
     Args:
         folder: a local folder.
