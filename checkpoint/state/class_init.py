@@ -45,12 +45,16 @@ def starts_from_base(root: nn.Module) -> bool:
 
     Such as PiSSA's and OLoRA's, which change the base too: they are wrong for base weights that are loaded later.
     """
+    peft: Any = sys.modules.get("peft.config")  # not imported: then there is no adapter of it
+    if peft is None:
+        return False
     configs = (vars(module).get("peft_config") for module in root.modules())
     starts = (
         vars(config).get("init_lora_weights")
         for each in configs
         if isinstance(each, Mapping)
         for config in each.values()
+        if isinstance(config, peft.PeftConfigMixin)
     )
     return any(start not in (None, True, False, "gaussian", "orthogonal") for start in starts)
 
@@ -119,8 +123,12 @@ class ClassInitializer:
                 if lora is None:
                     if (model := self._model_around(path)) is not None:
                         model._init_weights(module)
-                elif lora.start is False:  # peft leaves LoRA's linears as they are created
-                    if isinstance(module, nn.Linear):
+                elif lora.start is False:  # peft keeps the values with which it creates these matrices
+                    if isinstance(module, nn.ParameterDict):  # of an embedding
+                        for adapter in lora.adapters:
+                            if _DONE not in vars(module[adapter]):
+                                nn.init.normal_(module[adapter])
+                    elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                         module.reset_parameters()
                 elif lora.needs_no_base:
                     new = [each for each in lora.adapters if (id(lora.layer), each) not in reset]

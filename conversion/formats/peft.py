@@ -37,7 +37,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 ROOT = "base_model.model."
 _PARTS = r"lora_\w+|ia3_l|trainable_tokens_delta|modules_to_save"
-# Where peft moves a module of the base; a module whose parameters have LoRA each has several wrappers.
+# Submodules into which peft moves a base module; nested if several parameters of a module have LoRA.
 _WRAPPERS = re.compile(r"(\.(base_layer|original_module))+(?=\.)")
 # Parts whose first values are those of the base, or are computed from them.
 _OF_BASE = ("modules_to_save", "lora_magnitude_vector", "trainable_tokens_delta")

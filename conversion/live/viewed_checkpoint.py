@@ -239,16 +239,12 @@ class ViewedCheckpoint(Loadable):
         if rules is not None:
             carried = carried.with_model_views(lambda views: rules.apply(views, self._quantized))
         carried, adapter, over_base = _at_paths_of(live, carried, self._opened, by_name=self._by_name)
-        quantized = {
-            name
-            for name, view in carried.views.items()
-            if isinstance(view, RenamedView) and view.inner.info.name in self._quantized
-        }
+        quantized = {name for name, view in carried.views.items() if _first_name(view) in self._quantized}
         return ViewCatalogue(
             carried,
             self.where,
             casts_to_state=self._casts_to_state,
-            quantized=self._quantized | quantized,
+            quantized=quantized,
             adapter=adapter,
             over_base=over_base,
             computed=self._computed,
@@ -274,6 +270,13 @@ class ViewedCheckpoint(Loadable):
 
     def read_values(self, matched: Match) -> None:
         """Do nothing: a source has no `PerRank` values."""
+
+
+def _first_name(view: TensorView) -> str:
+    """Return the name of a view before it was renamed, once or several times."""
+    while isinstance(view, RenamedView):
+        view = view.inner
+    return view.info.name
 
 
 def _at_paths_of(

@@ -167,8 +167,8 @@ class Match:
         apart = [name for name, leaves in self.apart.items() if not missing.isdisjoint(leaves)]
         if apart:
             raise CheckpointError(
-                "The state and the checkpoint have no name in common.",
-                expected="a common name, even with strict=False; with strict=True, equal names",
+                f"The checkpoint has only other names for {apart[0] or 'the state'}.",
+                expected="at least one common name, also with strict=False",
                 got=self._different_names(),
                 where=f"{apart[0] or 'the state'} in {self.catalogue.where}",
                 todo=f"{self._how_to_rename() or _RENAME_IN_A_COPY}"
@@ -189,8 +189,8 @@ class Match:
         todo = (
             "let init= write to each of them; zeros, where a buffer needs no values"
             if has_init
-            else "create the model with its weights instead of on the meta device, because peft computes these first "
-            "values from the base weights; or use LoraConfig(init_lora_weights=True) without DoRA"
+            else "create the model with its weights instead of on the meta device, where first values of these adapter "
+            "tensors cannot be computed; for LoRA, init_lora_weights=True without DoRA works on meta too"
             if set(self.unfilled) <= set(self.of_adapter)
             else "pass init=, which is called with each module that owns such tensors: often lambda module: "
             "module.reset_parameters()"
@@ -248,7 +248,8 @@ class Match:
         if own[:-1] in self.containers and stored == "":
             return f"{text}pass the value of the key {own[:-1]!r} as the state, or "
         container = self._container_of(own)
-        if container and self._container_of(stored) == container:
+        # The name of a nested container is no key of the state.
+        if container and "." not in container and self._container_of(stored) == container:
             old, new = own[len(container) + 1 :], stored[len(container) + 1 :]
             named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
             renamed = f"{{{named}: value for name, value in model.state_dict().items()}}"

@@ -106,6 +106,14 @@ def test_live_values_that_depend_on_the_base_are_refused(
         load(base[1], _with_lora("cpu", **options))
 
 
+def test_matrices_of_an_embedding_start_as_in_peft(base: tuple[Any, Path]) -> None:
+    """With ``init_lora_weights=False``, random ones, on the meta device too."""
+    model = _with_lora("meta", target_modules=["embed_tokens"], init_lora_weights=False)
+    load(base[1], model)
+    drawn = [param for name, param in model.named_parameters() if "lora_embedding" in name]
+    assert len(drawn) == 2 and all(param.std() > 0 for param in drawn)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_copy_of_a_tied_head(tmp_path: Path, device: str) -> None:
     """The folder has the embedding alone, whose values the copy starts with."""
