@@ -499,7 +499,16 @@ def _merged(
     if options.dtype:  # peft merges in the dtype in which the base is loaded
         from vescale_fsdp.conversion.engine.casting import CastRules
 
-        state = state.with_model_views(CastRules.parse(options.dtype).apply_wider)
+        rules, config = CastRules.parse(options.dtype), _config(assets, source)
+
+        def widened(views: Sequence[TensorView]) -> list[TensorView]:
+            codes = () if options.dequantize else find_quantized([view.info for view in views], config)
+            wider = rules.apply_wider(views)
+            return [
+                view if view.info.name in codes else cast for view, cast in zip(views, wider, strict=True)
+            ]
+
+        state = state.with_model_views(widened)
     require_adapter(options.merge)  # before opening, since its error lists the files of the folder
     adapter = open_source(options.merge, kind="adapter")
     peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved", merges=True)

@@ -114,8 +114,8 @@ class LeftOut(NamedTuple):
     groups: dict[str, int]
 
     def __str__(self) -> str:
-        kinds = (f"{self.num_tensors} tensors", f"{self.num_values} other values")
-        counted = " and ".join(text for text in kinds if not text.startswith("0 "))
+        kinds = ((self.num_tensors, "tensor"), (self.num_values, "other value"))
+        counted = " and ".join(f"{count} {kind}{'s' * (count > 1)}" for count, kind in kinds if count)
         groups = some([f"{prefix} ({count})" for prefix, count in self.groups.items()])
         return f"not compared: {counted} of {self.side.upper()}, because {self.reason}: {groups}"
 
@@ -227,7 +227,7 @@ def compare(
 
 
 def _left_out(side: str, reason: str, source: Source, views: Views) -> Iterator[LeftOut]:
-    """Return what of a side is not part of its model, if there is any."""
+    """Yield the entries of a side that are not part of its model, if it has any."""
     tensors = [name for kind, name in views if kind == "other"]
     if tensors or source.values:
         groups = {prefix: len(names) for prefix, names in by_prefix([*tensors, *source.values]).items()}
@@ -267,10 +267,12 @@ def format_comparison(found: Comparison, most: int | None, how_to_list_all: str 
     ]
     if most is not None:
         for kind in ("only_a", "only_b"):
-            of_kind = {each.name: each for each in differences if each.kind == kind}
-            for prefix, names in by_prefix(of_kind).items():
+            of_kind = [each for each in differences if each.kind == kind]
+            texts = {each.name: each.text for each in of_kind}
+            # A tensor of the model and another one may have the same name.
+            for prefix, names in by_prefix(each.name for each in of_kind).items():
                 count = f" ({len(names)})" if len(names) > 1 else ""
-                lines.append(f"{kind:<7} {prefix}{count}: {of_kind[names[0]].text}")
+                lines.append(f"{kind:<7} {prefix}{count}: {texts[names[0]]}")
         differences = tuple(each for each in differences if each.kind not in ("only_a", "only_b"))
     lines += [f"{each.kind:<7} {each.name}: {each.text}" for each in differences[:most]]
     if most is not None and (more := len(differences) - most) > 0:

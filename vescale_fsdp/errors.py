@@ -261,12 +261,8 @@ class ConversionError(VescaleError, RuntimeError):
 
     def with_parts(self, **parts: Any) -> ConversionError:
         """Return the error with some of its parts (``expected``, ``got``, ``where``, ``todo``) replaced."""
-        own: dict[str, Any] = {
-            "expected": self.expected,
-            "got": self.got,
-            "where": self.where,
-            "todo": self.todo,
-        }
+        named = {"expected": self.expected, "got": self.got, "where": self.where, "todo": self.todo}
+        own: dict[str, Any] = {name: part for name, part in named.items() if part is not None}
         return type(self)(self.problem, **(own | parts))
 
     def __str__(self) -> str:

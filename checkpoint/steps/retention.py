@@ -181,7 +181,7 @@ def read_record(root: Storage, step: int) -> StepRecord:
 
 
 def read_step(root: Storage, step: int) -> tuple[StepRecord, Manifest | None]:
-    """Read the record of a step, and its manifest; None if another job has removed the step, or for a damaged one."""
+    """Read the record of a step, and its manifest: None if another job has removed the step, or if it is damaged."""
     pinned, name = is_pinned(root, step), manifest_file(root, step_name(step))
     if name is None:  # another job has removed the step
         return StepRecord(step, pinned=pinned), None

@@ -45,8 +45,8 @@ class ProgressReport(NamedTuple):
 
 
 Tell = bool | Callable[[ProgressReport], object]
-"""Type of ``progress`` arguments: a function that takes reports, called by one thread at a time; or True for a bar, or
-lines in a log file."""
+"""Type of ``progress`` arguments: a function that takes reports, called by one thread at a time; or True, which draws
+a bar on a terminal and writes lines to a log file."""
 
 
 class ProgressBar:
@@ -59,7 +59,7 @@ class ProgressBar:
 
     def __init__(self, total_bytes: int, *, quiet: bool, label: str = "") -> None:
         self._bar = None
-        self._label, self._last_line_s = label, time.monotonic()
+        self._label, self._quiet, self._last_line_s = label, quiet, time.monotonic()
         if not quiet and sys.stderr.isatty():
             from tqdm import tqdm  # imported late, for processes that show no bar
 
@@ -89,6 +89,8 @@ class ProgressBar:
     def show(self, report: ProgressReport) -> None:
         """Draw a report, or write a line if the last one is old; the last report closes the bar."""
         if self._bar is None:
+            if self._quiet or not self._label:
+                return
             now_s, is_done = time.monotonic(), report.done_bytes >= report.total_bytes
             if is_done or now_s - self._last_line_s >= _LINE_S:
                 self._last_line_s = now_s

@@ -538,7 +538,7 @@ class RemoteStorage(Storage):
             # A user without the right to list the bucket may still be allowed to write to one of its prefixes.
             _log.info("%s may not be listed: %s", bucket, error)
         except FileNotFoundError:
-            # Not from the error of fsspec, which says no more and whose traceback of 60 lines each rank would print.
+            # `from None`: fsspec's error adds nothing, and each rank would print its 60-line traceback.
             raise self._no_bucket() from None
         return None
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.layout.plan_report import PlanReport
     from vescale_fsdp.planning.training_plan import TrainingPlan
 
-_QUICK_MODULES = 100  # a model of so many modules is measured in about a second
+_QUICK_MODULES = 100  # a model with this many modules is measured in about a second
 
 
 class Stopped(click.Abort):
@@ -172,7 +172,7 @@ def ls_command(run: str, as_json: bool) -> None:
     """List the steps of RUN, the folder of a CheckpointManager: size, age, seconds of the save, metric and state.
 
     A step is committed, pinned, abandoned by a rollback, damaged (its manifest cannot be read), or incomplete: its save
-    runs or was interrupted. The data of a committed step may be damaged all the same: verify reads it, ls does not.
+    runs or was interrupted. The data of a committed step may still be damaged: verify reads the data, ls does not.
     """
     from vescale_fsdp.conversion.report.describe import describe_run, format_run
 
@@ -354,7 +354,7 @@ def fingerprint_command(
     "--steps",
     callback=step_numbers,
     metavar="N,N,..|all",
-    help="Steps of the run to read and compare, each with each: at most 12, of all steps so many at even distances.",
+    help="Steps of the run to read and compare with each other, at most 12. all: up to 12 evenly spaced steps.",
 )
 @click.option(
     "--out", type=Location(), required=True, metavar="FILE", help="The page to write, such as report.html."

@@ -271,7 +271,7 @@ function showPair() {
   if (!run) return;
   $("pair").hidden = false;
   const read = run.read.length > 1 ? run.read : [run.steps.length - 2, run.steps.length - 1];
-  const chosen = { from: run.steps.indexOf(Number(wanted.get("from"))), to: run.steps.indexOf(Number(wanted.get("to"))) };
+  const chosen = { from: run.steps.indexOf(parseInt(wanted.get("from"), 10)), to: run.steps.indexOf(parseInt(wanted.get("to"), 10)) };
   const preset = { from: read[0], to: read[read.length - 1] };
   for (const id of ["from", "to"]) {
     run.steps.forEach((step, place) => $(id).add(new Option(run.read.includes(place) ? `${step} (read)` : step, place)));

@@ -55,7 +55,7 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
     """Return the URLs of steps of the run that ``source`` is a step of, ascending.
 
     Args:
-        steps: their numbers; "all" for all steps, or of more than `_MOST_READ`, for so many at even distances.
+        steps: their numbers. "all": all steps; if there are more than `_MOST_READ`, that many at even distances.
 
     Raises:
         ConversionError: if the source is not a step of a run, or for steps that the run lacks, or too many steps.
@@ -83,7 +83,7 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
             got=f"{len({*steps})} steps"
             + (f", of which the run lacks {missing[:_MOST_READ]}" if missing else ""),
             where=root,
-            todo=f"choose from those that this prints: vescale-convert ls {root}; or compare some of all: "
+            todo=f"list the steps: vescale-convert ls {root}; or compare a selection: "
             f"vescale-convert report {root} --steps all --out report.html",
         )
     return [storage.child(step_name(step)).where for step in sorted({*steps})]
@@ -127,18 +127,21 @@ class RunSteps:
             self._elsewhere |= opened.tensors.keys() - self._places.keys()
 
     def measure(self, name: str, progress: Progress) -> dict[str, Any]:
-        """Read a tensor in all steps to be read, piece by piece.
+        """Read a tensor of all steps in ``read``, piece by piece.
 
         Returns:
-            Nothing if there is no step to be read. Else "norms", its norm in each step, and "far", the norm of the
-            difference for each pair of steps, (0, 1), (0, 2) and so on. Values that are not finite are left out. None
-            for codes, for a step without the tensor, and for two shapes.
+            An empty dict if no step is read, or the tensor is compressed. Else "norms", its norm in each step, and
+            "far", the norm of the difference for each pair of steps, (0, 1), (0, 2) and so on. Values that are not
+            finite are left out. None for codes, for a step without the tensor, and for two shapes.
         """
         held = {
             place: SourceView(step, name, name)
             for place, step in enumerate(self._read)
             if name in step.tensors
         }
+        for place in range(len(self._read)):
+            if place not in held:
+                self._row(self._chosen[place])[self._places[name]] = _ABSENT
         stored = (view.source.tensors[name].stored_nbytes for view in held.values())
         sizes = zip((view.info.nbytes for view in held.values()), stored, strict=True)
         if not held or any(is_inflated(*each) for each in sizes):
@@ -150,9 +153,6 @@ class RunSteps:
             for place, own in zip(places, sums, strict=True):
                 mark = _mark(TensorFingerprint(held[place].info.dtype.name, shape, own))
                 self._row(self._chosen[place])[self._places[name]] = mark
-        for place in range(len(self._read)):
-            if place not in held:
-                self._row(self._chosen[place])[self._places[name]] = _ABSENT
         norms = [
             [None if np.isnan(x) else float(f"{min(x, _MOST):.4g}") for x in row] for row in np.sqrt(squares)
         ]
@@ -164,7 +164,7 @@ class RunSteps:
         return self._marks[self._steps.index(step)]
 
     def versions(self, most: int = _MOST_VERSIONS) -> tuple[dict[str, Any] | None, list[int]]:
-        """Return which tensors are equal in which steps, as far as it is known.
+        """Return in which steps each tensor is equal, where this is known.
 
         Args:
             most: maximum of histories times steps. Beyond it, the older steps are left out, except for those that were
@@ -200,7 +200,7 @@ class RunSteps:
 
 
 def _mark(fingerprint: TensorFingerprint) -> int:
-    """Return 64 bits that equal fingerprints have in common; others have them with a chance of 2**-62."""
+    """Return a 64-bit hash; two different fingerprints have the same one with probability 2**-62."""
     return hash(fingerprint) & 0xFFFF_FFFF_FFFF_FFFF | 2  # neither `_UNKNOWN` nor `_ABSENT`
 
 

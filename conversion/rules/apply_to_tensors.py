@@ -164,7 +164,7 @@ class _Application:
             self._errors.append(error)
 
     def _raise_errors(self) -> None:
-        """Raise a single error as it is, and several errors as the ``problems`` of one."""
+        """Raise a single error unchanged, several as the ``problems`` of a new one."""
         if len(self._errors) < 2:
             for error in self._errors:
                 raise error
@@ -222,10 +222,10 @@ class _Application:
                 general = tuple(_with_patterns(part, rule, dict(key)) for part in parts)
                 failed.setdefault(general, []).append((key, error))
         place = self._where(rule)
-        for (_, expected, got, where, _), errors in failed.items():
+        for (_, expected, got, where, todo), errors in failed.items():
             _, first = errors[0]
             if len(errors) > 1:
-                first = first.with_parts(expected=expected, got=got, where=where)
+                first = first.with_parts(expected=expected, got=got, where=where, todo=todo)
             places = [str(first.where)] if first.where not in (None, place) else []  # such as a tensor
             if len(errors) > 1:
                 places.append(f"{len(errors)} times: {_values(key for key, _ in errors)}")
@@ -378,10 +378,14 @@ def _with_patterns(part: object, rule: KeyRule, captures: Mapping[str, int]) -> 
         return part
 
     def pattern_of(word: re.Match[str]) -> str:
-        for pattern in (*rule.hf, *rule.ours):
-            found = pattern.match(word[0])
-            if found is not None and found.items() >= captures.items():  # else another group's name
-                return pattern.fill({**found, **{name: f"{{{name}}}" for name in captures}})
+        keys = word[0].split(".")
+        for start in range(len(keys)):  # behind the model's prefix, if there is one
+            name = ".".join(keys[start:])
+            for pattern in (*rule.hf, *rule.ours):
+                found = pattern.match(name)
+                if found is not None and found.items() >= captures.items():  # else another group's name
+                    filled = pattern.fill({**found, **{each: f"{{{each}}}" for each in captures}})
+                    return ".".join((*keys[:start], filled))
         return word[0]
 
     return re.sub(r"[^\s,:;'\"()\[\]]+", pattern_of, part)
@@ -405,12 +409,15 @@ def _by_layer(names: Iterable[str]) -> list[str]:
     """Return names with one text for those that differ only in numbers.
 
     >>> _by_layer(["a.0.q", "b", "a.1.q"])
-    ['a.*.q (2 names)', 'b']
+    ['a.*.q (2 names, such as a.0.q)', 'b']
     """
     forms: dict[str, list[str]] = {}
     for name in names:
         forms.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
-    return [f"{form} ({len(each)} names)" if len(each) > 1 else each[0] for form, each in forms.items()]
+    return [
+        f"{form} ({len(each)} names, such as {each[0]})" if len(each) > 1 else each[0]
+        for form, each in forms.items()
+    ]
 
 
 def _shapes(node: Node) -> Any:

@@ -106,6 +106,21 @@ def test_a_wider_dtype_is_merged_in(tmp_path: Path) -> None:
     assert same_bytes(found["l.1.up.weight"], base["l.1.up.weight"].float())
 
 
+def test_scales_keep_their_dtype_in_a_wider_merge(tmp_path: Path) -> None:
+    """Codes and scales of other weights stay as they are stored."""
+    _base(tmp_path / "base", torch.bfloat16)
+    file = tmp_path / "base" / "model.safetensors"
+    coded = {
+        "l.1.down.weight": torch.randn(8, 16).to(torch.float8_e4m3fn),
+        "l.1.down.weight_scale_inv": torch.rand(1, 1).bfloat16() + 0.1,
+    }
+    save_file({**load_file(file), **coded}, file, {"format": "pt"})
+    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 20, 24))
+    found = _merge(tmp_path, "--dtype", "float32")
+    assert all(same_bytes(found[name], tensor) for name, tensor in coded.items())
+    assert found["l.1.up.weight"].dtype is torch.float32
+
+
 def test_dora_and_transposed_weights(tmp_path: Path) -> None:
     """Rows of the sum get their magnitudes; Conv1D keeps weights as [in, out]."""
     base = _base(tmp_path / "base")

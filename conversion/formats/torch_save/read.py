@@ -455,10 +455,9 @@ def _joined_state(container: str, opened: Sequence[tuple[TorchFile, dict[Path, A
                 entries.unsupported.append(name_of(path))
             continue
         unlike = differing_files(parts)[:1]  # one file is enough for the message
+        # Such as a random state, which each rank has of its own.
         if unlike and container not in _STATES:
-            entries.unsupported.append(
-                name_of(path)
-            )  # such as a random state, which each rank has of its own
+            entries.unsupported.append(name_of(path))
             continue
         entries.add_tensor(path, stored_tensor(name_of(path), parts), _array_reader(first))
         is_sharded |= isinstance(first, (ShardRef, PiecesRef))

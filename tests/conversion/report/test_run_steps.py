@@ -72,6 +72,8 @@ def test_steps_are_read_and_compared_by_values(tmp_path: Path) -> None:
 
     some = checkpoint_report(source, steps=[open_source(url) for url in urls_of_steps(source, [4, 2])])
     assert _histories(some)["back"] == [-2, 1, -2, 3] and some["compare"]["read"] == [1, 3]
+    early = checkpoint_report(source, steps=[open_source(url) for url in urls_of_steps(source, [1, 2])])
+    assert _histories(early)["late"] == [-1, -1, -2, -2]  # none of the steps that were read has it
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
