@@ -112,7 +112,7 @@ def _format_error(error: BaseException) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """Return the text of an error with its further lines in parentheses."""
+    """Return an error's text on one line, with its further lines in parentheses."""
     first, *others = filter(None, map(str.strip, text.splitlines()))
     return f"{first} ({'; '.join(others)})" if others else first
 
@@ -455,7 +455,7 @@ class GroupCoordinator(Coordinator):
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._reaching("comparing structures"):
-            interruptibly(lambda: dist.all_gather(rows, mine, group=self.group))
+            wait_for(dist.all_gather(rows, mine, group=self.group, async_op=True))
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
@@ -509,7 +509,7 @@ class GroupCoordinator(Coordinator):
         if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
             error.add_note(f"on rank {self.rank}, while {doing}; {outcome}")
             raise _marked(error, worst)
-        # Each text on a line, in which its parts are not taken for those of the summary.
+        # One line per error, so that its parts are not mistaken for the summary's.
         shown = "\n".join(f"rank {rank}: {_on_one_line(text)}" for rank, text in list(failed.items())[:4])
         summary = _KINDS.get(worst, CheckpointError)(
             f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
@@ -521,9 +521,13 @@ class GroupCoordinator(Coordinator):
         raise _marked(summary, worst) from error
 
     @contextmanager
-    def _reaching(self, doing: str) -> Iterator[None]:
-        """Context manager around a collective: translates an error of gloo into a CheckpointError."""
-        began_s = time.monotonic()
+    def _reaching(self, doing: str, began_s: float | None = None) -> Iterator[None]:
+        """Context manager around a collective: translates an error of gloo into a CheckpointError.
+
+        Args:
+            began_s: when the collective was started, by `time.monotonic`; None: now.
+        """
+        began_s = time.monotonic() if began_s is None else began_s
         try:
             yield
         except CheckpointError:
@@ -537,7 +541,7 @@ class GroupCoordinator(Coordinator):
                 f"Ranks could not be reached while {doing}.",
                 expected=f"all {self.world_size} ranks to answer"
                 + (f" within the process group's time-out, {self._timeout_s:g} s" if was_late else ""),
-                got=f"{silent}; {type(lost).__name__}: {lost}",
+                got=f"{silent}; {type(lost).__name__}: {_on_one_line(str(lost) or 'no text')}",
                 where=f"rank {self.rank}",
                 todo="see the errors of the other ranks; if a rank writes for longer than the time-out, pass a longer "
                 "time-out to init_process_group"
@@ -575,12 +579,13 @@ class GroupCoordinator(Coordinator):
         self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType, first_doing: str | None = None
     ) -> Callable[[], list[int]]:
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        began_s = time.monotonic()
         with self._reaching("comparing numbers"):
             work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
 
         def arrive() -> list[int]:
-            with self._reaching("comparing numbers"):
+            with self._reaching("comparing numbers", began_s):
                 self._wait_for(work, first_doing)
             return tensor.tolist()
 
@@ -589,13 +594,13 @@ class GroupCoordinator(Coordinator):
     def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> Callable[[], None]:
-        doing = "exchanging bytes with other ranks"
+        doing, began_s = "exchanging bytes with other ranks", time.monotonic()
         with self._reaching(doing):
             works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in incoming]
             works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in outgoing]
 
         def finish() -> None:
-            with self._reaching(doing):
+            with self._reaching(doing, began_s):
                 wait_for(*works)
 
         return finish
@@ -617,7 +622,7 @@ class GroupCoordinator(Coordinator):
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         with self._reaching(doing):
             length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
-            interruptibly(lambda: dist.all_gather(sizes, length, group=self.group))
+            wait_for(dist.all_gather(sizes, length, group=self.group, async_op=True))
         lengths = [int(size) for size in sizes]
         if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
@@ -629,7 +634,7 @@ class GroupCoordinator(Coordinator):
         padded[: data.numel()] = data
         rows = [torch.empty_like(padded) for _ in lengths]
         with self._reaching(doing):
-            interruptibly(lambda: dist.all_gather(rows, padded, group=self.group))
+            wait_for(dist.all_gather(rows, padded, group=self.group, async_op=True))
         return [
             self._document(self._open(row[:length].numpy().tobytes(), rank), rank, doing)
             for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))

@@ -1,9 +1,9 @@
-"""Waits for other ranks that end as soon as a rank is known to be lost, in elastic jobs on gloo.
+"""Interruptible waits: in elastic jobs on gloo, waits for other ranks end as soon as a rank is known to be lost.
 
 If a connection ends while gloo sends or receives a message, gloo forgets the message, and the wait for it ends with the
 group's time-out (torch 2.13: so did the wait for a send of 256 MB to a process that was killed meanwhile). No call of
-torch ends such a wait. So a helper thread waits, and `interrupt` lets the caller leave. The helper, and the memory of
-the message, stay until the time-out.
+torch ends such a wait. A helper thread waits instead, and `interrupt` releases the caller. The helper and the message's
+memory remain until the time-out.
 
 Outside of elastic jobs, calls run in the caller's thread.
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Helper:
-    """A thread that runs calls one after the other, and can be left behind."""
+    """A thread that runs calls in order and can be abandoned."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
@@ -34,9 +34,10 @@ class _Helper:
         _own.is_helper = True
         while (queued := self.calls.get()) is not None:
             call, answer = queued
-            finish = _finishing(call, answer)
+            finish = _run_call(call, answer)
             with _lock:
-                is_kept = is_active
+                # An abandoned helper ends: freeing its call, and so a group, may take long.
+                is_kept = is_active and not answer.done()
                 if is_kept:  # first, since the caller may wait again at once
                     _idle.append(self)
                 if not answer.done():  # the caller has not left
@@ -46,8 +47,8 @@ class _Helper:
                 return
 
 
-def _finishing(call: Callable[[], Any], answer: Future[Any]) -> Callable[[], None]:
-    """Run a call; return what gives its result or its error to the caller."""
+def _run_call(call: Callable[[], Any], answer: Future[Any]) -> Callable[[], None]:
+    """Run a call; return a function that passes its result or error to the caller."""
     try:
         return partial(answer.set_result, call())
     except BaseException as error:  # noqa: BLE001  raised by the caller, if it still waits
@@ -63,9 +64,9 @@ _idle: list[_Helper] = []
 
 
 def allow_interrupts() -> None:
-    """Let helpers wait, until `end_interrupts`.
+    """Run waits in helper threads until `end_interrupts`, so that `interrupt` can end them.
 
-    Only if all groups are gloo's: a wait for NCCL belongs to the caller's stream.
+    Call it only if all groups use gloo: a wait for NCCL belongs to the caller's stream.
     """
     global is_active, _is_interrupted
     with _lock:
@@ -73,9 +74,9 @@ def allow_interrupts() -> None:
 
 
 def interrupt() -> None:
-    """Let all callers leave their waits, with an error; later waits fail at once, until `end_interrupts`.
+    """End all waits with an error; later waits fail at once, until `end_interrupts`.
 
-    Close gloo's connections first: else messages of other ranks could arrive in memory that is used again.
+    Close gloo's connections first; otherwise messages from other ranks could arrive in reused memory.
     """
     global _is_interrupted
     with _lock:
@@ -97,7 +98,11 @@ def end_interrupts() -> None:
 
 
 def _lost() -> LifecycleError:
-    return LifecycleError("A member of the epoch was lost.", expected="all ranks to answer")
+    return LifecycleError(
+        "The epoch ended while this rank waited.",
+        expected="all ranks to answer",
+        got="a lost member, or a change of members",
+    )
 
 
 def interruptibly(call: Callable[[], T]) -> T:

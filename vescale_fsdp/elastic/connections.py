@@ -41,7 +41,7 @@ _CALL_S = 1.0  # time limit of a connection to a socket of this process
 _SETTLE_S = 0.05  # in which gloo's thread reads the number of a connection
 _POLL_S = 0.002  # pause between two looks at connections that end
 _AGAIN_S = 0.5  # pause before waits are ended again: groups may have connected meanwhile
-_STOP_S = 10.0  # for which a call under way is waited for
+_STOP_S = 10.0  # longest wait for the thread to end
 
 
 def close_gloo_connections() -> int:
@@ -68,7 +68,7 @@ def close_gloo_connections() -> int:
 
 
 def _num_open() -> int:
-    """Return the number of gloo's connections whose other side is open; gloo keeps some others until a group ends."""
+    """Return the number of gloo's connections in state ESTABLISHED; gloo keeps half-closed ones."""
     return sum(
         connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
         for _, connections in _gloo_sockets()
@@ -80,7 +80,7 @@ class Interrupter:
     """Ends all waits for other ranks in this process, from a loss until the end of the epoch.
 
     A thread closes gloo's connections, and connects in place of ranks that do not connect. It repeats both, for groups
-    that connect meanwhile. A thread of its own, since it takes longer than a keep-alive may.
+    that connect meanwhile. It runs in its own thread because it takes longer than a keep-alive may.
 
     Such a connection must not reach gloo while it destroys a group: gloo's thread would wait for a lock of the group's
     listening socket, and the end of that socket waits for the thread (torch 2.13). So `stop` must be called before
@@ -96,47 +96,52 @@ class Interrupter:
 
     def allow(self) -> None:
         """Allow `start`, in a new epoch."""
-        self._stopped.clear()
+        self._stopped = Event()  # a new one: a thread that `stop` could not wait for must not go on
 
     def start(self, num_ranks: int) -> None:
-        """Begin to end waits, of groups of at most ``num_ranks`` ranks; does nothing if it has begun, or after `stop`.
+        """Start ending waits, in groups of at most ``num_ranks`` ranks. A no-op if already started or after `stop`.
 
         All groups of gloo are unusable afterwards.
         """
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
+                arguments = num_ranks, self._stopped
                 self._thread = Thread(
-                    target=self._run, args=(num_ranks,), name="elastic-interrupts", daemon=True
+                    target=self._run, args=arguments, name="elastic-interrupts", daemon=True
                 )
                 self._thread.start()
 
     def stop(self) -> None:
-        """End no more waits. Returns when no connection is under way."""
+        """Stop ending waits. Waits until no connection is under way, for at most `_STOP_S`."""
         with self._lock:
             self._stopped.set()
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_STOP_S)
 
-    def _run(self, num_ranks: int) -> None:
-        while not self._stopped.is_set():
+    def _run(self, num_ranks: int, stopped: Event) -> None:
+        while not stopped.is_set():
             close_gloo_connections()
+            if stopped.is_set():
+                return
             interrupt()
-            self._wake(num_ranks)
-            self._stopped.wait(_AGAIN_S)
+            self._wake(num_ranks, stopped)
+            stopped.wait(_AGAIN_S)
 
-    def _wake(self, num_ranks: int) -> None:
+    def _wake(self, num_ranks: int, stopped: Event) -> None:
         """Connect to all groups that may wait for a rank; gloo's creation of the group then returns, or raises.
 
         A rank that connects sends the number of the pair of ranks first, in 8 bytes; the pairs of a group are numbered
         from 0 (torch 2.11-2.15).
         """
         for number in reversed(range(num_ranks)):
-            if self._stopped.is_set():
+            if stopped.is_set():
                 return
             # Anew each time: groups that are gone are not called.
             listening = [listener.getsockname() for listeners, _ in _gloo_sockets() for listener in listeners]
             for address in listening:
+                if stopped.is_set():
+                    return
                 with suppress(OSError), socket.create_connection(address[:2], timeout=_CALL_S) as caller:
                     caller.sendall(struct.pack("=q", number))
             time.sleep(min(_SETTLE_S, 2 / num_ranks))  # before `stop` returns, too

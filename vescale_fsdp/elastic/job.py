@@ -45,7 +45,7 @@ from vescale_fsdp.runtime.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes, process_groups, restart_group_names
 
 _logger = logging.getLogger("vescale_fsdp")
-_GROUPS_S = 1.0  # for which the groups of an epoch are waited for until they have ended
+_GROUPS_S = 1.0  # longest wait for an epoch's groups to be destroyed
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class ElasticJob:
                     traceback.clear_frames(
                         error.__traceback__
                     )  # else it keeps groups, and so their files, alive
-                    _logger.warning("rank %d leaves its epoch: %s", self.rank, str(error).partition("\n")[0])
-                    _logger.debug("%s", error)
+                    lines = [line.strip() for line in str(error).splitlines()]
+                    _logger.warning("rank %d leaves its epoch: %s", self.rank, "; ".join(lines[:3]))
                 self._end_epoch()
         finally:  # also after the last step and after an error; ending an epoch twice does no harm
             self._end_epoch()
@@ -253,10 +253,8 @@ class ElasticJob:
         set_hosts(quorum.hosts)
         self._form(quorum)
         self.mesh = mesh = self._make_mesh(self.num_ranks)
-        if (
-            mesh.device_type == "cpu"
-        ):  # on accelerators, a wait belongs to the stream of the thread that waits
-            allow_interrupts()
+        if mesh.device_type == "cpu":
+            allow_interrupts()  # on accelerators, a wait belongs to the stream of the thread that waits
         if self.training is None:
             self._build_on(mesh)
         else:  # Parameter objects stay, since hooks and other code may refer to them
@@ -276,7 +274,7 @@ class ElasticJob:
             self._manager.save(0, self._state(), force=True)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
-        # One line per epoch instead of one per rank. After a loss it follows warnings, and says how the loss ended.
+        # One line per epoch instead of one per rank. Later epochs are warnings, like the losses that precede them.
         level = logging.INFO if len(self.epochs) == 1 else logging.WARNING
         _logger.log(
             level if self.rank == 0 else logging.DEBUG,

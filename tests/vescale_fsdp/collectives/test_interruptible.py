@@ -56,7 +56,7 @@ def test_a_message_that_gloo_has_lost_is_left() -> None:
 
 
 def test_calls_that_can_be_left() -> None:
-    """They have results and errors as others, from few threads; those that are left, or made later, fail at once."""
+    """Results and errors are passed on, from few threads; interrupted and later calls fail at once."""
     before = threading.active_count()
     assert interruptibly(lambda: threading.current_thread()) is threading.current_thread()
     allow_interrupts()

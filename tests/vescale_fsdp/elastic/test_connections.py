@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
-from vescale_fsdp.elastic.connections import close_gloo_connections
+from tests.support.processes import wait_until
+from vescale_fsdp.elastic import connections
+from vescale_fsdp.elastic.connections import Interrupter, close_gloo_connections
 
 
 def _leave() -> tuple[str, int, bytes, float]:
@@ -46,6 +49,32 @@ def test_leaving_wakes_the_others() -> None:
     assert said.count("Connection") == 2 and waited_s < 60
     assert num_closed >= 2  # one other rank, two groups, and what the kept rank's tests before have left
     assert got == others == b"ours"
+
+
+def test_a_thread_that_was_not_waited_for_ends_no_wait_of_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is stuck in a connection when the epoch ends, and goes on in the next one."""
+    released, ended = threading.Event(), threading.Event()
+    interrupts: list[None] = []
+
+    def wake(*_: object) -> None:
+        released.wait(60)
+        ended.set()
+
+    monkeypatch.setattr(connections, "_STOP_S", 0.01)
+    monkeypatch.setattr(connections, "interrupt", lambda: interrupts.append(None))
+    monkeypatch.setattr(Interrupter, "_wake", wake)
+    interrupter = Interrupter()
+    interrupter.allow()
+    interrupter.start(2)
+    wait_until(lambda: bool(interrupts), "the first interrupt")
+    interrupter.stop()
+    interrupter.allow()
+    released.set()
+    assert ended.wait(60)
+    time.sleep(2 * connections._AGAIN_S)
+    assert len(interrupts) == 1
 
 
 def _leave_with_a_store() -> int:
