@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ def code_lines(
         device = "device.type"
         yield "device = torch.accelerator.current_accelerator(check_available=True)"
         yield "if device is None:"
-        yield '    raise RuntimeError("these lines are for GPUs, and there is none; on_cpu plans for the CPU")'
+        problem = "this plan is for GPUs, but no accelerator is available; for CPUs, plan with on_cpu"
+        yield f'    raise RuntimeError("{problem}")'
     yield f"mesh = init_device_mesh({device}, {sizes}, mesh_dim_names={axes!r})"
     yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
     options = ["mesh=mesh", "mp_policy=policy"]
@@ -63,23 +65,26 @@ def code_lines(
     if best.keeps != 1:
         options.append(f"reshard_after_forward={best.keeps or False}")
     inner = ", ".join(options)
-    rest = set(best.units)
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in best.units):
-        members = [name for name, _ in model.get_submodule(parent).named_children()]
-        names = {f"{parent}.{name}" if parent else name for name in members}
-        is_list = isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
-        if is_list and names <= rest:
-            rest -= names
-            yield f"for block in {_path(parent)}:"
-            if setup.checkpointing and names <= set(blocks):
-                yield "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+    recomputed = set(blocks) if setup.checkpointing else set()
+    for name in blocks:
+        if name in recomputed and name not in best.units:
+            yield from _recomputed_lines(model, name)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in best.units)
+    for parent in sorted(parents, key=lambda name: -len(name.split(".")) if name else 0):  # inner units first
+        module = model.get_submodule(parent)
+        names = [f"{parent}.{name}" if parent else name for name, _ in module.named_children()]
+        units = [name for name in best.units if name.rpartition(".")[0] == parent]
+        is_alike = recomputed.isdisjoint(names) or recomputed.issuperset(names)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and set(names) == set(units) and is_alike:
+            yield f"for block in {_path(model, parent)}:"
+            if recomputed.issuperset(names):
+                yield f"    {_RECOMPUTED}"
             yield f"    fully_shard(block, {inner})"
-    for name in best.units:
-        if name in rest:
-            if setup.checkpointing and name in blocks:
-                yield f"block = {_path(name)}"
-                yield "block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
-            yield f"fully_shard({_path(name)}, {inner})"
+            continue
+        for name in units:
+            if name in recomputed:
+                yield from _recomputed_lines(model, name)
+            yield f"fully_shard({_path(model, name)}, {inner})"
     yield f"fully_shard(model, {root})"
     count = setup.micro_batches
     if count > 1 and (best.is_hybrid or best.replicas > 1):
@@ -95,16 +100,25 @@ def code_lines(
         yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
 
 
+_RECOMPUTED = "block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+
+
+def _recomputed_lines(model: nn.Module, name: str) -> Iterator[str]:
+    """Yield the lines that recompute the activations of a module."""
+    yield f"block = {_path(model, name)}"
+    yield _RECOMPUTED
+
+
 def _dtype_lines(model: nn.Module) -> Iterator[str]:
     """Yield the lines that refuse a model in other dtypes than the plan's, with which it would train differently."""
     dtypes = sorted({str(param.dtype) for param in model.parameters()})
     name = ", ".join(dtypes)
-    if is_of_transformers(model):  # which builds models in the dtype of the config.json
+    if is_of_transformers(model) and len(dtypes) == 1:  # which builds models in the dtype of the config.json
         build = f"{type(model).__name__}.from_pretrained(FOLDER, dtype={name})"
         yield f"# model = {build}  # the default is the config's dtype"
     yield "dtypes = {param.dtype for param in model.parameters()}"
     yield f"if dtypes != {{{name}}}:"
-    yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model so")'
+    yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model in this dtype")'
 
 
 def _granularity_lines(rule: GranularityRule) -> Iterator[str]:
@@ -126,11 +140,13 @@ def _granularity_lines(rule: GranularityRule) -> Iterator[str]:
         yield f"granularity = {rule!r}"
 
 
-def _path(name: str) -> str:
+def _path(model: nn.Module, name: str) -> str:
     """Return the expression for a module of ``model``."""
-    path = "model"
+    path, module = "model", model
     for part in name.split(".") if name else ():
-        path += f"[{part}]" if part.isdecimal() else f".{part}"
-        if not part.isdecimal() and not part.isidentifier():
+        is_item = part.isdecimal() and isinstance(module, nn.ModuleList | nn.Sequential)
+        if not is_item and (not part.isidentifier() or keyword.iskeyword(part)):
             return f"model.get_submodule({name!r})"
+        path += f"[{part}]" if is_item else f".{part}"
+        module = module.get_submodule(part)
     return path

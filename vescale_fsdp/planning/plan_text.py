@@ -33,7 +33,8 @@ def text_lines(plan: TrainingPlan) -> Iterator[str]:
     free = best.memory_bytes - best.needed_bytes
     room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'} per GPU"
     memory = f"{format_bytes(best.memory_bytes)} ({best.memory_bytes / 2**30:.3g} GiB)"
-    gpus = f"{best.replicas * best.shard_size:,} GPUs of {memory}"
+    num_gpus = best.replicas * best.shard_size
+    gpus = f"{num_gpus:,} GPU{'s' * (num_gpus > 1)} of {memory}"
     numel = in_unit(plan.numel, (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)))
     step = in_unit(best.step_s, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
     yield f"{plan.model}, {numel} parameters, on {gpus}: {best.verdict}"

@@ -279,9 +279,7 @@ def plan_training(
     if best.verdict == "does not fit":
         remedies = _remedies(planner)
         advice = ["What helps:", *([each.text for each in remedies] or [_too_large(planner, best)])]
-        comment = (
-            "# This does not fit, and no change above is enough: the candidate that lacks the least memory."
-        )
+        comment = "# No change that was tried makes this model fit. These lines are for the candidate that comes closest."
         if remedies:
             first = remedies[0]
             comment = f"# The first change that helps: {first.name} with {first.candidate.sharding}."
@@ -608,7 +606,11 @@ def _remedies(planner: _Planner) -> list[_Remedy]:
         changes["steps in the backward, step_in_backward(model, optimizer)"] = {"steps_early": True}
     if planner.batch is not None:
         changes["half the tokens per GPU"] = {"scale": 0.5}
-    clusters = [replace(setup.cluster, gpus=setup.cluster.gpus * factor) for factor in (2, 4, 8, 16)]
+    counts = [setup.cluster.gpus * factor for factor in (2, 4, 8, 16)]
+    per_node = setup.cluster.per_node
+    clusters = [
+        replace(setup.cluster, gpus=count) for count in counts if count <= per_node or not count % per_node
+    ]
     for count in (1, 2):
         found = []
         for chosen in combinations(changes, count):
@@ -637,12 +639,18 @@ def _helping(planner: _Planner, name: str, changes: Sequence[Mapping[str, Any]])
 
 def _too_large(planner: _Planner, best: ShardingCandidate) -> str:
     """Return the line of advice for a model that no change makes fit."""
+    peak = best.peak
+    if peak.activations > peak.gathered + peak.gradients:
+        return (
+            f"    none of the changes that were tried: activations take {format_bytes(peak.activations)}. Use fewer "
+            "tokens per GPU, or divide them by tensor or context parallelism, which is not planned here"
+        )
     unit = max(planner.report_of(best).rows, key=lambda row: row.payload_numel)
     nbytes = unit.payload_numel * planner.setup.param_dtype.itemsize
     return (
-        f"    none of these: {unit.group} takes {format_bytes(nbytes)} while it is gathered, the unit after it as "
-        f"much, and its gradients {format_bytes(nbytes + unit.payload_numel * _REDUCED)}. Make units smaller, or "
-        "divide them by tensor or expert parallelism, which is not planned here"
+        f"    none of the changes that were tried: {unit.group} takes {format_bytes(nbytes)} while it is gathered, the "
+        f"unit after it as much, and its gradients {format_bytes(nbytes + unit.payload_numel * _REDUCED)}. Make units "
+        "smaller, or divide them by tensor or expert parallelism, which is not planned here"
     )
 
 
@@ -655,14 +663,18 @@ def _notes(planner: _Planner) -> Iterator[str]:
     if planner.batch is None:
         yield "activations and arithmetic are left out, since there is no batch"
     else:
-        how = "recomputed per block" if setup.checkpointing else "kept, as the model itself keeps them"
+        how = (
+            "recomputed per block"
+            if setup.checkpointing and planner.blocks
+            else "kept, as the model itself keeps them"
+        )
         yield f"activations are measured on the meta device and {how}; attention by flash attention's formula"
         flops = in_unit(
             setup.micro_batches * planner.step.flops, (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
         )
         yield f"{flops} per GPU and step; operators one by one, as without a compiler"
     if setup.micro_batches > 1:
-        yield f"{setup.micro_batches} micro-batches per step; replicas and nodes are reduced over in the last one"
+        yield f"{setup.micro_batches} micro-batches per step; the last one also reduces over replicas and nodes"
     yield (
         f"bounds from {cluster.flops_per_s / 1e12:,.0f} TFLOP/s, memory at "
         f"{format_bytes(int(cluster.memory_bytes_per_s))}/s, links of a node at "

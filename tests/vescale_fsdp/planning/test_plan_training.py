@@ -188,6 +188,12 @@ def test_advice_is_planned_again() -> None:
     assert len(hopeless.advice) == 2 and hopeless.code.endswith(hopeless.candidates[0].code)
 
 
+@pytest.mark.parametrize("gpus", [3, 6])
+def test_a_part_of_a_node_has_a_plan(gpus: int) -> None:
+    """Advice of more GPUs names those that fill a node, or whole nodes."""
+    assert not plan_of(on_meta(Model), Cluster(gpus, memory_bytes=1)).fits
+
+
 def test_the_lines_of_a_plan_fit() -> None:
     """If the model does not fit as asked, they are those of the first change that helps: here 8-bit state."""
     model, cluster = on_meta(Model, 64, 32), Cluster(2, on_cpu=True)
@@ -402,6 +408,29 @@ def test_the_printed_lines_run(optimizer: Any, memory_bytes: int, checkpointing:
     assert {units for units, _ in ranks} == {len(plan.candidates[0].units) + 1}
     numels = [sum(each) for each in zip(*(grads for _, grads in ranks), strict=True)]
     assert numels == [param.numel() for param in Model().parameters()]
+
+
+def train_counting(code: str) -> tuple[int, int]:
+    """Run the lines of a plan and a step; the number of units, and of forwards of the first layer."""
+    lines: dict[str, Any] = {"model": Model()}
+    exec(code, lines)  # noqa: S102
+    model, calls = lines["model"], []
+    inner = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    inner.register_forward_hook(lambda *_: calls.append(1))
+    model(torch.arange(16)[None]).float().pow(2).mean().backward()
+    lines["optimizer"].step()
+    return sum(isinstance(module, FSDPModule) for module in model.modules()), len(calls)
+
+
+@pytest.mark.parametrize("way", ["nested units", "units beside the blocks", "blocks"])
+def test_blocks_are_recomputed_whatever_the_units_are(way: str) -> None:
+    """Inner units are sharded first; a block that is no unit is recomputed too."""
+    blocks = plan_of(on_meta(Model), Cluster(2, on_cpu=True), checkpointing=True).candidates[0].units
+    inner = [name for name, _ in Model().named_modules() if name.rpartition(".")[0] in blocks]
+    units = {"nested units": [*blocks, inner[0]], "units beside the blocks": [inner[0]], "blocks": None}[way]
+    plan = plan_of(on_meta(Model), Cluster(2, on_cpu=True), checkpointing=True, units=units)
+    for num_units, num_calls in run_ranks(2, train_counting, plan.code):
+        assert num_units == len(plan.candidates[0].units) + 1 and num_calls == 2
 
 
 @pytest.mark.part("numerics")
