@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, some
 from vescale_fsdp.runtime.group_plan import note_replaced
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, managed_param_of
 from vescale_fsdp.torch_private import (
@@ -112,6 +112,8 @@ def refuse_added_params(units: Iterable[FSDPState]) -> None:
     Raises:
         LifecycleError: with the names of the parameters.
     """
+    if all(group.data.mesh.size() == 1 for unit in units for group in unit.groups):
+        return  # one rank has nothing to reduce
     known = {key for unit in units for key in unit.ignored}
     known.update(
         key for unit in units for group in unit.groups for param in group.params for key in param.owners
@@ -141,10 +143,10 @@ def refuse_added_params(units: Iterable[FSDPState]) -> None:
         raise LifecycleError(
             "Parameters were added after fully_shard: no rank reduces their gradients.",
             expected="all trainable parameters in the model when fully_shard is called",
-            got=f"{len(added)} plain parameters: {', '.join([*added.values()][:4])}",
+            got=some(list(added.values()), 4),
             where=f"{type(next(iter(units)).modules[0]).__name__}",
-            todo="add them before fully_shard, such as by peft.get_peft_model (in ignored_params=.. if your code keeps "
-            "them equal on all ranks), or freeze them by requires_grad_(False)",
+            todo="add them before fully_shard, for example with peft.get_peft_model (in ignored_params=.. if your code "
+            "keeps them equal on all ranks), or freeze them with requires_grad_(False)",
         )
 
 

@@ -353,8 +353,8 @@ ADDED = {
 @pytest.mark.parametrize("kind", ADDED)
 def test_parameters_that_no_unit_reduces(kind: str) -> None:
     """Trainable ones are refused: each rank would train its own values."""
-    for told in run_ranks(2, uses_added, kind):
-        assert ADDED[kind] in told and bool(told) == bool(ADDED[kind])
+    for reported in run_ranks(2, uses_added, kind):
+        assert ADDED[kind] in reported and bool(reported) == bool(ADDED[kind])
 
 
 def overlapping_meshes(is_equal: bool) -> str | None:
