@@ -9,7 +9,7 @@ Pass the result in place of a process group: ``describe_states(..., ranks=...)``
                  then it enters that it is ready, and waits until all ranks are
     connections  gloo connects all pairs of ranks
     proof        each rank sends each other rank a signature of random numbers, one drawn by each rank; without a
-                 secret, ranks only wait until all are connected. So a rank may close its ranks at once
+                 secret, ranks only wait until all are connected. Any rank may then close its ranks at once
 
 After a loss, all ranks meet again at the same rendezvous: those that are left close their ranks and call `joint_ranks`
 again, and so does the process that replaces a lost one. Meetings at one store are numbered. A rank joins the first
