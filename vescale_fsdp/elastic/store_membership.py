@@ -399,8 +399,8 @@ class _Backend(RendezvousBackend):
             # Awaited also if another process was faster: the handler would sleep for a second.
             text = self._awaited(stored) if self._is_waiting else stored
             has_set = stored == wanted
-            # Here too, since the handler does not always read the state for a keep-alive; not earlier: the delay would let
-            # other ranks win every compare-and-set.
+            # Here too, since the handler does not always read the state for a keep-alive. Not earlier: the delay would
+            # let other ranks win every compare-and-set.
             if has_set and not self._is_waiting:
                 self._look(is_waiting=False)
             return None if text is None else (self._for_handler(text), text, has_set)
