@@ -279,7 +279,9 @@ def plan_training(
     if best.verdict == "does not fit":
         remedies = _remedies(planner)
         advice = ["What helps:", *([each.text for each in remedies] or [_too_large(planner, best)])]
-        comment = "# No change that was tried makes this model fit. These lines are for the closest candidate."
+        comment = (
+            "# No change that was tried makes this model fit. These lines are for the closest candidate."
+        )
         if remedies:
             first = remedies[0]
             comment = f"# The first change that helps: {first.name} with {first.candidate.sharding}."
