@@ -454,6 +454,21 @@ def test_rules_that_are_corrected(site: str, tmp_path: Path) -> None:
     assert found.sort().values.equal(torch.cat([value.flatten() for value in kept]).sort().values)
 
 
+@runs(f"{_APPLY}_apply")
+def test_a_rule_that_fails_in_each_layer(tmp_path: Path) -> None:
+    """One error for all layers, whose remedy corrects them all."""
+    tensors = {f"{layer}.{name}": torch.full((4, 2), 1.0 + layer) for layer in range(3) for name in "qk"}
+    source, rules = torch_file(tmp_path / "a.pt", tensors), tmp_path / "r.toml"
+    given = ["--rules", rules, "--rules-to", "ours"]
+    rule = _rule('["{l}.q", "{l}.k"]', '"{l}.qk"', '{ concat = { dim = 0, sizes = ["4", "SIZE"] } }')
+    rules.write_text("format = 1\n" + rule.replace("SIZE", "5"))
+    refused(command, "to-torch", source, tmp_path / "b.pt", *given)
+    rules.write_text("format = 1\n" + rule.replace("SIZE", "4"))
+    command("to-torch", source, tmp_path / "b.pt", *given)
+    wanted = {f"{layer}.qk": torch.full((8, 2), 1.0 + layer) for layer in range(3)}
+    assert same(torch.load(tmp_path / "b.pt"), wanted)
+
+
 @runs("conversion/rules/apply_to_tensors.py::_bad")
 @pytest.mark.parametrize("target", ["to-torch", "to-native", "to-hf", "to-fsdp2", "to-zarr"])
 def test_rules_with_sizes_of_the_config(target: str, tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ PAUSES = {
     "support/faults/faulty_storage.py": "slow writes, of which tests show what runs meanwhile",
     "support/s3_server.py": "slow answers, of which tests count those under way at once",
     "house/test_distributed_harness.py": "a rank that hangs is what is tested",
+    "vescale_fsdp/elastic/test_connections.py": "a thread that must not act again has the time in which it would",
     "vescale_fsdp/transfer/test_joint_ranks.py": "a rank that connects slowly is what is tested",
     "checkpoint/jobs/test_killed_jobs.py": "a kill at a random moment is what is tested",
     "checkpoint/save/test_faults.py": "a kill at a random moment is what is tested",
