@@ -13,7 +13,7 @@
 # make test-fuzz SEEDS=1000 START=0   random programs, compared with plain data parallelism (make test runs 26)
 # make test-habits SEEDS=2000 START=0   what users do to parameters, at every moment, compared with plain data parallelism and
 #                                       with FSDP2 (make test runs 400)
-# make test-device SEED=0   programs on a device with asynchronous streams: 500 drawn ones, every switch in 12 orders
+# make test-device SEED=0   programs on a device with asynchronous streams: 500 drawn ones, every switch in 12
 #                           orders, and without each wait (make test runs a sample; needs a C++ compiler; half an hour)
 # make test-families   every model type of transformers, small: from its files into shards and formats, and back to the
 #                      same bytes; writes docs/families.md (half an hour)

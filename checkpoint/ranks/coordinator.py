@@ -192,14 +192,30 @@ class Coordinator:
         )
         assert structure is not None
         world = RankSet.world(self.world_size)
-        classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
+        classes = [(world, structure)] if is_same(digests) else self._exchange(structure)
         # None: no rank knows its free space.
         least_free_bytes = None if -least_free == _ENDLESS else -least_free
         return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", least_free_bytes)
 
-    def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
+    def _exchange(self, structure: Structure) -> list[tuple[RankSet, Structure]]:
         """Return every distinct structure with its ranks; the first of these ranks sends the structure."""
-        raise AssertionError("one process alone has one structure")
+        classes = self.distinct(structure.document, "comparing structures")
+        with self.together("reading other ranks' structures"):
+            return [
+                (ranks, structure if self.rank in ranks else Structure.from_json(json.loads(document)))
+                for ranks, document in classes
+            ]
+
+    def distinct(self, document: bytes, doing: str) -> list[tuple[RankSet, bytes]]:
+        """Return every distinct document with its ranks, in the order of their first ranks. A collective.
+
+        The first of these ranks sends the document: large ones, of which most ranks have the same, cost little.
+
+        Args:
+            document: this rank's, which is not empty.
+            doing: what this rank does, for messages.
+        """
+        return [(RankSet.world(1), document)]
 
     def raise_together(
         self,
@@ -450,36 +466,31 @@ class GroupCoordinator(Coordinator):
         else:
             interruptibly(partial(self._roll_call.meet, work, first_doing))
 
-    def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
-        # The length with the digest: receivers allocate memory before the structure arrives.
-        mine = torch.tensor([len(structure.document), *words], dtype=torch.int64, device="cpu")
+    def distinct(self, document: bytes, doing: str) -> list[tuple[RankSet, bytes]]:
+        # The length with the digest: receivers allocate memory before the document arrives.
+        mine = torch.tensor([len(document), *words_of(digest_of(document))], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self._reaching("comparing structures"):
+        with self._reaching(doing):
             wait_for(dist.all_gather(rows, mine, group=self.group, async_op=True))
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
         # In a `together` block, because a rank that runs out of memory here would not take part in the broadcasts.
-        with self.together("allocating other ranks' structures"):
+        with self.together(f"allocating memory while {doing}"):
             documents = [
                 # A bytearray, because torch warns about read-only bytes.
-                torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
+                torch.frombuffer(bytearray(document), dtype=torch.uint8)
                 if self.rank == ranks[0]
                 else torch.empty(length, dtype=torch.uint8, device="cpu")
                 for (length, *_), ranks in owners.items()
             ]
-        with self._reaching("exchanging structures"):
-            for document, ranks in zip(documents, owners.values(), strict=True):
-                wait_for(dist.broadcast(document, group=self.group, group_src=ranks[0], async_op=True))
-        classes = []
-        with self.together("reading other ranks' structures"):
-            for document, ranks in zip(documents, owners.values(), strict=True):
-                if self.rank in ranks:
-                    classes.append((RankSet.of(ranks), structure))
-                else:
-                    other = Structure.from_json(json.loads(document.numpy().tobytes()))
-                    classes.append((RankSet.of(ranks), other))
-        return classes
+        with self._reaching(doing):
+            for each, ranks in zip(documents, owners.values(), strict=True):
+                wait_for(dist.broadcast(each, group=self.group, group_src=ranks[0], async_op=True))
+        return [
+            (RankSet.of(ranks), each.numpy().tobytes())
+            for each, ranks in zip(documents, owners.values(), strict=True)
+        ]
 
     def raise_together(
         self,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -341,6 +341,32 @@ def links_to_json(value: Any) -> Any:
         values = {field.name: links_to_json(getattr(value, field.name)) for field in fields(value)}
         return {"kind": type(value).__name__, **values}
     return [*map(links_to_json, value)] if isinstance(value, tuple) else value
+
+
+def links_from_json(value: Any) -> Any:
+    """Undo `links_to_json`.
+
+    Raises:
+        PlacementError: for codecs that are not of `vescale_fsdp.quantize`, and for anything else that is not a link.
+    """
+    if isinstance(value, list):
+        return tuple(map(links_from_json, value))
+    if not isinstance(value, dict):
+        return value
+    from vescale_fsdp import quantize  # here, since it imports the runtime
+
+    codecs = (quantize.Fp8Blocks, quantize.Int8Rows, quantize.Mxfp8)
+    kinds = {kind.__name__: kind for kind in (Coded, Mapped, ZeroItems, *get_args(Map), *codecs)}
+    values = {name: links_from_json(each) for name, each in value.items() if name != "kind"}
+    try:
+        return kinds[value["kind"]](**values)
+    except (KeyError, TypeError) as error:
+        raise PlacementError(
+            "A link cannot be read.",
+            expected=f"a name, or one of {', '.join(kinds)}",
+            got=repr(value)[:200],
+            todo="use the codecs of vescale_fsdp.quantize, and the same version of this package on all ranks",
+        ) from error
 
 
 class SourceTensor:

@@ -16,6 +16,7 @@ box of its own, and links are made of these boxes.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +32,20 @@ from vescale_fsdp.layout.index_maps import Stack
 from vescale_fsdp.layout.region import Copy, compose
 from vescale_fsdp.torch_modes import TorchDispatchMode
 from vescale_fsdp.torch_private import returns_nothing, storage_id, version_of, written_arguments
-from vescale_fsdp.transfer.description import StateDescription, named_tensors
-from vescale_fsdp.transfer.links import Leaf, Link, Mapped, concatenate, index, permute, slice, stack, zeros
+from vescale_fsdp.transfer.description import Ranks, StateDescription, named_tensors, transfer_ranks
+from vescale_fsdp.transfer.links import (
+    Leaf,
+    Link,
+    Mapped,
+    concatenate,
+    index,
+    links_from_json,
+    links_to_json,
+    permute,
+    slice,
+    stack,
+    zeros,
+)
 
 _MAX_BOXES = 1 << 14  # boxes of one write: beyond, code moves single items, and planning would take minutes
 _MAX_SHOWN = 20  # problems that an error lists
@@ -172,6 +185,59 @@ def links_from_loader(
             todo=_TODO,
         )
     return links
+
+
+def share_links(links: Mapping[str, Link], *, ranks: Ranks = None) -> dict[str, Link]:
+    """Return the links of all ranks, since `plan_transfer` needs all of them on each. A collective.
+
+    Each rank of an engine traces its own loader, and a trainer has no links. Links are sent as JSON, once for all ranks
+    that have the same.
+
+    Args:
+        links: this rank's links; empty on ranks that have none.
+        ranks: the ranks of both states, as for `describe_states`.
+
+    Raises:
+        PlacementError: on ranks that have different links for one tensor, or a codec that is not of
+            `vescale_fsdp.quantize`. Other ranks raise a CheckpointError.
+
+    Examples:
+        >>> from vescale_fsdp.transfer.links import concatenate
+        >>> share_links({"qk": concatenate("q", "k")}) == {"qk": concatenate("q", "k")}
+        True
+    """
+    coordinator = transfer_ranks(ranks)
+    document = b""
+    with coordinator.together("describing links", is_first=True):
+        document = json.dumps({name: links_to_json(link) for name, link in links.items()}).encode()
+        read = {name: links_from_json(link) for name, link in json.loads(document).items()}
+        if unlike := [
+            name for name, link in links.items() if read[name] != link
+        ]:  # such as a subclass of a codec
+            raise PlacementError(
+                "Links cannot be sent to other ranks.",
+                expected="codecs of vescale_fsdp.quantize",
+                got=f"{len(unlike)} links that other ranks would read otherwise",
+                where=some(unlike),
+                todo="pass links with your own codecs to plan_transfer on every rank, without share_links",
+            )
+    shared: dict[str, Link] = {}
+    first: dict[str, int] = {}  # tensor -> the first rank that has its link
+    documents = coordinator.distinct(document, "sharing links")
+    with coordinator.together("reading links of other ranks"):
+        for holders, document in documents:
+            for name, value in json.loads(document).items():
+                link, rank = links_from_json(value), holders.ranks[0]
+                if shared.setdefault(name, link) != link:
+                    raise PlacementError(
+                        "Two ranks have different links for one tensor.",
+                        expected="the same link, or names of each rank's own",
+                        got=f"links of ranks {first[name]} and {rank}",
+                        where=name,
+                        todo=f"give each rank of the engine a prefix: links_from_loader(.., prefix='{rank}.')",
+                    )
+                first.setdefault(name, rank)
+    return shared
 
 
 class _Recorder(TorchDispatchMode):

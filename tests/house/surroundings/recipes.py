@@ -28,7 +28,14 @@ from vescale_fsdp import conversion as conv
 from vescale_fsdp.checkpoint import data as ck_data
 from vescale_fsdp.checkpoint import dcp as ck_dcp
 from vescale_fsdp.checkpoint import state_dict as ck_state
-from vescale_fsdp.transfer import Delta, Transfer, describe_states, links_from_loader, plan_transfer
+from vescale_fsdp.transfer import (
+    Delta,
+    Transfer,
+    describe_states,
+    links_from_loader,
+    plan_transfer,
+    share_links,
+)
 from vescale_fsdp.transfer import links as links_of
 
 Call = Callable[[], Any]
@@ -325,7 +332,7 @@ def linked_transfers(folder: Path) -> Call:
         engine.get_buffer("loaded").copy_(torch.stack([rows["b"][0], rows["a"][1]]))
 
     def call() -> Any:
-        links = links_from_loader(engine, load, trained) | {
+        links = share_links(links_from_loader(engine, load, trained)) | {
             "padded": links_of.concatenate("b", links_of.zeros((1, 4))),
             "joined": links_of.concatenate("a", "b"),
             "cut": links_of.slice("a", 1, 1),

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.transfer import Transfer, describe_states, links_from_loader, plan_transfer
+from tests.support.distributed import run_ranks
+from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8
+from vescale_fsdp.transfer import (
+    Transfer,
+    describe_states,
+    joint_ranks,
+    links_from_loader,
+    plan_transfer,
+    share_links,
+)
 from vescale_fsdp.transfer.description import named_tensors
-from vescale_fsdp.transfer.links import Link, concatenate, permute, slice, stack
+from vescale_fsdp.transfer.links import (
+    Link,
+    codes,
+    concatenate,
+    index,
+    permute,
+    scales,
+    slice,
+    stack,
+    zeros,
+)
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -193,6 +214,69 @@ def test_each_rank_of_an_engine() -> None:
         assert all(
             torch.equal(tensor, dict(named_tensors(loaded))[name]) for name, tensor in named_tensors(model)
         )
+
+
+def serves_another_job(folder: str, secret: str) -> list[str]:
+    """Three jobs of one rank: a trainer, and the two ranks of an engine, which alone have its loading code."""
+    rank = dist.get_rank()
+    at = rank - 1
+    dist.barrier()  # all have come, so none finds the others gone
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with joint_ranks(f"file://{folder}/meet", first_rank=rank, num_ranks=3, secret=secret or None) as ranks:
+        state = None if rank else trained()
+        source, _ = describe_states(state, None, ranks=ranks)
+        engine = Fused(at, 2, "cpu")
+        own = links_from_loader(engine, engine.load_weights, source, prefix=f"{at}.") if rank else {}
+        links = share_links(own, ranks=ranks)
+        loads = {name: tensor for name, tensor in named_tensors(engine) if f"{at}.{name}" in links}
+        into = {str(at): loads} if rank else None
+        plan = plan_transfer(*describe_states(state, into, ranks=ranks), links=links, cast=True)
+        Transfer(plan, ranks=ranks, verify=True).run(state, into)
+        assert own.items() <= links.items()
+        if rank:
+            loaded = Fused(at, 2, "cpu")
+            loaded.load_weights(trained().items())
+            assert len(loads) == 3
+            assert all(torch.equal(loads[name], dict(named_tensors(loaded))[name]) for name in loads)
+    return [*links]
+
+
+@pytest.mark.parametrize("secret", ["", "x"])
+def test_links_of_an_engine_in_another_job(secret: str, tmp_path: Path) -> None:
+    """The trainer gets the links of both ranks of the engine, whose classes it need not have."""
+    names = [f"{rank}.{name}" for rank in range(2) for name in ("experts", "bias", "qk.weight")]
+    assert run_ranks(3, serves_another_job, str(tmp_path), secret) == [names] * 3
+
+
+class OwnCodec(Fp8Blocks):
+    """Other ranks would take it for the package's own, were it not for its name."""
+
+
+def shares_badly() -> str:
+    """Each kind of link survives; links that are not equal, or cannot be sent, are refused on all ranks."""
+    rank = dist.get_rank()
+    nested = permute(stack(index("e", 1), slice("f", 2, 4, dim=1)), (2, 0, 1))
+    good: dict[str, Link] = {
+        "a.b": concatenate("q", zeros([2, 3]), nested, dim=1),
+        "w": codes(index("e", 0), Fp8Blocks(1, 128)),
+        "w_scale": scales("w", Mxfp8()),
+        "i": codes("i", Int8Rows()),
+        "renamed": "other",
+    }
+    assert share_links(good if rank == 1 else {}) == good
+    assert share_links(dict([*good.items()][rank : rank + 1])) == dict([*good.items()][:3])
+    with pytest.raises(PlacementError if rank else CheckpointError) as caught:
+        share_links({"w": codes("w", OwnCodec())} if rank else {})
+    with pytest.raises(PlacementError) as differs:  # every rank has read both
+        share_links({"w": "a" if rank < 2 else "b"})
+    assert "w" in str(caught.value)
+    return f"{differs.value.got} {differs.value.where}"
+
+
+def test_links_that_cannot_be_shared() -> None:
+    """The error names the tensor and the ranks."""
+    assert run_ranks(3, shares_badly) == ["links of ranks 0 and 2 w"] * 3
 
 
 def test_what_is_loaded_may_be_replaced() -> None:
