@@ -251,6 +251,11 @@ function stepsText(tensor) {
   return `${pair}: norm ${number(norms(tensor, from))} and ${number(norms(tensor, to))}, norm of the difference ${number(far)}, which is ${share(size)} of step ${run.steps[from]}'s`;
 }
 
+// As shlex.quote of Python: a word of a shell's command.
+function quoted(word) {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
+}
+
 // -- two steps ---------------------------------------------------------------------------------------
 function choosePair() {
   state.pair = [Number($("from").value), Number($("to").value)];
@@ -258,7 +263,7 @@ function choosePair() {
   for (const tensor of report.tensors) counts[change(tensor).kind] += 1;
   const words = { changed: "changed", equal: "equal", absent: "in one of the two only", unknown: "not known" };
   const parts = Object.entries(counts).filter(([, count]) => count).map(([kind, count]) => `${count} ${words[kind]}`);
-  const command = `vescale-convert report ${report.url.replace(/\/step-\d+$/, "")} --steps ${[...new Set(state.pair.map((step) => run.steps[step]))].join(",")} --out report.html`;
+  const command = `vescale-convert report ${quoted(report.url.replace(/\/step-\d+$/, ""))} --steps ${[...new Set(state.pair.map((step) => run.steps[step]))].join(",")} --out report.html`;
   const hint = counts.unknown ? `: the saves recorded no fingerprints (fingerprint=True). To compare the values: ${command}`
     : state.pair.every((step) => run.read.includes(step)) ? ". Distance: the norm of the difference, relative to the norm in the first of the two"
     : `, by recorded fingerprints. For distances: ${command}`;

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, combinations_with_replacement
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +40,7 @@ _MOST_READ = 12  # maximum number of steps that are read: 66 distances per tenso
 _MOST_NAMES = 20  # maximum number of names of tensors that only other steps have
 _PIECE_BYTES = 2**20  # 1 MiB, read at a time from each step
 _BLOCK_ITEMS = 2**15  # items of each step that are float64 at the same time
-_MOST = 1e308  # stands for larger numbers: JSON has no infinity
+_MOST = 1e308  # stands for larger numbers, since JSON has no infinity: the largest float, rounded, would be infinite
 _UNKNOWN, _ABSENT = 0, 1  # marks of tensors whose fingerprint is not known, and of those that a step lacks
 
 
@@ -67,7 +68,7 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
             expected="a run's folder, or one of its steps, which a CheckpointManager saved",
             got=f"a checkpoint in the format {source.kind}",
             where=source.url,
-            todo=f"make a page of this one alone: vescale-convert report {source.url} --out report.html",
+            todo=f"make a page of this one alone: vescale-convert report {quote(source.url)} --out report.html",
         )
     root, _ = run
     storage = open_storage(root)
@@ -83,8 +84,8 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
             got=f"{len({*steps})} steps"
             + (f", of which the run lacks {missing[:_MOST_READ]}" if missing else ""),
             where=root,
-            todo=f"list the steps: vescale-convert ls {root}; or compare a selection: "
-            f"vescale-convert report {root} --steps all --out report.html",
+            todo=f"list the steps: vescale-convert ls {quote(root)}; or compare a selection: "
+            f"vescale-convert report {quote(root)} --steps all --out report.html",
         )
     return [storage.child(step_name(step)).where for step in sorted({*steps})]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from enum import IntEnum
 from pathlib import Path
 
@@ -119,15 +120,21 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
 @runs("conversion/report/run_steps.py::urls_of_steps", "conversion/report/run_steps.py::urls_of_steps[1]")
 def test_steps_that_cannot_be_compared(tmp_path: Path) -> None:
     """A checkpoint without steps gets its page without the option; a step of the list that is printed is compared."""
-    torch_file(tmp_path / "m.pt", MODEL)
+    folder = tmp_path / "it's a run"  # remedies quote it
+    folder.mkdir()
+    torch_file(folder / "m.pt", MODEL)
     page = ("--out", tmp_path / "report.html")
-    remedy = refused(command, "report", tmp_path / "m.pt", "--steps", "1", *page)
-    command(*text_in(remedy, r"vescale-convert (report .*)").replace("report.html", str(page[1])).split())
-    with CheckpointManager(tmp_path / "run") as manager:
+
+    def follow(remedy: str) -> None:
+        report = text_in(remedy, r"vescale-convert (report .*)")
+        command(*shlex.split(report.replace("report.html", str(page[1]))))
+
+    follow(refused(command, "report", folder / "m.pt", "--steps", "1", *page))
+    with CheckpointManager(folder / "run") as manager:
         manager.save(3, {"model": MODEL})
-    remedy = refused(command, "report", tmp_path / "run", "--steps", "3,4", *page)
-    assert "3 " in command(*text_in(remedy, r"ls [^;]+").split())
-    command(*text_in(remedy, r"vescale-convert (report .*)").replace("report.html", str(page[1])).split())
+    remedy = refused(command, "report", folder / "run", "--steps", "3,4", *page)
+    assert "3 " in command(*shlex.split(text_in(remedy, r"ls [^;]+")))
+    follow(remedy)
 
 
 @runs("conversion/formats/detect.py::_refuse_other_kind")
