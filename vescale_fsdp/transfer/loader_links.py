@@ -147,8 +147,28 @@ def links_from_loader(
         if not tensor.is_inference():  # these have no version counter
             versions[name] = tensor, version_of(tensor)
         recorder.add(tensor, _Unknown("never written"), is_loaded=True)
-    with recorder:
-        load(recorder.checkpoint(shapes))
+    own = _OwnTensors(model)
+    try:
+        with recorder:
+            load(recorder.checkpoint(shapes))
+        return _links(model, recorder, versions, shapes, prefix)
+    finally:
+        own.restore()
+
+
+def _links(
+    model: nn.Module,
+    recorder: _Recorder,
+    versions: Mapping[str, tuple[torch.Tensor, int]],
+    shapes: Mapping[str, tuple[Shape, torch.dtype]],
+    prefix: str,
+) -> dict[str, Link]:
+    """Return the links of a model whose loader has run.
+
+    Args:
+        versions: the tensors of the model before, and their versions.
+        shapes: shape and dtype of each tensor of the checkpoint.
+    """
     # Seen writes count too, if they were not to `.data`, which has a counter of its own.
     unseen = [
         name
@@ -211,9 +231,8 @@ def share_links(links: Mapping[str, Link], *, ranks: Ranks = None) -> dict[str, 
     with coordinator.together("describing links", is_first=True):
         document = json.dumps({name: links_to_json(link) for name, link in links.items()}).encode()
         read = {name: links_from_json(link) for name, link in json.loads(document).items()}
-        if unlike := [
-            name for name, link in links.items() if read[name] != link
-        ]:  # such as a subclass of a codec
+        unlike = [name for name, link in links.items() if read[name] != link]  # such as a subclass of a codec
+        if unlike:
             raise PlacementError(
                 "Links cannot be sent to other ranks.",
                 expected="codecs of vescale_fsdp.quantize",
@@ -238,6 +257,47 @@ def share_links(links: Mapping[str, Link], *, ranks: Ranks = None) -> dict[str, 
                     )
                 first.setdefault(name, rank)
     return shared
+
+
+class _OwnTensors:
+    """The tensors that a model had before its loader ran, and which it gets back.
+
+    A loader may replace them: ``layer.weight = Parameter(..)``, ``load_state_dict(assign=True)``, ``weight.data = ..``.
+    What it sets has no values. A model on meta keeps what was set there, which has no values before either.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [
+            (kind, name, tensor, tensor.detach())
+            for module in model.modules()
+            for kind in (module._parameters, module._buffers)
+            for name, tensor in kind.items()
+            if tensor is not None and not tensor.is_meta
+        ]
+
+    def restore(self) -> None:
+        """Set the tensors again, with their memory.
+
+        Raises:
+            PlacementError: if a tensor has become one on meta, as by ``torch.utils.swap_tensors``.
+        """
+        swapped = []
+        for kind, name, tensor, values in self._slots:
+            kind[name] = tensor
+            if tensor.is_meta:
+                swapped.append(name)
+                kind[name] = nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
+            elif storage_id(tensor) != storage_id(values):
+                tensor.data = values
+        if swapped:
+            raise PlacementError(
+                "Code that loads a model has exchanged the memory of its tensors for tensors without values.",
+                expected="a loader that copies, or sets a new parameter",
+                got=f"{len(swapped)} exchanged tensors",
+                where=some(swapped),
+                todo="load without torch.utils.swap_tensors, or call links_from_loader on a model on the meta device; "
+                "this model has new Parameter objects with its old values",
+            )
 
 
 class _Recorder(TorchDispatchMode):

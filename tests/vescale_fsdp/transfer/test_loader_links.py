@@ -291,6 +291,58 @@ def test_what_is_loaded_may_be_replaced() -> None:
     assert links_from_loader(model, load, {"w": torch.ones(6, 4)}) == {"weight": permute("w")}
 
 
+def _assigns(model: nn.Module, weights: Weights) -> None:
+    (_, tensor), *_ = weights
+    model.weight = nn.Parameter(tensor.clone(), requires_grad=False)
+
+
+def _loads_by_assignment(model: nn.Module, weights: Weights) -> None:
+    model.load_state_dict({"weight": next(iter(weights))[1]}, assign=True)
+
+
+def _moves_into_its_own(model: nn.Module, weights: Weights) -> None:
+    model.weight.data = model.spare.data[:6]
+    model.weight.data.copy_(next(iter(weights))[1])
+
+
+def _assigns_and_fails(model: nn.Module, weights: Weights) -> None:
+    _assigns(model, weights)
+    raise KeyError("as loaders do")
+
+
+@pytest.mark.parametrize("load", [_assigns, _loads_by_assignment, _moves_into_its_own, _assigns_and_fails])
+def test_a_model_that_serves_keeps_its_tensors(load: Callable[[nn.Module, Weights], None]) -> None:
+    """Whatever a loader sets in place of them: the model has its tensors, and their values, and can be filled."""
+    source = {"w": torch.randn(6, 4)}
+    model = nn.Linear(4, 6, bias=False)
+    model.register_buffer("spare", torch.full((8, 4), 5.0), persistent=False)
+    weight, before, memory = model.weight, model.weight.detach().clone(), model.weight.data_ptr()
+    links: dict[str, Link] = {}
+    try:
+        links = links_from_loader(model, lambda weights: load(model, weights), source)
+    except KeyError:
+        assert load is _assigns_and_fails
+    assert model.weight is weight and weight.data_ptr() == memory
+    assert torch.equal(weight, before) and torch.equal(model.spare, torch.full((8, 4), 5.0))
+    if load is not _assigns_and_fails:
+        sent(source, model, links)
+        assert torch.equal(model.weight, source["w"]) and torch.equal(model.spare, torch.full((8, 4), 5.0))
+
+
+def test_exchanged_tensors_are_refused() -> None:
+    """They would be tensors without values in a model that serves."""
+    model = nn.Linear(4, 6, bias=False)
+    before = model.weight.detach().clone()
+
+    def load(weights: Weights) -> None:
+        new = nn.Parameter(next(iter(weights))[1].clone(), requires_grad=False)
+        torch.utils.swap_tensors(model.weight, new)
+
+    with pytest.raises(PlacementError, match="exchanged the memory"):
+        links_from_loader(model, load, {"w": torch.randn(6, 4)})
+    assert torch.equal(model.weight, before)
+
+
 def repacked(model: nn.Module, source: torch.Tensor) -> None:
     """What some engines do after the load: another parameter, with the rows in another order."""
     model.weight = nn.Parameter(source.index_select(0, torch.arange(6)))
