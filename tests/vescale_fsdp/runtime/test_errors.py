@@ -459,3 +459,38 @@ def differentiated_gradients() -> None:
 def test_the_gradient_of_a_sharded_parameter_is_of_first_order() -> None:
     """With create_graph=True gradients have their values, a second derivative is refused, and differences give it."""
     run_ranks(2, differentiated_gradients)
+
+
+def backwards_that_name_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    plain = copy.deepcopy(model)
+    fully_shard(model[0], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    inputs = torch.full((2, 4), dist.get_rank() + 1.0)
+    params = list(model.parameters())
+    model(inputs).square().sum().backward(inputs=params)
+    model.reshard()
+    assert all(param.grad is None for param in params)
+    loss = model(inputs).square().sum()
+    with pytest.raises(RuntimeError, match="to not have been used"):
+        torch.autograd.grad(loss, params, retain_graph=True)
+    (alone,) = torch.autograd.grad(loss, [model[1].weight])
+    (own,) = torch.autograd.grad(plain(inputs).square().sum(), [plain[1].weight])
+    torch.testing.assert_close(alone, own)
+    model.reset_iter_state()
+    # The way out that the page names.
+    model.zero_grad()
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+        each(inputs).square().sum().backward()
+    model.reshard()
+    whole = plain[1].weight.grad
+    assert whole is not None and model[0].weight.grad is None
+    dist.all_reduce(whole)
+    torch.testing.assert_close(model[1].weight.grad.full_tensor(), whole / 2)  # type: ignore[union-attr, operator]
+
+
+def test_backwards_that_name_parameters() -> None:
+    """What docs/limits.md says of ``inputs=`` and ``autograd.grad``; and freezing trains right."""
+    run_ranks(2, backwards_that_name_parameters)
