@@ -267,7 +267,7 @@ class _OwnTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [
+        self._slots: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
             (kind, name, tensor, tensor.detach())
             for module in model.modules()
             for kind in (module._parameters, module._buffers)
