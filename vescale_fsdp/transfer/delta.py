@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -137,6 +137,20 @@ class Delta:
     def forget(self) -> None:
         """Send everything in the next run, to all ranks."""
         self.source_run = self.target_run = None
+
+
+def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors share memory: they begin at one address, or are contiguous with a part in common.
+
+    Others are taken for interleaved views, such as columns of one matrix.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if len({tensor.data_ptr() for tensor in filled}) < len(filled):
+        return True
+    ranges = sorted(
+        (each.data_ptr(), each.data_ptr() + each.nbytes) for each in filled if each.is_contiguous()
+    )
+    return any(end > start for (_, end), (start, _) in pairwise(ranges))
 
 
 class SentBits:
@@ -794,7 +808,8 @@ class DeltaPlan:
         exchange.destination.commit()
         if self._is_receiver:
             delta.marks = [memory_mark(local) for local in targets.values()]
-            delta.sums, delta.target_run = self._sums, agreed.run
+            # Patches of two names of one memory would mix their sources; in a whole transfer one follows the other.
+            delta.sums, delta.target_run = self._sums, None if _overlap(targets.values()) else agreed.run
         if not self._receivers:
             return
         if exchange.pending is not None:

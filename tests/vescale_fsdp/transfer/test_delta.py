@@ -378,3 +378,23 @@ def test_a_rank_dies_among_patches(tmp_path: Path, victim: int) -> None:
     assert set(told) == {str(rank) for rank in range(4) if rank != victim}
     assert all(outcome[0] == [victim] for outcome in told.values()), told
     assert all(told[rank][1:] == ["old", 1, 1] for rank in {"2", "3"} & set(told)), told
+
+
+@pytest.mark.parametrize("numel", [30, 2**16])
+@pytest.mark.parametrize("first", [0, 5])  # item of the memory at which the second name begins
+def test_names_of_one_memory(numel: int, first: int) -> None:
+    """An engine ties what the trainer does not: as in a whole transfer, the name that is stored last wins."""
+    memory = torch.zeros(numel + first)
+    served, whole = (
+        {"a": each[:numel], "b": each[first:], "c": torch.zeros(numel)} for each in (memory, memory.clone())
+    )
+    trained = {name: torch.full((numel,), float(value)) for value, name in enumerate("abc")}
+    plan = plan_transfer(*describe_states(trained, served))
+    deltas = Transfer(plan, delta=True)
+    for step in range(3):
+        trained["a"][step + 6] = 77 + step
+        trained["c"][step] = step
+        deltas.run(trained, served)
+        Transfer(plan).run(trained, whole)
+        assert all(torch.equal(served[name], whole[name]) for name in served), step
+    assert memory.unique().numel() > 1 or not first
