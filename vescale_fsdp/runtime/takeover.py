@@ -250,6 +250,10 @@ def _take_plain(group: ParamGroup, param: ManagedParam, new: nn.Parameter) -> No
     # range of the full tensor.
     if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, new, f"by a {type(new).__name__} on {new.device}")
+    if not isinstance(new, nn.Parameter):  # it is there for one call: ours would keep its values
+        _refuse(
+            param, new, "by a tensor that is no Parameter, as torch.func.functional_call sets for one call"
+        )
     ours = param.sharded
     if (new.shape, new.dtype) != (ours.shape, ours.dtype):
         _refuse(param, new, f"by a tensor of shape {tuple(new.shape)}, {new.dtype}")

@@ -167,6 +167,22 @@ def test_what_cannot_be_taken_over_is_refused(change: str, when: str) -> None:
         assert ("weight" in found or "float64" in found) and todo
 
 
+def called_with_other_weights() -> bool:
+    """`functional_call` sets tensors for one call: as the first use, too, they must not become the model's values."""
+    model, x = shard(build()), value((4, 5))
+    others = {name: param.detach() + 1 for name, param in build().named_parameters()}
+    for _ in range(2):  # before the first gather, and after it
+        with pytest.raises(LifecycleError):
+            torch.func.functional_call(model, dict(others), (x,))
+        assert torch.allclose(model(x), build()(x), rtol=0, atol=1e-6)
+    return True
+
+
+def test_weights_of_one_call_are_refused() -> None:
+    """The model keeps its own, and goes on."""
+    assert all(run_ranks(2, called_with_other_weights))
+
+
 def replaced_while_unsharded() -> tuple[str, bool]:
     model = shard(build())
     sharded = model[0].weight
