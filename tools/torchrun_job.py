@@ -38,7 +38,8 @@ class Job:
         arguments: command line of the module.
         logs: folder for output.
         folder: the working directory, from which modules are also imported.
-        timeout_s: seconds after which the job is killed and fails.
+        timeout_s: seconds after the start, or after the last step that `follow` has seen, in which the job must end or
+            make a step; else it is killed and fails.
         options: further ones of torchrun.
         environment: variables to set.
     """
@@ -57,7 +58,8 @@ class Job:
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self._logs = logs
-        self.deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks of all threads
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
@@ -94,7 +96,7 @@ class Job:
         """Wait for the job.
 
         Raises:
-            JobFailed: if the job fails or takes too long.
+            JobFailed: if the job fails, or makes no step for too long.
         """
         if self._wait_for_exit() != 0:
             raise JobFailed(f"{' '.join(self.command)} failed:\n{self.output(_SHOWN_LINES)}")
@@ -108,10 +110,12 @@ class Job:
         with tqdm(
             total=steps.stop, initial=steps.start, desc=title, unit="step", mininterval=interval_s
         ) as bar:
-            while not until(step) and self.process.poll() is None and time.monotonic() < self.deadline:
+            while not until(step) and self.process.poll() is None and time.monotonic() < self.deadline_s:
                 time.sleep(POLL_S)
                 losses = losses_of(run)
-                step = max(losses, default=steps.start)
+                last, step = step, max(losses, default=steps.start)
+                if step > last:  # a slow machine may take its time
+                    self.deadline_s = time.monotonic() + self._timeout_s
                 bar.set_postfix_str(f"loss {losses[step]:.3f}" if losses else "starting", refresh=False)
                 bar.update(step - bar.n)
             losses = losses_of(run)
@@ -129,10 +133,11 @@ class Job:
 
     def _wait_for_exit(self) -> int:
         try:
-            return self.process.wait(max(1.0, self.deadline - time.monotonic()))
+            return self.process.wait(max(1.0, self.deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             abort_with_children(self.process)
-            raise JobFailed(f"{' '.join(self.command)} took too long:\n{self.output(_SHOWN_LINES)}") from None
+            stopped = f"made no step, and did not end, for {self._timeout_s:.0f} s, and was stopped"
+            raise JobFailed(f"{' '.join(self.command)} {stopped}:\n{self.output(_SHOWN_LINES)}") from None
 
 
 def abort_with_children(process: subprocess.Popen[Any]) -> None:

@@ -32,7 +32,7 @@ def test_a_job_that_hangs_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(MODULE)
     job = Job("hangs", 2, [str(tmp_path)], tmp_path / "logs", folder=tmp_path)
     wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), "ranks", state=job.output)
-    job.deadline = time.monotonic()
+    job.deadline_s = time.monotonic()
 
     with pytest.raises(JobFailed):
         job.wait()

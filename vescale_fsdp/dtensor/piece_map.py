@@ -122,6 +122,17 @@ def _chunks(size: int, num_chunks: int) -> RunLengths:
     return RunLengths(((num_full, chunk), (num_rest, rest), (num_chunks - num_full - num_rest, 0)))
 
 
+def name_of(param: torch.Tensor) -> str:
+    """Return what errors call a parameter: its name in its unit, if it has one."""
+    ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
+    return "parameter" if ref is None else ref[1]
+
+
+def label_of(param: torch.Tensor) -> str:
+    """Return the name of a parameter, and its shape, for errors."""
+    return f"{name_of(param)} of shape {tuple(param.shape)}"
+
+
 def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
     """Return the pieces of a parameter.
 
@@ -139,7 +150,7 @@ def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
             "Block state needs parameters that are cut into one contiguous run per rank.",
             expected="plain tensors, RaggedShard, Shard(0) or Replicate",
             got=param.placements,
-            where=f"parameter of shape {tuple(param.shape)}",
+            where=label_of(param),
             todo=f"shard this parameter by rows, or use {otherwise}",
         )
     return pieces
@@ -221,7 +232,7 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
             "This gradient cannot be used.",
             expected="a dense real tensor",
             got=f"layout {grad.layout}, dtype {grad.dtype}",
-            where=f"parameter of shape {tuple(param.shape)}",
+            where=label_of(param),
             todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
         )
     if not isinstance(grad, DTensor):

@@ -30,7 +30,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_sharded_with
+from vescale_fsdp.dtensor.piece_map import (
+    contiguous_pieces_of,
+    local_grad,
+    local_tensor,
+    name_of,
+    zeros_sharded_with,
+)
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
@@ -261,7 +267,7 @@ class AdamW8bit(BatchedOptimizer):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
         pieces = contiguous_pieces_of(param, "state_bits=32 in its param group")
         grid = grid_of(tuple(param.shape), self._block)
-        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "parameter"))
+        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, name_of(param)))
         for name, signed in _MOMENTS.items():
             # Not zeros: in the signed map, code 0 stands for -1.
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.piece_map import label_of
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, some
 from vescale_fsdp.runtime.fsdp_state import FSDPState, states_of
 from vescale_fsdp.runtime.nested_tensors import tensors_of
@@ -173,8 +173,7 @@ class _DroppedGrad(torch.Tensor):
     def of(param: torch.Tensor) -> _DroppedGrad:
         """Return the stand-in for a parameter's gradient. It has no memory."""
         grad: _DroppedGrad = wrapper_like(_DroppedGrad, param)
-        ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
-        grad.of_param = f"parameter of shape {tuple(param.shape)}" if ref is None else ref[1]
+        grad.of_param = label_of(param)
         return grad
 
     @classmethod

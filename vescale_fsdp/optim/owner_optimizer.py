@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dtensor.first_order import first_order
-from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor, pieces_of
+from vescale_fsdp.dtensor.piece_map import label_of, local_grad, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec, shape_of_local
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError
@@ -124,7 +124,7 @@ class OwnerOptimizer(StructuredOptimizer):
                 "OwnerOptimizer steps whole parameters, and this one is cut over several ranks.",
                 expected='fully_shard(..., granularity="whole")',
                 got=param.placements if isinstance(param, DTensor) else type(param).__name__,
-                where=f"parameter of shape {tuple(param.shape)}",
+                where=label_of(param),
                 todo='shard with granularity="whole", or with {pattern: "whole"} for the parameters of this optimizer',
             )
         state = {_STEPPED: _shared_with(param, torch.zeros((), dtype=torch.uint8, device="cpu"))}
@@ -151,7 +151,7 @@ class OwnerOptimizer(StructuredOptimizer):
                         f"OwnerOptimizer cannot reshard the state of {self._kind.__name__}.",
                         expected="state of tensors and numbers, in lists or dicts if need be",
                         got=f"{name}: {type(value).__name__}",
-                        where=f"parameter of shape {tuple(param.shape)}",
+                        where=label_of(param),
                         todo="shard the model so that this optimizer's parameters are plain: ignored_params",
                     )
             without_values = {
@@ -222,7 +222,7 @@ class OwnerOptimizer(StructuredOptimizer):
                 f"The state of {self._kind.__name__} has other names or sizes than after a first step.",
                 expected=f"elements per name {expected}",
                 got=got,
-                where=f"parameter of shape {tuple(param.shape)}",
+                where=label_of(param),
                 todo="use an optimizer whose state is complete after the first step",
             )
         local_tensor(state[_STEPPED], "state").fill_(1)
@@ -257,7 +257,7 @@ def _grad_of(param: torch.Tensor, plain: nn.Parameter) -> torch.Tensor | None:
     grad = local_grad(param).view(plain.shape)
     if not param.grad.requires_grad:
         return grad
-    return first_order(plain, lambda: grad, f"a parameter of shape {tuple(param.shape)}")
+    return first_order(plain, lambda: grad, label_of(param))
 
 
 def _like(param: torch.Tensor, options: dict[str, Any]) -> Like:

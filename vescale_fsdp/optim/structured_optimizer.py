@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from vescale_fsdp.dtensor.meeting import one_meeting
-from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
+from vescale_fsdp.dtensor.piece_map import label_of, local_grad, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LayoutError
 from vescale_fsdp.lazy import set_module
@@ -152,7 +152,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                     f"{type(self).__name__} cannot create state for this parameter.",
                     expected="a floating-point tensor with storage",
                     got=f"{param.dtype} on device {param.device}",
-                    where=f"parameter of shape {tuple(param.shape)}",
+                    where=label_of(param),
                     todo="allocate the model first: call model.to_empty(device=...), initialize the parameters, then "
                     "build the optimizer",
                 )

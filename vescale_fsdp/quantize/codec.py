@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.meeting import one_meeting
-from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_sharded_with
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, name_of, zeros_sharded_with
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import Range, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
@@ -259,7 +259,7 @@ class BlockCodec(ABC):
         """
         pieces = contiguous_pieces_of(tensor, "another placement")
         grid = self.grid(tuple(tensor.shape))
-        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
+        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, name_of(tensor)))
         codes = torch.zeros_like(tensor, dtype=torch.uint8)
         scales = zeros_sharded_with(tensor, pieces, grid.scales_shape, numels, self.scale_dtype)
         local_codes, local_scales = self.encode(local_tensor(tensor), grid)
