@@ -12,12 +12,15 @@ The grammar is that of `huggingface_hub.HfFileSystem`; ``datasets/org/name`` is 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
+from urllib.parse import unquote
 
 import huggingface_hub
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import (
     GatedRepoError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -27,6 +30,12 @@ from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import StorageError
+
+# A name of a revision has no slashes, or has them as %2F; the Hub's own references are the exceptions.
+_URL = re.compile(
+    r"hf://(?:(?P<folder>models|datasets|spaces)/)?(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(?P<within>.*))?"
+)
 
 
 class HubStorage(RemoteStorage):
@@ -75,18 +84,34 @@ def open_hub(url: str, **options: Any) -> Storage:
         options: as for `RemoteStorage`.
 
     Raises:
-        StorageError: if there is no such repository or revision, the token may not read it, or the cache lacks it.
+        StorageError: if there is no such repository or revision, the token may not read it, or the cache lacks it; if
+            the URL names no repository.
         ConnectionError: if the Hub cannot be reached.
     """
+    parts = _URL.fullmatch(url)
+    if parts is None:
+        raise StorageError(
+            "This URL names no repository of the Hugging Face Hub.",
+            expected="hf://org/model, hf://org/model@revision or hf://org/model/folder",
+            got=url,
+            where=url,
+            todo="write the owner and the name, such as hf://openai-community/gpt2",
+        )
     if huggingface_hub.is_offline_mode():
-        return _open_cached(url)
+        return _open_cached(url, parts)
     asking = RemoteStorage(url, **options)
 
     def ask() -> tuple[str, str]:
         try:
             found = HfFileSystem().resolve_path(url)
             info = HfApi().repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type)
-        except (FileNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
+        except (
+            FileNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+            GatedRepoError,
+            HFValidationError,
+        ) as error:
             cause = error.__cause__ or error  # the file system raises FileNotFoundError from the Hub's error
             raise StorageError(
                 "This repository cannot be read.",
@@ -104,26 +129,22 @@ def open_hub(url: str, **options: Any) -> Storage:
     return HubStorage(pinned, revision=commit, **options)
 
 
-def _open_cached(url: str) -> Storage:
+def _open_cached(url: str, parts: re.Match[str]) -> Storage:
     """Open the folder of a repository in huggingface_hub's cache; no request is made."""
-    path = url.partition("://")[2].strip("/")
-    prefix, repo_type = next(
-        (each for each in (("datasets/", "dataset"), ("spaces/", "space")) if path.startswith(each[0])),
-        ("", "model"),
-    )
-    owner, _, rest = path.removeprefix(prefix).partition("/")
-    named, _, within = rest.partition("/")
-    name, _, revision = named.partition("@")
+    repository, repo_type = parts["id"], (parts["folder"] or "models").removesuffix("s")
+    revision = None if parts["revision"] is None else unquote(parts["revision"])
     try:
         folder = huggingface_hub.snapshot_download(
-            f"{owner}/{name}", repo_type=repo_type, revision=revision or None, local_files_only=True
+            repository, repo_type=repo_type, revision=revision, local_files_only=True
         )
-    except LocalEntryNotFoundError as error:
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        of_type = "" if repo_type == "model" else f" --repo-type {repo_type}"
+        at = "" if revision is None else f" --revision {revision}"
         raise StorageError(
             "This repository is not in the cache.",
             expected="a repository that was downloaded before, because HF_HUB_OFFLINE is set",
             got="no such commit in the cache",
             where=url,
-            todo=f"run hf download {owner}/{name} on a machine with a network, or unset HF_HUB_OFFLINE",
+            todo=f"run hf download {repository}{of_type}{at} on a machine with a network, or unset HF_HUB_OFFLINE",
         ) from error
-    return LocalStorage(os.path.join(folder, within) if within else folder)
+    return LocalStorage(os.path.join(folder, parts["within"]) if parts["within"] else folder)

@@ -12,7 +12,8 @@ from vescale_fsdp.errors import ArgumentError, StorageError
 
 # The owner and the name, as in "org/model". Not paths such as ../model.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_REPOSITORY = re.compile("hf://((datasets|spaces)/)?[^/]+/[^/]+")
+# The Hub's own references have slashes: hf://org/model@refs/pr/3.
+_REPOSITORY = re.compile(r"hf://((models|datasets|spaces)/)?[^/]+/[^/]+(@refs/(pr/\d+|convert/\w+))?")
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbors: int = 1) -> Storage:

@@ -43,7 +43,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/formats/ocdbt.py": "OcdbtArrays.__init__",
     },
     "the Hub is not there; `tests/conversion/formats/test_hub.py` does what the remedies say with a small one": {
-        "checkpoint/storage/hub.py": "HubStorage._read_only _open_cached open_hub.ask",
+        "checkpoint/storage/hub.py": "HubStorage._read_only _open_cached open_hub open_hub.ask",
         "conversion/formats/huggingface/push.py": "push[1]",
     },
     "another package or version is needed": {

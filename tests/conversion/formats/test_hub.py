@@ -116,6 +116,42 @@ def test_a_second_push_leaves_no_weights_of_the_first(hub: Hub, tmp_path: Path) 
     assert pushed["README.md"] == b"mine" and pushed.keys() >= set(others)
 
 
+def test_a_push_of_a_model_removes_an_adapter(hub: Hub, tmp_path: Path) -> None:
+    """With an adapter's config next to the weights, transformers would load the base that the config names."""
+    old = ("adapter_config.json", "adapter_model.bin", "diffusion_pytorch_model.safetensors")
+    kept = ("sub/adapter_config.json", "notes/adapter_model.bin")
+    hub.add("org/new", dict.fromkeys((*old, *kept), b"{}"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_bytes(b"{}")  # of an adapter that the model replaces
+    arguments = ["to-hf", "hf://org/model@v1", "out", "--overwrite", "--push", "org/new"]
+    done = _run(hub, tmp_path, *arguments, HF_TOKEN="hf_key")
+    assert done.returncode == 0, done.stderr
+    assert not {*old} & {path.name for path in (tmp_path / "out").iterdir()}
+    pushed = hub.repositories["org/new"]["main"]
+    assert {*kept, "config.json", "model.safetensors"} == pushed.keys() - {".gitattributes"}
+
+
+def test_a_push_of_an_adapter_keeps_the_model(hub: Hub, tmp_path: Path) -> None:
+    """An adapter may be stored next to its base, whose weights the commit does not replace."""
+    base = {"config.json": CONFIG, "model.safetensors": save(NEW), "pytorch_model.bin": b"x"}
+    hub.add("org/new", {**base, "adapter_model.bin": b"old"})
+    module = "base_model.model.layers.0.q_proj"
+    parts = {
+        f"{module}.lora_A.default.weight": torch.ones(2, 3),
+        f"{module}.lora_B.default.weight": torch.ones(4, 2),
+    }
+    torch.save({"model": parts}, tmp_path / "run.pt")
+    (tmp_path / "settings").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (tmp_path / "settings" / "adapter_config.json").write_text(json.dumps(config))
+    arguments = ["to-hf", "run.pt", "out", "--adapter", "--assets", "settings", "--push", "org/new"]
+    done = _run(hub, tmp_path, *arguments, HF_TOKEN="hf_key")
+    assert done.returncode == 0, done.stderr
+    pushed = hub.repositories["org/new"]["main"]
+    assert {name: pushed[name] for name in base} == base
+    assert {"adapter_config.json", "adapter_model.safetensors"} == pushed.keys() - {*base, ".gitattributes"}
+
+
 def test_tokens_and_errors(hub: Hub, tmp_path: Path) -> None:
     """A private repository needs its token; unknown ids and revisions are refused at once, with what to do."""
     assert _run(hub, tmp_path, "inspect", "hf://org/secret", HF_TOKEN="hf_key").returncode == 0
@@ -124,6 +160,10 @@ def test_tokens_and_errors(hub: Hub, tmp_path: Path) -> None:
         done = _run(hub, tmp_path, "inspect", path)
         assert done.returncode == 1 and "HF_TOKEN" in done.stderr, done.stderr
     assert len(hub.requests) < 20  # not tried again and again
+    for path in ("hf://gpt2", "hf://org"):
+        for offline in ("0", "1"):
+            done = _run(hub, tmp_path, "inspect", path, HF_HUB_OFFLINE=offline)
+            assert done.returncode == 1 and "owner" in done.stderr, done.stderr
     done = _run(hub, tmp_path, "inspect", "org/model")
     assert done.returncode == 1 and "hf://org/model" in done.stderr
     done = _run(
@@ -142,6 +182,29 @@ def test_offline_reads_the_cache(hub: Hub, tmp_path: Path) -> None:
     done = _run(hub, tmp_path, "inspect", "hf://org/model", HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr, done.stderr
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("revision", ["refs/pr/3", "feature/x"])
+def test_revisions_with_slashes(hub: Hub, tmp_path: Path, revision: str) -> None:
+    """A pull request's reference as it is, and a branch with %2F: both with a network and from the cache."""
+    hub.add(
+        "org/model",
+        {"config.json": CONFIG, "model.safetensors": save({**OLD, "b": torch.zeros(3)})},
+        revision=revision,
+    )
+    url = f"hf://org/model@{revision if revision.startswith('refs/') else revision.replace('/', '%2F')}"
+    code = LOAD.replace("PATH", repr(url))
+    done = _run(hub, tmp_path, code=code, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and f"hf download org/model --revision {revision} " in done.stderr, (
+        done.stderr
+    )
+    done = _run(hub, tmp_path, code=code)
+    assert done.stdout.split() == ["1.0", "1.0", "0.0"], done.stderr
+    download = f"from huggingface_hub import snapshot_download; snapshot_download('org/model', revision={revision!r})"
+    assert _run(hub, tmp_path, code=download).returncode == 0
+    hub.requests.clear()
+    done = _run(hub, tmp_path, code=code, HF_HUB_OFFLINE="1")
+    assert done.stdout.split() == ["1.0", "1.0", "0.0"] and hub.requests == [], done.stderr
 
 
 def _loads_of_two_commits(folder: Path) -> None:
