@@ -31,7 +31,7 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, TensorView
 from vescale_fsdp.conversion.formats.huggingface.plan import make_header
 from vescale_fsdp.conversion.formats.huggingface.read import read_tensors
-from vescale_fsdp.conversion.formats.huggingface.repository import refuse_pointers
+from vescale_fsdp.conversion.formats.huggingface.repository import ADAPTER_CONFIG, refuse_pointers
 from vescale_fsdp.errors import ConversionError, option, some
 from vescale_fsdp.layout.foreign_json import parse_json
 
@@ -201,7 +201,6 @@ def names_over_base(live: Collection[str], stored: Collection[str]) -> tuple[dic
     return of_base, frozenset(own) if of_base else frozenset()
 
 
-ADAPTER_CONFIG = "adapter_config.json"
 _TYPES = ("LORA", "IA3")  # that can be merged
 # That can be exported: their tensors have the names above.
 _EXPORTED_TYPES = (*_TYPES, "TRAINABLE_TOKENS")

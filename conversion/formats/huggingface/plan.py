@@ -23,6 +23,7 @@ from vescale_fsdp.conversion.engine.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.engine.tensor_view import TensorView
 from vescale_fsdp.conversion.formats.huggingface.fingerprints import FINGERPRINTS_FILE, recording
 from vescale_fsdp.conversion.formats.huggingface.repository import (
+    ADAPTER_CONFIG,
     Assets,
     index_of,
     is_weight_file,
@@ -212,4 +213,5 @@ def plan_hf(
 
 def _is_stale(name: str) -> bool:
     """Return whether an old file of the target belongs to the weights that a conversion replaces."""
-    return is_weight_file(name) or name == FINGERPRINTS_FILE
+    # transformers would load the base that an old adapter's config names, instead of the new weights.
+    return is_weight_file(name) or name in (FINGERPRINTS_FILE, ADAPTER_CONFIG)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
+from vescale_fsdp.conversion.formats.huggingface.fingerprints import FINGERPRINTS_FILE
+from vescale_fsdp.conversion.formats.huggingface.repository import ADAPTER_CONFIG
 from vescale_fsdp.errors import ConversionError
 
 _NUMBERS = f"-{'[0-9]' * 5}-of-{'[0-9]' * 5}"
+_STEMS = (
+    ("model", "safetensors"),
+    ("pytorch_model", "bin"),
+    ("diffusion_pytorch_model", "safetensors"),
+    ("diffusion_pytorch_model", "bin"),
+)
 # Files at the top of a repository that must match the other files of a commit. Patterns of the Hub without `*`, which
 # also matches `/`, and so files in folders, such as another model's.
-_WEIGHTS = (
-    *(f"model{numbers}.safetensors" for numbers in ("", _NUMBERS)),
-    *(f"pytorch_model{numbers}.bin" for numbers in ("", _NUMBERS)),
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "fingerprints.json",
+_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+_MODEL = (
+    *(f"{stem}{numbers}.{end}" for stem, end in _STEMS for numbers in ("", _NUMBERS)),
+    *(f"{stem}.{end}.index.json" for stem, end in _STEMS),
+    FINGERPRINTS_FILE,
+    # transformers loads the base that an adapter's config names, and the adapter, instead of the weights next to it.
+    ADAPTER_CONFIG,
+    *_ADAPTER,
 )
 
 
@@ -20,7 +32,8 @@ def push(folder: str, repository: str) -> str:
     """Upload a folder, and return the URL of the commit. The repository is made, private, if it does not exist.
 
     The commit removes weights of earlier commits that the folder does not have: transformers would load an old
-    ``model.safetensors`` instead of new files with an index.
+    ``model.safetensors`` instead of new files with an index, and the base of an old adapter instead of both. The commit
+    of an adapter removes only those of another adapter.
 
     Args:
         folder: a local folder.
@@ -41,6 +54,7 @@ def push(folder: str, repository: str) -> str:
             todo='install it: pip install "vescale-fsdp[hf]"; the folder is complete',
         ) from error
     name, _, branch = repository.removeprefix("hf://").partition("@")
+    is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG))
     try:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
@@ -51,7 +65,7 @@ def push(folder: str, repository: str) -> str:
             repo_id=name,
             revision=branch or None,
             commit_message="Upload by vescale-convert",
-            delete_patterns=list(_WEIGHTS),
+            delete_patterns=list(_ADAPTER if is_adapter else _MODEL),
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConversionError(
@@ -59,6 +73,7 @@ def push(folder: str, repository: str) -> str:
             expected="an id such as org/model, a Hub that can be reached, and a token that may write there",
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}",
             where=f"{folder} to {repository}",
-            todo=f"set HF_TOKEN or run hf auth login; the folder is complete, so upload it: hf upload {name} {folder}",
+            todo="set HF_TOKEN or run hf auth login; the folder is complete, so upload it: hf upload "
+            f"{name} {folder}{f' --revision {branch}' if branch else ''}",
         ) from error
     return str(done.commit_url)

@@ -96,9 +96,12 @@ def refuse_pointers(store: Storage, files: Iterable[str], cause: Exception | Non
 
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG = (
+    "adapter_config.json"  # of peft: loaders treat a folder that contains this file as an adapter
+)
 _SETTINGS = re.compile(
     r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # folders of a sentence-transformers module or a tokenizer
-    # Not adapter_config.json: loaders treat a folder that contains this file as an adapter.
+    # Not `ADAPTER_CONFIG`.
     r"((?!adapter_)[^/]*config[^/]*|tokenizer[^/]*|[^/]*vocab[^/]*|merges|bpe|modules|normalizer|tekken|params"
     r"|[^/]*processor[^/]*|[^/]*feature_extractor[^/]*|[^/]*tokens(_map)?|chat_template[^/]*)\.json"
     r"|(tokenizer[^/]*|[^/]*vocab[^/]*|merges|dict[^/]*|requirements|[^/]*licen[cs]e[^/]*|notice)\.txt"
