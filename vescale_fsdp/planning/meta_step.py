@@ -143,13 +143,17 @@ def _measured(
             meter.enter("", is_backward=True)
             value.backward()
             meter.close()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:  # any class: the forward is the user's code
         raise ArgumentError(
             "The model cannot run on the meta device, so its activations cannot be measured.",
             expected="a forward and a loss that do not depend on values",
             got=f"{type(error).__name__}: {error}",
             where=type(model).__name__,
-            todo="pass a loss or a batch that the model accepts, or batch=None to plan without activations",
+            todo="pass a loss or a batch that the model accepts, or batch=None to plan without activations"
+            # Grouped products of experts run on meta in bf16 alone, and some models look for infinities in fp16.
+            + (
+                "" if dtype == torch.bfloat16 else "; or compute in bf16, for which more models can run there"
+            ),
         ) from error
     return MetaStep(tuple(meter.windows), dict(meter.operators))
 

@@ -454,3 +454,21 @@ def test_the_printed_lines_run_with_replicas() -> None:
     plan = plan_of(on_meta(Model), cluster, granularity="whole")
     assert plan.candidates[0].replicas == 2
     assert {units for units, _ in run_ranks(4, train, plan.code)} == {len(plan.candidates[0].units) + 1}
+
+
+class Failing(nn.Linear):
+    """A model whose settings lack what its forward needs, as configs of transformers may."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no decoder_start_token_id")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_error_of_the_forward_is_named(dtype: torch.dtype) -> None:
+    """Of any class; in a dtype that few models can compute in on the meta device, the other one is advised."""
+    model = Failing(4, 4, device="meta")
+    with pytest.raises(ArgumentError) as caught:
+        plan_training(model, Cluster(2), batch=torch.empty(2, 4, device="meta"), param_dtype=dtype)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert "decoder_start_token_id" in str(caught.value)
+    assert ("bf16" in str(caught.value)) is (dtype == torch.float16)
