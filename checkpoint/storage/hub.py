@@ -138,13 +138,12 @@ def _open_cached(url: str, parts: re.Match[str]) -> Storage:
             repository, repo_type=repo_type, revision=revision, local_files_only=True
         )
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        of_type = "" if repo_type == "model" else f" --repo-type {repo_type}"
-        at = "" if revision is None else f" --revision {revision}"
         raise StorageError(
             "This repository is not in the cache.",
             expected="a repository that was downloaded before, because HF_HUB_OFFLINE is set",
             got="no such commit in the cache",
             where=url,
-            todo=f"run hf download {repository}{of_type}{at} on a machine with a network, or unset HF_HUB_OFFLINE",
+            todo=f"run hf download {repository} --repo-type {repo_type} --revision {revision or 'main'} on a machine "
+            "with a network, or unset HF_HUB_OFFLINE",
         ) from error
     return LocalStorage(os.path.join(folder, parts["within"]) if parts["within"] else folder)

@@ -12,7 +12,7 @@ from tests.remedies.reviewed import REVIEWED
 from tests.remedies.sites import sites
 from tests.support.command import COMMANDS
 
-FOREIGN = {"--ckpt-format"}  # Megatron's
+FOREIGN = {"--ckpt-format", "--repo-type", "--revision"}  # Megatron's, and of hf
 
 
 def test_every_remedy_is_run_or_reviewed() -> None:

@@ -73,7 +73,7 @@ def push(folder: str, repository: str) -> str:
             expected="an id such as org/model, a Hub that can be reached, and a token that may write there",
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}",
             where=f"{folder} to {repository}",
-            todo="set HF_TOKEN or run hf auth login; the folder is complete, so upload it: hf upload "
-            f"{name} {folder}{f' --revision {branch}' if branch else ''}",
+            todo="set HF_TOKEN or run hf auth login; the folder is complete, so upload it: "
+            f"hf upload {name} {folder} --revision {branch or 'main'}",
         ) from error
     return str(done.commit_url)

@@ -23,7 +23,14 @@ ROOT = Path(__file__).parents[3]
 FOLDERS = ("checkpoint", "conversion", "vescale_fsdp")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # A text with one of these has a whole command line, or names the flag of another program.
-_COMMANDS = ("vescale-convert ", "torchrun ", "--ckpt-format", "--dist-ckpt-optim")
+_COMMANDS = (
+    "vescale-convert ",
+    "torchrun ",
+    "hf download ",
+    "hf upload ",
+    "--ckpt-format",
+    "--dist-ckpt-optim",
+)
 
 
 def _sources() -> Iterator[tuple[Path, ast.Module]]:
