@@ -141,10 +141,11 @@ def _check_agreement(
 
 
 def _value_of(state: CarriedState, name: str) -> Any:
-    """Return the value of an entry; for a tensor, which must have one item, the bytes of this item."""
+    """Return the value of an entry; for a tensor of one item its number, or its bytes if numpy lacks the type."""
     if name not in state.views:
         return state.values[name]()
-    return read_range(state.views[name], 0, 1).tobytes()
+    item, dtype = read_range(state.views[name], 0, 1), state.views[name].info.dtype
+    return item.view(dtype.name)[0].item() if dtype.is_numpy else item.tobytes()
 
 
 def _disagreement(fqn: str, slot: str, values: Mapping[str, Any]) -> ConversionError:

@@ -190,8 +190,10 @@ def test_parameters_that_are_joined_must_agree(tmp_path: Path, differs: str, for
     source = open_source(str(tmp_path / "in"))
     is_refused = differs != "nothing" and not (form == "flattened" and differs == "group")
     if is_refused:
-        with pytest.raises(ConversionError):
+        with pytest.raises(ConversionError) as refused:
             convert(source, str(tmp_path / "out"), "dcp", options)
+        if differs == "step":
+            assert refused.value.got == "q.weight: 5.0, k.weight: 6.0"  # numbers, whatever stores them
         assert not (tmp_path / "out").exists()
     first = replace(options, on_disagreement="first" if is_refused else "refuse")
     convert(source, str(tmp_path / "out"), "dcp", first)
