@@ -221,15 +221,24 @@ def _find_entries(
         if name not in own:
             continue
         path = state.path(name)
-        at = next((i for i, part in enumerate(path) if part in known), None)
-        if at is not None:
-            entries[name] = _nested_entry(path, at)
+        # An option of a group is no parameter, whatever parameters are called: param_groups, 0, lr.
+        found = [
+            i for i, part in enumerate(path) if part in known and "param_groups" not in path[i - 2 : i - 1]
+        ]
+        if found:
+            # A parameter may be called "state" too: the one after the optimizer's key counts.
+            entries[name] = _nested_entry(path, next((i for i in found if path[i - 1] == "state"), found[0]))
             continue
         last = str(path[-1])
-        fqn = _longest_inside(last, known, lengths)
+        fqn = _longest_inside(_without_key(last), known, lengths) or _longest_inside(last, known, lengths)
         if fqn is not None:
             entries[name] = _flat_entry(path, last, fqn)
     return entries
+
+
+def _without_key(text: str) -> str:
+    """Return a flattened entry's name without the optimizer's own key at its beginning."""
+    return text.removeprefix("state.") if text.startswith("state.") else text.removeprefix("param_groups.")
 
 
 def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -> str | None:
@@ -255,8 +264,10 @@ def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
 def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
     """Make the entry of a path whose last part contains the parameter's name."""
     # The name is searched between dots, so that it does not match a part of a longer name.
-    before, after = f".{last}".split(f".{fqn}.", 1)
-    before, after = before and f"{before[1:]}.", f".{after}"
+    rest = _without_key(last)
+    rest = rest if f".{fqn}." in f".{rest}" else last
+    before, after = f".{rest}".split(f".{fqn}.", 1)
+    before, after = last.removesuffix(rest) + (before and f"{before[1:]}."), f".{after}"
     slot = name_of((*path[:-1], f"{before}*{after}"))
     return _OptimizerEntry(fqn, lambda new: (*path[:-1], f"{before}{new}{after}"), slot)
 

@@ -204,12 +204,48 @@ def test_parameters_that_are_joined_must_agree(tmp_path: Path, differs: str, for
     assert step["optimizer.state.qk.weight.step"].item() == 5.0
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["state", "lr", "params", "state.w"])
+def test_parameters_with_names_of_the_optimizers_keys(tmp_path: Path, name: str, flat: bool) -> None:
+    """The optimizer's own keys keep their names, whatever parameters are called."""
+    weights = {name: torch.rand(2, 3), "w": torch.rand(2, 3)}
+    state = {each: {"exp_avg": value + 1} for each, value in weights.items()}
+    groups = [{"lr": 0.5, "params": [*weights]}]
+    optimizer: dict[str, Any] = {"state": state, "param_groups": groups}
+    if flat:
+        optimizer = {f"state.{each}.exp_avg": value + 1 for each, value in weights.items()}
+        optimizer |= {f"param_groups.{each}.lr": 0.5 for each in weights}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "in.pt")
+    rules = "format = 1\n"
+    for number, each in enumerate(weights):
+        rules += f'[[rule]]\nhf = "{each}"\nours = "new{number}"\nops = [{{ transpose = [1, 0] }}]\n'
+    (tmp_path / "r.toml").write_text(rules)
+    options = {"rules": str(tmp_path / "r.toml"), "rules_to": "ours"}
+    convert_in_parts(tmp_path / "in.pt", tmp_path / "out.pt", "torch", **options)
+    made = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]
+    moments = {f"new{number}": value.T + 1 for number, value in enumerate(weights.values())}
+    if flat:
+        assert sorted(made) == [
+            f"{kind}.{new}.{key}"
+            for kind, key in (("param_groups", "lr"), ("state", "exp_avg"))
+            for new in moments
+        ]
+    else:
+        assert made["param_groups"] == [{"lr": 0.5, "params": [*moments]}] and sorted(made["state"]) == [
+            *moments
+        ]
+    for new, expected in moments.items():
+        found = made[f"state.{new}.exp_avg"] if flat else made["state"][new]["exp_avg"]
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("last", "name", "renamed"),
     [
         ("state.s.exp_avg", "s", "state.new.exp_avg"),
         ("s.exp_avg", "s", "new.exp_avg"),
         ("state.a.s.step", "a.s", "state.new.step"),
+        ("state.state.step", "state", "state.new.step"),
     ],
 )
 def test_a_short_name_is_found_between_dots(last: str, name: str, renamed: str) -> None:
