@@ -74,10 +74,15 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def _no_checkpoint(storage: Storage) -> NoCheckpointError:
-    """Return the error for a path without a manifest. It names steps or files of other formats at the path."""
+    """Return the error for a path without a manifest. It names steps or files of other formats at the path.
+
+    Raises:
+        StorageError: if the path's bucket does not exist.
+    """
     got, todo = "no manifest.json", "give the path of a complete checkpoint"
     names = storage.list_folder("")
     if not names:
+        storage.check_bucket()
         got = "an empty folder, or no folder"
         todo = how_to_download(storage.where) or todo
     steps = [name for name in names if parse_step_name(name)]

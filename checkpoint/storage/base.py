@@ -336,6 +336,9 @@ class Storage(ABC):
     def remove_empty(self, name: str) -> None:  # noqa: B027  object stores have no folders
         """Remove a folder if it is empty."""
 
+    def check_bucket(self) -> None:  # noqa: B027  only object stores have buckets
+        """Raise a `StorageError` if the bucket does not exist; without a bucket, do nothing."""
+
     def check_root(self) -> str | None:
         """Check before training that a run can be saved here. Writes nothing.
 

@@ -29,7 +29,6 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileWriter,
     SourceError,
     Storage,
-    bad_root,
 )
 from vescale_fsdp.checkpoint.storage.first_answer import (
     NoAnswer,
@@ -64,6 +63,7 @@ _PASSING = {
 _NO_CREDENTIALS = {
     "azure.core.exceptions.ClientAuthenticationError",
     "botocore.exceptions.NoCredentialsError",
+    "botocore.exceptions.PartialCredentialsError",
     "google.auth.exceptions.DefaultCredentialsError",
 }
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_CONNECTION_STRING"
@@ -527,6 +527,10 @@ class RemoteStorage(Storage):
     def sync_folder(self, name: str) -> None:
         """Do nothing: an object is durable once it exists."""
 
+    def check_bucket(self) -> None:
+        if self.location[0] in WITH_BUCKETS:
+            self.check_root()
+
     def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
@@ -543,9 +547,15 @@ class RemoteStorage(Storage):
         return None
 
     def _no_bucket(self) -> StorageError:
-        """Return the error for a write to a bucket that does not exist."""
+        """Return the error for a bucket that does not exist."""
         bucket = self._root.lstrip("/").partition("/")[0]
-        return bad_root(self.where, f"no bucket {bucket!r}", "make the bucket")
+        return StorageError(
+            "The bucket does not exist.",
+            expected="a prefix of a bucket that exists",
+            got=f"no bucket {bucket!r}",
+            where=self.where,
+            todo="make the bucket, or pass another path",
+        )
 
     def is_older(self, name: str, seconds: float) -> bool:
         self.filesystem.invalidate_cache()

@@ -123,6 +123,10 @@ def locate(
         url: as in `open_source`.
         step: as in `open_source`.
         may_be_run: False if ``url`` must be the checkpoint itself.
+
+    Raises:
+        ConversionError: if a step is needed or does not exist.
+        StorageError: if the URL's bucket does not exist.
     """
     url = checked_path(url)
     # Without slashes at the end, the last part of the URL is a name. "/" itself stays, and so does "s3://".
@@ -130,6 +134,8 @@ def locate(
     folder = open_store(url)
     url = folder.where if folder.revision else url  # from here on, all requests name one commit
     files = folder.list_files()
+    if not files:
+        folder.check_bucket()
     steps = steps_in(files) if may_be_run else {}
     # If there is a file `latest`, DeepSpeed's reader chooses the step.
     if isinstance(step, int) or (steps and "latest" not in files):
@@ -363,6 +369,8 @@ def last_steps(url: str, count: int) -> list[int]:
     """
     folder = open_store(url)
     steps = steps_in(folder.list_files())
+    if not steps:
+        folder.check_bucket()
     own = [number for number, name in steps.items() if name == step_name(number)]
     abandoned = abandoned_steps(folder, own)
     good = [number for number in sorted(steps, reverse=True) if number not in abandoned]

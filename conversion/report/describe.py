@@ -79,11 +79,13 @@ def describe_run(url: str) -> list[dict[str, Any]]:
 
     Raises:
         ConversionError: if the folder has no steps.
+        StorageError: if the folder's bucket does not exist.
     """
     root = open_storage(url)
     records = {record.step: record for record in read_records(root)}
     steps = [step for step, _ in list_steps(root)]
     if not steps:
+        root.check_bucket()
         raise ConversionError(
             "This folder has no steps to list.",
             expected="the folder of a run, with folders step-00000000 and so on, which CheckpointManager writes",

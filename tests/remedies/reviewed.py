@@ -39,7 +39,8 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/storage/base.py": "bad_root",
         "conversion/engine/journal.py": "Journal._busy",
         "conversion/engine/output.py": "Output._check_room",
-        "checkpoint/storage/remote.py": "_RemoteReader.view.read RemoteStorage._unreachable",
+        "checkpoint/storage/remote.py": "_RemoteReader.view.read RemoteStorage._unreachable "
+        "RemoteStorage._no_bucket",
         "conversion/formats/ocdbt.py": "OcdbtArrays.__init__",
     },
     "the Hub is not there; `tests/conversion/formats/test_hub.py` does what the remedies say with a small one": {

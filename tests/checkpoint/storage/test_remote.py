@@ -16,6 +16,7 @@ import torch.distributed as dist
 import urllib3
 from botocore import exceptions as botocore_errors
 from fsspec.implementations.memory import MemoryFileSystem
+from s3fs import S3FileSystem
 
 from tests.support.checkpoint_states import assert_equal, erase, mixed_state, plain
 from tests.support.distributed import run_ranks
@@ -23,7 +24,16 @@ from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
 from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
+from vescale_fsdp.conversion import open_source
+from vescale_fsdp.conversion.formats.detect import last_steps
+from vescale_fsdp.conversion.report.describe import describe_run
+from vescale_fsdp.errors import (
+    CheckpointError,
+    ConversionError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    StorageError,
+)
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -319,6 +329,39 @@ def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPat
     assert manager.steps() == [2, 3] and verify(f"{url}/step-00000003").ok
     assert sum("manifest.json" in name for name in Standin.store) == 2
     assert all("bucket/run/step-" in name for name in Standin.store)
+
+
+def test_readers_and_managers_name_a_missing_bucket_alike(
+    calm: tuple[str, Weather], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty prefix of a bucket that exists is another problem, which each caller names as before."""
+    calls: dict[str, Callable[[str], Any]] = {
+        "ls": describe_run,
+        "inspect": open_source,
+        "a step": lambda url: open_source(url, step=3),
+        "the last steps": lambda url: last_steps(url, 2),
+        "load": lambda url: load(url, _state(0)),
+        "read_state": read_state,
+        "manager": CheckpointManager,
+    }
+    monkeypatch.setenv("AWS_ENDPOINT_URL", calm[0])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    S3FileSystem.clear_instance_cache()  # those of other tests, with their endpoint
+    for name, call in calls.items():
+        for path in ("run", "a/run"):
+            with pytest.raises(StorageError) as missing:
+                call(f"s3://nowhere/{path}")
+            assert missing.value.problem == "The bucket does not exist.", name
+            assert missing.value.got == "no bucket 'nowhere'" and missing.value.todo is not None
+            assert missing.value.todo.startswith("make the bucket")
+        if name == "manager":
+            call("s3://bucket/empty/run")
+            continue
+        with pytest.raises((NoCheckpointError, ConversionError)) as empty:
+            call("s3://bucket/empty/run")
+        assert "bucket" not in empty.value.problem
+    S3FileSystem.clear_instance_cache()
 
 
 _DROPPED: dict[str, Callable[[], Exception]] = {
