@@ -177,7 +177,7 @@ def ls_command(run: str, as_json: bool) -> None:
     from vescale_fsdp.conversion.report.describe import describe_run, format_run
 
     steps = describe_run(run)
-    click.echo(json.dumps(steps, indent=2) if as_json else format_run(steps, time.time()))
+    click.echo(json.dumps(steps, indent=2) if as_json else format_run(run, steps, time.time()))
 
 
 @cli.command("verify")

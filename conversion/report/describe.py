@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
@@ -112,10 +113,11 @@ def describe_run(url: str) -> list[dict[str, Any]]:
     return found
 
 
-def format_run(steps: list[dict[str, Any]], now_s: float) -> str:
-    """Format the result of `describe_run` as a table and the reasons of damage.
+def format_run(url: str, steps: list[dict[str, Any]], now_s: float) -> str:
+    """Format the result of `describe_run` as a table, the reasons of damage, and the command that reads a step's data.
 
     Args:
+        url: the run folder.
         now_s: the time for the age of each step, in seconds since 1970.
     """
     rows = [("step", "bytes", "age", "saved in", "metric", "state")]
@@ -132,7 +134,8 @@ def format_run(steps: list[dict[str, Any]], now_s: float) -> str:
         )
     # The first line of an error is its problem.
     damaged = [f"step {step['step']}: {step['damage'].splitlines()[0]}" for step in steps if step["damage"]]
-    return "\n".join([*_table(rows), *damaged])
+    unread = f"Data is not read: vescale-convert verify {quote(url)} --step N checks a step."
+    return "\n".join([*_table(rows), *damaged, unread])
 
 
 def _age(seconds: float) -> str:

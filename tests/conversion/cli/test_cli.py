@@ -84,11 +84,26 @@ def test_ls_lists_the_steps_of_a_run(tmp_path: Path) -> None:
     assert [each["metric"] for each in found] == [2.5, 5.0, None, 500.0, None]
     assert found[0]["bytes"] >= 1000 and abs(found[0]["unix_s"] - time.time()) < 600
     assert [bool(each["damage"]) for each in found] == [False, False, True, False, False]
-    *rows, reason = [line.split() for line in _run("ls", str(root)).stdout.splitlines()]
-    assert reason[:2] == ["step", "200:"] and len(rows) == 2 + 5
+    *rows, reason, note = [line.split() for line in _run("ls", str(root)).stdout.splitlines()]
+    assert reason[:2] == ["step", "200:"] and len(rows) == 2 + 5 and note[:4] == ["Data", "is", "not", "read:"]
     assert [row[0] for row in rows[2:]] == ["5", "10", "200", "1,000", "1,500"]
     assert [row[-1] for row in rows[2:]] == [each["state"] for each in found]
     assert "1" in rows[2] and rows[5][-2] == "500" and rows[6][1:4] == ["-", "-", "-"]
+
+
+def test_ls_prints_the_command_that_reads_a_steps_data(tmp_path: Path) -> None:
+    """A step without a data file is still "committed", since its manifest alone is read: the last line says so."""
+    root = tmp_path / "a run"
+    with CheckpointManager(root) as manager:
+        manager.save(5, {"w": torch.ones(250)})
+    (data,) = (root / "step-00000005").glob("*.safetensors")
+    data.unlink()
+    assert [each["state"] for each in json.loads(_run("ls", str(root), "--json").stdout)] == ["committed"]
+    *_, row, note = _run("ls", str(root)).stdout.splitlines()
+    assert row.endswith("committed") and note.startswith("Data is not read: ")
+    command = shlex.split(note.removeprefix("Data is not read: ").removesuffix(" checks a step."))
+    result = _run(*[{"N": "5"}.get(word, word) for word in command[1:]])
+    assert command[0] == "vescale-convert" and result.exit_code == 1 and "1 problems" in result.stdout
 
 
 def test_ls_names_steps_that_a_rollback_has_abandoned(tmp_path: Path) -> None:
