@@ -85,7 +85,9 @@ def test_ls_lists_the_steps_of_a_run(tmp_path: Path) -> None:
     assert found[0]["bytes"] >= 1000 and abs(found[0]["unix_s"] - time.time()) < 600
     assert [bool(each["damage"]) for each in found] == [False, False, True, False, False]
     *rows, reason, note = [line.split() for line in _run("ls", str(root)).stdout.splitlines()]
-    assert reason[:2] == ["step", "200:"] and len(rows) == 2 + 5 and note[:4] == ["Data", "is", "not", "read:"]
+    assert (
+        reason[:2] == ["step", "200:"] and len(rows) == 2 + 5 and note[:4] == ["Data", "is", "not", "read:"]
+    )
     assert [row[0] for row in rows[2:]] == ["5", "10", "200", "1,000", "1,500"]
     assert [row[-1] for row in rows[2:]] == [each["state"] for each in found]
     assert "1" in rows[2] and rows[5][-2] == "500" and rows[6][1:4] == ["-", "-", "-"]
@@ -96,7 +98,7 @@ def test_ls_prints_the_command_that_reads_a_steps_data(tmp_path: Path) -> None:
     root = tmp_path / "a run"
     with CheckpointManager(root) as manager:
         manager.save(5, {"w": torch.ones(250)})
-    (data,) = (root / "step-00000005").glob("*.safetensors")
+    (data,) = (root / "step-00000005").glob("data-*/*.safetensors")
     data.unlink()
     assert [each["state"] for each in json.loads(_run("ls", str(root), "--json").stdout)] == ["committed"]
     *_, row, note = _run("ls", str(root)).stdout.splitlines()
