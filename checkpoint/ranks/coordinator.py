@@ -46,6 +46,7 @@ from vescale_fsdp.errors import (
     StorageError,
     VescaleError,
     sides_of,
+    some,
 )
 from vescale_fsdp.layout.distribution import RankSet
 from vescale_fsdp.layout.foreign_json import parse_json
@@ -68,6 +69,7 @@ _POLL_S = 0.001  # between two reads of a counter in the store
 _LONGEST_S = 1800.0  # torch's default time-out of groups
 _ENDLESS = 2**62  # stands for an unknown free space; both the value and its negative fit an int64
 _NOTHING_DONE = "nothing was committed"
+_MOST_ERRORS, _MOST_RANKS = 4, 16  # different errors in the summary of failed ranks, and ranks that are named
 _MEETING_WORDS = 32  # size of the first collective of a call, which must be the same for all calls
 
 
@@ -115,6 +117,33 @@ def _on_one_line(text: str) -> str:
     """Return an error's text on one line, with its further lines in parentheses."""
     first, *others = filter(None, map(str.strip, text.splitlines()))
     return f"{first} ({'; '.join(others)})" if others else first
+
+
+def _summary_of(failed: Mapping[int, str]) -> str:
+    """Return the errors of ranks, one per line: each different one once, with its ranks.
+
+    Errors are equal if their problem and their place are. An error with the problem of an earlier line has its place
+    alone, since its advice is the same.
+
+    Args:
+        failed: the text of each failed rank's error, ascending by rank.
+    """
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, text in failed.items():
+        problem, *parts = filter(None, map(str.strip, text.splitlines()))
+        place = next((part for part in parts if part.startswith("where: ")), "")
+        ranks_of.setdefault((problem, place), []).append(rank)
+    lines, shown = [], set[str]()
+    for (problem, place), ranks in list(ranks_of.items())[:_MOST_ERRORS]:
+        text = _on_one_line(failed[ranks[0]])
+        if problem in shown:
+            text = f"{problem} ({place})"
+        shown.add(problem)
+        name = "rank" if len(ranks) == 1 else "ranks"
+        lines.append(f"{name} {some(map(str, ranks), _MOST_RANKS)}: {text}")
+    if (more := len(ranks_of) - _MOST_ERRORS) > 0:
+        lines.append(f"and {more} more errors, which their ranks raise")
+    return "\n".join(lines)
 
 
 class UnreachableError(CheckpointError):
@@ -520,13 +549,12 @@ class GroupCoordinator(Coordinator):
         if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
             error.add_note(f"on rank {self.rank}, while {doing}; {outcome}")
             raise _marked(error, worst)
-        # One line per error, so that its parts are not mistaken for the summary's.
-        shown = "\n".join(f"rank {rank}: {_on_one_line(text)}" for rank, text in list(failed.items())[:4])
         summary = _KINDS.get(worst, CheckpointError)(
             f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
             expected="all ranks to succeed",
-            got=shown,
-            where=f"ranks {sorted(failed)[:16]}",
+            # One line per error, so that its parts are not mistaken for the summary's.
+            got=_summary_of(failed),
+            where=f"ranks {sorted(failed)[:_MOST_RANKS]}",
             todo=f"see the errors above; {outcome}",
         )
         raise _marked(summary, worst) from error

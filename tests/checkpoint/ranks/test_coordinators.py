@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -293,3 +293,38 @@ def _in_several_groups(folder: Path) -> list[float]:
 def test_ranks_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
     """torch names a group of some ranks by how many each has, so that they would wait for each other in vain."""
     assert run_ranks(3, _in_several_groups, tmp_path, timeout_s=60) == [[3.0] * 8, [3.0] * 8, []]
+
+
+def _fail_alike(where: Sequence[str]) -> str:
+    """Every rank but the last raises, in a place of its own or of others; returns the error that this rank raises."""
+    coordinator, error = coordinator_for(), None
+    if coordinator.rank < len(where):
+        place, todo = where[coordinator.rank], "restore another step"
+        error = CorruptCheckpointError("A checksum differs.", expected="a", got="b", where=place, todo=todo)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        coordinator.raise_together(error, "reading")
+    return str(caught.value)
+
+
+def test_ranks_with_the_same_error_are_one_line() -> None:
+    """The file and the advice are there once; a second file of the same problem is named alone; all ranks are named."""
+    *own, other = run_ranks(4, _fail_alike, ["file 1", "file 1", "file 2"])
+    assert [text.splitlines()[3].strip() for text in own] == [
+        "where: file 1",
+        "where: file 1",
+        "where: file 2",
+    ]
+    first = "expected: a; got: b; where: file 1; what to do: restore another step"
+    assert other.splitlines()[2:5] == [
+        f"  got: ranks 0, 1: CorruptCheckpointError: A checksum differs. ({first})",
+        "rank 2: CorruptCheckpointError: A checksum differs. (where: file 2)",
+        "  where: ranks [0, 1, 2]",
+    ]
+
+
+def test_errors_of_many_ranks_are_bounded() -> None:
+    """Of different files, four are named, with the number of the others."""
+    *_, other = run_ranks(7, _fail_alike, [f"file {rank}" for rank in range(6)])
+    assert all(f"(where: file {rank})" in other for rank in (1, 2, 3))
+    assert "file 4" not in other and "and 2 more errors, which their ranks raise" in other
+    assert "ranks [0, 1, 2, 3, 4, 5]" in other and other.count("restore another step") == 1
