@@ -107,6 +107,7 @@ class _Application:
     _made_by: dict[str, KeyRule] = field(default_factory=dict)  # result -> its rule
     _aliases: set[str] = field(default_factory=set)
     _unmatched: list[str] = field(default_factory=list)  # patterns of rules that match no key
+    _worded: str | None = None  # a key that a pattern without match has words for, where it needs numbers
     _errors: list[ConversionError] = field(default_factory=list)
     _kept: frozenset[str] = frozenset()  # source keys that are not dropped
     _trimmed: list[str] = field(default_factory=list)  # warnings about removed padding
@@ -136,6 +137,10 @@ class _Application:
             self._errors.append(self._bad("rules for every key", f"none for {some(_by_layer(unused))}", todo))
         if self._unmatched:
             todo = "remove the rule or mark it optional = true; if the source is another model, use its rules"
+            if self._worded is not None:
+                todo = (
+                    f"a placeholder stands for a number: write one rule for each name, such as {self._worded}"
+                )
             got = f"nothing matches {some(self._unmatched)}"
             self._errors.append(self._bad("rules that match a key", got, todo))
         self._raise_errors()
@@ -212,6 +217,7 @@ class _Application:
         groups = self._groups(rule, sources, names)
         if not groups and not rule.optional and not self.partial:
             self._unmatched.append(sources[0].text)
+            self._worded = self._worded or sources[0].like(names)
         # Layers with the same mistake have the same parts, with patterns in place of names.
         failed: dict[tuple[object, ...], list[tuple[Key, ConversionError]]] = {}
         for key, rows in groups.items():

@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.open import open_parent
@@ -91,6 +92,24 @@ class Pattern:
             return {} if name == self.text else None
         match = self._regex.fullmatch(name)
         return {key: int(value) for key, value in match.groupdict().items()} if match else None
+
+    def like(self, names: Iterable[str]) -> str | None:
+        """Return this pattern for the first name with a word, without dots, in place of a capture; None without one.
+
+        In it, captures that stand for words are replaced by these words.
+        """
+        parts = _CAPTURE.split(self.text)
+        regex = re.compile(
+            "".join(
+                "([^.]+)" if i % 2 else ".*".join(map(re.escape, p.split("*"))) for i, p in enumerate(parts)
+            )
+        )
+        for match in filter(None, map(regex.fullmatch, names)):
+            words = [p if w.isdecimal() else w for p, w in zip(parts[1::2], match.groups(), strict=True)]
+            if words != parts[1::2]:
+                named = (w if w not in self.names else f"{{{w}}}" for w in words)
+                return "".join(chain.from_iterable(zip(parts[::2], (*named, ""), strict=True)))
+        return None
 
     def fill(self, captures: Mapping[str, object]) -> str:
         """Return the name that has these values in place of the captures."""

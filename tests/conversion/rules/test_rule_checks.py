@@ -30,6 +30,16 @@ ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } 
         ({"a.0.q": 4, "a.0.k": 3}, RULES, "size in the rule"),
         ({"a.0.q": 4, "a.0.k": 3}, RULES, r"2 in dim 0 \(2\)(.|\n)*where: a\.0\.k"),
         ({"c": 1}, RULES + '[[rule]]\nhf = "c"\nours = "d"\n', r"nothing matches a\.\{l\}\.q"),
+        (
+            {"b.0.norm.weight": 1, "b.0.norm.bias": 1},
+            'format = 1\n[[rule]]\nhf="b.{l}.norm.{w}"\nours="n.{l}.{w}"\n',
+            r"nothing matches b\.\{l\}\.norm\.\{w\}(.|\n)*a number: write one rule .* such as b\.\{l\}\.norm\.bias",
+        ),
+        (  # a word has no dots
+            {"b.0.x.norm": 1},
+            'format = 1\n[[rule]]\nhf="b.{l}.norm"\nours="n.{l}"\n',
+            "nothing matches b(.|\\n)*optional = true",
+        ),
         ({"a.0.q": 4, "a.0.k": 2}, RULES + '[[rule]]\nhf = "a.{x}.q"\nours = "z.{x}"\n', "two for a.0.q"),
         (
             {"c": 1, "e": 1},
