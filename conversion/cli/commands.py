@@ -517,11 +517,13 @@ def _convert(
     elif fields.get("adapter_name") is not None:
         raise click.UsageError("--adapter-name needs --adapter")
     options = _options(part, fields)
+    if repository is not None:
+        from vescale_fsdp.conversion.formats.huggingface.push import check_push, push
+
+        check_push(repository)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     _write(partial(conversion.convert, source, out, target_kind, options), [source], as_json, quiet)
     if repository is not None and not options.dry_run:
-        from vescale_fsdp.conversion.formats.huggingface.push import push
-
         url = push(out, repository)
         if not quiet:
             click.echo(f"pushed: {url}", err=as_json)

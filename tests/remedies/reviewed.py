@@ -45,7 +45,7 @@ REVIEWED: dict[str, dict[str, str]] = {
     },
     "the Hub is not there; `tests/conversion/formats/test_hub.py` does what the remedies say with a small one": {
         "checkpoint/storage/hub.py": "HubStorage._read_only _open_cached open_hub open_hub.ask",
-        "conversion/formats/huggingface/push.py": "push[1]",
+        "conversion/formats/huggingface/push.py": "push check_push[1]",
     },
     "another package or version is needed": {
         "conversion/formats/ocdbt.py": "_package",
@@ -53,7 +53,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/manifest/manifest.py": "_parse",
         "checkpoint/manifest/torch_dtypes.py": "dtype_named",
         "checkpoint/storage/open.py": "_open_url[1] _open_hub",
-        "conversion/formats/huggingface/push.py": "push",
+        "conversion/formats/huggingface/push.py": "check_push",
         "conversion/formats/huggingface/meta_model.py": "meta_model[2]",
     },
     "the program that saved it, or made the weights, must write them in another way": {

@@ -28,6 +28,42 @@ _MODEL = (
 )
 
 
+def check_push(repository: str) -> None:
+    """Check what can be checked before files are written: huggingface_hub is installed, and the id is valid.
+
+    Args:
+        repository: as in `push`.
+
+    Raises:
+        ConversionError: if the package is missing, or the id is not valid.
+    """
+    try:
+        from huggingface_hub.errors import HFValidationError  # optional
+        from huggingface_hub.utils import validate_repo_id
+    except ImportError as error:
+        raise ConversionError(
+            "The folder cannot be uploaded.",
+            expected="the package huggingface_hub",
+            got=f"{type(error).__name__}: {error}",
+            where=f"--push {repository}",
+            todo='install it: pip install "vescale-fsdp[hf]"',
+        ) from error
+    name, _, _ = repository.removeprefix("hf://").partition("@")
+    try:
+        validate_repo_id(name)
+        problem = None if "/" in name else f"no owner in {name!r}"
+    except HFValidationError as error:
+        problem = str(error)
+    if problem is not None:
+        raise ConversionError(
+            "This is not the id of a repository.",
+            expected="an id such as org/model, or org/model@branch",
+            got=problem,
+            where=f"--push {repository}",
+            todo="pass the id that the repository has, or will have, on the Hub",
+        )
+
+
 def push(folder: str, repository: str) -> str:
     """Upload a folder, and return the URL of the commit. The repository is made, private, if it does not exist.
 
@@ -40,19 +76,12 @@ def push(folder: str, repository: str) -> str:
         repository: ``org/model`` or ``org/model@branch``.
 
     Raises:
-        ConversionError: if huggingface_hub is missing, or the Hub refuses the upload.
+        ConversionError: as `check_push`, or if the Hub refuses the upload.
     """
-    try:
-        from huggingface_hub import HfApi  # optional
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError as error:
-        raise ConversionError(
-            "The folder cannot be uploaded.",
-            expected="the package huggingface_hub",
-            got=f"{type(error).__name__}: {error}",
-            where=folder,
-            todo='install it: pip install "vescale-fsdp[hf]"; the folder is complete',
-        ) from error
+    check_push(repository)
+    from huggingface_hub import HfApi  # optional
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
     name, _, branch = repository.removeprefix("hf://").partition("@")
     is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG))
     try:

@@ -101,6 +101,14 @@ def test_push_uploads_what_was_written(hub: Hub, tmp_path: Path) -> None:
     assert again.returncode == 0 and "0 differences" in again.stdout, again.stdout + again.stderr
 
 
+@pytest.mark.parametrize("bad", ["my model", "org/my/model", "model", "org/model--x@v1", "hf://org/"])
+def test_a_bad_id_is_refused_before_anything_is_written(bad: str, hub: Hub, tmp_path: Path) -> None:
+    """Neither is the source read, nor the Hub asked."""
+    done = _run(hub, tmp_path, "to-hf", "nowhere", "out", "--push", bad, HF_TOKEN="hf_key")
+    assert done.returncode == 1 and "This is not the id of a repository." in done.stderr
+    assert f"--push {bad}" in done.stderr and not (tmp_path / "out").exists() and not hub.requests
+
+
 def test_a_second_push_leaves_no_weights_of_the_first(hub: Hub, tmp_path: Path) -> None:
     """One file, then several: transformers would load the old file if it were still there. Other files stay."""
     others = ("sub/model.safetensors", "models/x/weights.safetensors", "model_b/adapter_model.safetensors")
