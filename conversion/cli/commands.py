@@ -375,16 +375,18 @@ def report_command(
     """
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report, report_page
-    from vescale_fsdp.conversion.report.run_steps import urls_of_steps
+    from vescale_fsdp.conversion.report.run_steps import removals_named, run_of, urls_of_steps
 
     if against is not None and steps is not None:
         raise click.UsageError("--against and --steps are two comparisons: make one page for each")
     source = _open(src, trust_pickle=trust_pickle, **source_options)
     other = conversion.open_source(against, trust_pickle=trust_pickle) if against is not None else None
-    read = [] if steps is None else [conversion.open_source(url) for url in urls_of_steps(source, steps)]
-    nbytes = sum(each.nbytes for each in (source, other, *read) if each is not None)
-    with ProgressBar(nbytes, quiet=quiet) as progress:
-        page = report_page(checkpoint_report(source, other, steps=read, progress=progress.advance))
+    urls = [] if steps is None else urls_of_steps(source, steps)
+    with removals_named([source.url, *urls] if run_of(source) is not None else ()):
+        read = [conversion.open_source(url) for url in urls]
+        nbytes = sum(each.nbytes for each in (source, other, *read) if each is not None)
+        with ProgressBar(nbytes, quiet=quiet) as progress:
+            page = report_page(checkpoint_report(source, other, steps=read, progress=progress.advance))
     folder, name = open_parent(out)
     # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
     folder.commit(name, page.encode(errors="backslashreplace"), replace=True)

@@ -10,7 +10,8 @@ by all tensors that changed at the same steps, and 12 steps have 66 pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, combinations_with_replacement
 from shlex import quote
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from vescale_fsdp.byte_sums import pack_sums, run_sums
-from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name, step_name
+from vescale_fsdp.checkpoint.manifest.file_names import manifest_file, parse_step_name, step_name
 from vescale_fsdp.checkpoint.manifest.fingerprints import TensorFingerprint
 from vescale_fsdp.checkpoint.native.leaves import fingerprint_in
 from vescale_fsdp.checkpoint.steps.retention import StepRecord, read_step
@@ -30,7 +31,7 @@ from vescale_fsdp.conversion.engine.source import Source
 from vescale_fsdp.conversion.engine.stored_tensor import is_inflated
 from vescale_fsdp.conversion.engine.tensor_view import SourceView, read_range
 from vescale_fsdp.conversion.report.tensor_values import values_of
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, VescaleError, some
 from vescale_fsdp.layout.model_shapes import natural_key
 
 _MOST_STEPS = 10_000  # maximum number of steps in the history; older steps are left out
@@ -88,6 +89,28 @@ def urls_of_steps(source: Source, steps: Sequence[int] | Literal["all"]) -> list
             f"vescale-convert report {quote(root)} --steps all --out report.html",
         )
     return [storage.child(step_name(step)).where for step in sorted({*steps})]
+
+
+@contextmanager
+def removals_named(urls: Sequence[str]) -> Iterator[None]:
+    """Context manager around reads of a run's steps: an error because a step is gone by now says so.
+
+    Raises:
+        ConversionError: in place of the error, if any of the URLs is no checkpoint any more.
+    """
+    try:
+        yield
+    except (VescaleError, OSError) as error:
+        gone = [url for url in dict.fromkeys(urls) if manifest_file(open_storage(url)) is None]
+        if not gone:
+            raise
+        raise ConversionError(
+            "A step was removed while it was read.",
+            expected="steps that stay until the page is written",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            where=some(gone),
+            todo="run the command again: a running job may have removed old steps, see its retention",
+        ) from error
 
 
 class RunSteps:

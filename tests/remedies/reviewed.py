@@ -31,6 +31,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "checkpoint/load.py": "Loader._open Loader._reading Loader._compare_sums",
         "checkpoint/memory/partners.py": "partners_in_rings",
         "conversion/engine/source.py": "Source.require_unchanged",
+        "conversion/report/run_steps.py": "removals_named",
         "checkpoint/ranks/coordinator.py": "GroupCoordinator.decide GroupCoordinator._raise_gathered "
         "GroupCoordinator._reaching GroupCoordinator._document",
         "checkpoint/ranks/roll_call.py": "RollCall.absence",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from tests.support.command import vescale_convert
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.conversion import Source, open_source
+from vescale_fsdp.conversion.cli.main import cli
 from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report, report_page
 from vescale_fsdp.conversion.report.run_steps import RunSteps, urls_of_steps
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 
 def _save(root: Path, states: dict[int, dict[str, Any]], *, fingerprint: bool) -> Source:
@@ -152,3 +156,33 @@ def test_a_checkpoint_without_other_steps_has_no_comparison(tmp_path: Path, coun
 
     assert report["compare"] is None and len(report["history"]) == count
     assert "history" not in report["tensors"][0]
+
+
+@pytest.mark.parametrize("gone", [2, 3])
+def test_a_step_that_is_removed_while_it_is_read_is_named(
+    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the advice to run the command again, which then works; damage of a step that stays is not mistaken."""
+    root, page, whole = tmp_path / "run", tmp_path / "report.html", checkpoint_report
+    _save(root, CHANGING, fingerprint=False)
+    command = ["report", str(root), "--step", "3", "--steps", "2,3", "--out", str(page)]
+
+    def removing(*args: Any, **kwargs: Any) -> Any:
+        shutil.rmtree(root / f"step-{gone:08}")
+        return whole(*args, **kwargs)
+
+    def damaging(*args: Any, **kwargs: Any) -> Any:
+        raise CorruptCheckpointError("planted")
+
+    module = "vescale_fsdp.conversion.report.checkpoint_report.checkpoint_report"
+    with monkeypatch.context() as patched:
+        patched.setattr(module, damaging)
+        assert isinstance(CliRunner().invoke(cli, command).exception, CorruptCheckpointError)
+        patched.setattr(module, removing)
+        error = CliRunner().invoke(cli, command).exception
+    assert isinstance(error, ConversionError) and error.problem == "A step was removed while it was read."
+    assert error.where == str(root / f"step-{gone:08}") and str(error.todo).startswith(
+        "run the command again"
+    )
+    assert not page.exists()
+    assert CliRunner().invoke(cli, ["report", str(root), "--steps", "all", "--out", str(page)]).exit_code == 0
