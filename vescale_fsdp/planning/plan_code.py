@@ -49,8 +49,10 @@ def code_lines(
         device = "device.type"
         yield "device = torch.accelerator.current_accelerator(check_available=True)"
         yield "if device is None:"
-        problem = "this plan is for GPUs, but no accelerator is available; for CPUs, plan with"
-        problem += " --on-cpu (Cluster(on_cpu=True))"
+        problem = (
+            "this plan is for GPUs, but no accelerator is available; for CPUs: vescale-convert plan --on-cpu"
+        )
+        problem += ", or Cluster(on_cpu=True)"
         yield f'    raise RuntimeError("{problem}")'
     yield f"mesh = init_device_mesh({device}, {sizes}, mesh_dim_names={axes!r})"
     yield f"policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"

@@ -360,5 +360,5 @@ def test_amazons_missing_credentials_are_named(given: str | None, monkeypatch: p
             RemoteStorage("s3://bucket/run", explains=explains).exists("manifest.json")
         kind = "NoCredentialsError" if given is None else "PartialCredentialsError"
         assert type(caught.value.__cause__).__name__ == kind
-        assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in str(caught.value)
+        assert all(name in str(caught.value) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     S3FileSystem.clear_instance_cache()

@@ -353,8 +353,7 @@ def test_readers_and_managers_name_a_missing_bucket_alike(
             with pytest.raises(StorageError) as missing:
                 call(f"s3://nowhere/{path}")
             assert missing.value.problem == "The bucket does not exist.", name
-            assert missing.value.got == "no bucket 'nowhere'" and missing.value.todo is not None
-            assert missing.value.todo.startswith("make the bucket")
+            assert missing.value.got == "no bucket 'nowhere'" and missing.value.todo
         if name == "manager":
             call("s3://bucket/empty/run")
             continue

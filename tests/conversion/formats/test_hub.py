@@ -105,7 +105,7 @@ def test_push_uploads_what_was_written(hub: Hub, tmp_path: Path) -> None:
 def test_a_bad_id_is_refused_before_anything_is_written(bad: str, hub: Hub, tmp_path: Path) -> None:
     """Neither is the source read, nor the Hub asked."""
     done = _run(hub, tmp_path, "to-hf", "nowhere", "out", "--push", bad, HF_TOKEN="hf_key")
-    assert done.returncode == 1 and "This is not the id of a repository." in done.stderr
+    assert done.returncode == 1 and "org/model@branch" in done.stderr
     assert f"--push {bad}" in done.stderr and not (tmp_path / "out").exists() and not hub.requests
 
 

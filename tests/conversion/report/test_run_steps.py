@@ -181,8 +181,6 @@ def test_a_step_that_is_removed_while_it_is_read_is_named(
         patched.setattr(module, removing)
         error = CliRunner().invoke(cli, command).exception
     assert isinstance(error, ConversionError) and error.problem == "A step was removed while it was read."
-    assert error.where == str(root / f"step-{gone:08}") and str(error.todo).startswith(
-        "run the command again"
-    )
+    assert error.where == str(root / f"step-{gone:08}") and error.todo
     assert not page.exists()
     assert CliRunner().invoke(cli, ["report", str(root), "--steps", "all", "--out", str(page)]).exit_code == 0
