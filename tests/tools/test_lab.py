@@ -75,14 +75,17 @@ def send(client: socket.socket, server: socket.socket, num_messages: int) -> flo
 
 def test_a_node_has_its_own_name_memory_and_temporary_folder(lab: Lab) -> None:
     """A file of one node's /dev/shm and /tmp is on no other, nor on this machine; the working directory is shared."""
-    lab.call(0, ["touch", "/dev/shm/first", "/tmp/second"])
+    ours = [
+        Path(folder, f"of_node_0_{os.getpid()}") for folder in ("/dev/shm", "/tmp")
+    ]  # this machine may have others
+    lab.call(0, ["touch", *map(str, ours)])
 
     assert [lab.call(node, [sys.executable, "-c", PRINT_NODE]) for node in (0, 1)] == [
-        "node0 first second",
+        " ".join(("node0", *(file.name for file in ours))),
         "node1",
     ]
     assert [lab.call(node, ["nproc"]) for node in (0, 1)] == ["1", "1"]
-    assert not Path("/dev/shm/first").exists() and not Path("/tmp/second").exists()
+    assert not any(file.exists() for file in ours)
     assert lab.call(1, ["pwd"]) == str(Path.cwd())
 
 
