@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -140,17 +140,17 @@ class Delta:
 
 
 def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether tensors share memory: they begin at one address, or are contiguous with a part in common.
+    """Return whether tensors share memory: two begin at one address, or one begins inside of a contiguous one.
 
     Others are taken for interleaved views, such as columns of one matrix.
     """
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if len({tensor.data_ptr() for tensor in filled}) < len(filled):
-        return True
-    ranges = sorted(
-        (each.data_ptr(), each.data_ptr() + each.nbytes) for each in filled if each.is_contiguous()
-    )
-    return any(end > start for (_, end), (start, _) in pairwise(ranges))
+    last, end = -1, 0  # the last beginning, and the end of all contiguous tensors so far
+    for tensor in sorted((each for each in tensors if each.numel()), key=torch.Tensor.data_ptr):
+        start = tensor.data_ptr()
+        if start == last or start < end:
+            return True
+        last, end = start, start + tensor.nbytes if tensor.is_contiguous() else end
+    return False
 
 
 class SentBits:

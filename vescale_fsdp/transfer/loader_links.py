@@ -259,6 +259,11 @@ def share_links(links: Mapping[str, Link], *, ranks: Ranks = None) -> dict[str, 
     return shared
 
 
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return where a tensor's items are in memory."""
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 class _OwnTensors:
     """The tensors that a model had before its loader ran, and which it gets back.
 
@@ -287,7 +292,7 @@ class _OwnTensors:
             if tensor.is_meta:
                 swapped.append(name)
                 kind[name] = nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
-            elif storage_id(tensor) != storage_id(values):
+            elif _place_of(tensor) != _place_of(values):
                 tensor.data = values
         if swapped:
             raise PlacementError(

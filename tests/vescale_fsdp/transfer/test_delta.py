@@ -398,3 +398,19 @@ def test_names_of_one_memory(numel: int, first: int) -> None:
         Transfer(plan).run(trained, whole)
         assert all(torch.equal(served[name], whole[name]) for name in served), step
     assert memory.unique().numel() > 1 or not first
+
+
+@pytest.mark.parametrize("part", ["columns", "all"])
+def test_interleaved_views_are_no_overlap(part: str) -> None:
+    """Columns of one matrix are sent as changes; the matrix and some of its columns are sent whole."""
+    memory = torch.zeros(256, 256)
+    served = {"a": memory if part == "all" else memory[:, :128], "b": memory[:, 128:]}
+    trained = {"a": torch.zeros_like(served["a"]), "b": torch.ones_like(served["b"])}
+    deltas = Transfer(plan_transfer(*describe_states(trained, served)), delta=True)
+    whole = {name: each.clone() for name, each in trained.items()}
+    for step in range(2):
+        trained["a"][0, 130 if part == "all" else 1] = whole["a"][0, 130 if part == "all" else 1] = 7.0 + step
+        deltas.run(trained, served)
+        assert torch.equal(served["b"], whole["b"])
+        assert torch.equal(served["a"][:, :128], whole["a"][:, :128])
+    assert deltas.delta is not None and (deltas.delta.target_run is None) == (part == "all")

@@ -479,3 +479,17 @@ def test_problems_of_all_tensors() -> None:
     with pytest.raises(PlacementError) as caught:
         links_from_loader(model, load, {name: torch.ones(2, 2) for name in "abc"})
     assert all(f"{number}.weight" in str(caught.value.got) for number in range(3))
+
+
+def test_a_model_that_serves_keeps_its_shapes() -> None:
+    """A loader that turns a weight in its own memory leaves the weight of a model with values as it was."""
+    model = nn.Linear(4, 6, bias=False)
+    before = model.weight.detach().clone()
+
+    def load(weights: Weights) -> None:
+        model.weight.data.copy_(next(iter(weights))[1])
+        model.weight.data = model.weight.data.t()
+
+    links = links_from_loader(model, load, {"w": torch.ones(6, 4)})
+    assert links == {"weight": permute("w")}
+    assert torch.equal(model.weight, before)
