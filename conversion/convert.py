@@ -370,6 +370,10 @@ def plan_conversion(
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is dropped: {some(described)}")
+    if kind in ("native", "zarr") and join is None:
+        state = replace(state, metadata=source.metadata)
+    elif any(each.metadata is not None for each in (source, *others)):
+        warnings.append("the metadata that was passed to `save` is dropped")
     # After the rules, because config.json ties weights by their names in the result.
     state, tied, tie_warnings = _with_ties(state, kind, options, source, assets, is_equal)
     warnings += tie_warnings

@@ -199,7 +199,7 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         )
 
         unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
-        report, url = unopened or damage_report(damage, src), src
+        url, report = unopened or (src, damage_report(damage, src))
     else:
         url = source.url  # that of the step, if SRC is a run folder
         with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
@@ -221,10 +221,10 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
 
 def _verify_files(
     src: str, step: int | None, kind: str | None, quick: bool, quiet: bool
-) -> VerifyReport | None:
+) -> tuple[str, VerifyReport] | None:
     """Verify a native checkpoint that cannot be opened, because its manifest lists all files.
 
-    Returns None if it is of another format.
+    Returns its path, that of the step if ``src`` is a run folder, and the report; None if it is of another format.
     """
     from vescale_fsdp.checkpoint.manifest.file_names import manifest_file
     from vescale_fsdp.conversion.formats.detect import locate
@@ -234,7 +234,7 @@ def _verify_files(
         return None
     with ProgressBar(0, quiet=quiet) as progress:
         report = checkpoint.verify(url, deep=not quick, progress=progress.advance)
-    return report
+    return url, report
 
 
 @cli.command("diff")

@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.state.model_names import (
     OPTIMIZER_KEYS,
     ModelNames,
@@ -65,6 +66,7 @@ class CarriedState:
         dropped: names in the source that are not in this state.
         warnings: messages to the user about changes of the state.
         file_metadata: ``__metadata__`` of the source's safetensors files.
+        metadata: the ``metadata`` argument of the `save` that wrote the source, for native targets.
     """
 
     views: Mapping[str, TensorView]
@@ -75,6 +77,7 @@ class CarriedState:
     dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
     file_metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Json = None
 
     def path(self, name: str) -> Path:
         """Return the path of an entry in the nested state."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.foreign import OpenSource
 from vescale_fsdp.checkpoint.manifest.fingerprints import Fingerprint, TensorFingerprint
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -78,6 +79,7 @@ class Source(OpenSource):
         checked: returns the stripes and checksums of a file; None if the format has no checksums, or has checksums of
             byte ranges instead (see `verified_reads`).
         file_metadata: ``__metadata__`` of all safetensors files, merged; torchao describes quantized tensors there.
+        metadata: the ``metadata`` argument of `save`, of native checkpoints.
         warnings: messages for the user of a conversion, about properties that the format does not store.
         folder_problems: returns the reasons why loaders of this folder would fail although every file is good.
         locate: reads the location of a chunk's items from its file, for formats whose metadata lacks it (the records
@@ -107,6 +109,7 @@ class Source(OpenSource):
     layouts: tuple[GroupLayout, ...] = ()
     checked: Callable[[str], StripedFile | None] = lambda _: None
     file_metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Json = None
     warnings: tuple[str, ...] = ()
     folder_problems: Callable[[], Iterable[str]] = tuple  # `tuple()` returns no problems
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None

@@ -593,7 +593,7 @@ def test_a_pattern_of_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "out/notes.txt").exists() and same(written(tmp_path / "out"), MODEL)
 
 
-@runs("conversion/formats/huggingface/repository.py::_config_in")
+@runs("conversion/formats/huggingface/repository.py::config_in")
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize("way", ["corrected", "moved"])
 def test_a_config_that_is_no_json(way: str, is_own: bool, tmp_path: Path) -> None:

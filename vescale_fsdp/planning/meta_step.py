@@ -183,19 +183,26 @@ class StorageMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self._live = 0
+        # By address, which the next storage may have once one is gone: both forget it then.
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._given: set[int] = set()  # storages that were there before
+        self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that were there before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        self._given.update(key for key in map(storage_id, given) if key not in self._alive)
-        result = func(*args, **(kwargs or {}))
+        for tensor in given:
+            self._know(tensor)
+        result = _result_of(func, args, kwargs or {})
         made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
         for tensor in made:
             self._see(tensor)
         if not func.is_view and made:
             self._ran(func, args, kwargs or {}, result, [*given, *made])
         return result
+
+    def _know(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        if key not in self._alive and key not in self._given:
+            self._given[key] = weakref.ref(storage, lambda ref: self._given.pop(key))
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
@@ -216,6 +223,14 @@ class StorageMeter(TorchDispatchMode):
 
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Called for each operator but views, with all its tensors."""
+
+
+def _result_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator; a grouped product of any dtype as in bf16, the only one that torch has on the meta device."""
+    if func.name() != "aten::_grouped_mm" or not args[0].is_meta:
+        return func(*args, **kwargs)
+    as_bf16 = [each.to(torch.bfloat16) for each in args[:2]]  # not counted: the mode is off here
+    return func(*as_bf16, *args[2:], **kwargs | {"out_dtype": None}).to(args[0].dtype)
 
 
 class _Meter(StorageMeter):

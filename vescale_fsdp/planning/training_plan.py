@@ -143,9 +143,12 @@ class ShardingCandidate:
         return {0: "keep", 1: "free"}.get(self.keeps, f"keep 1/{self.keeps}")
 
     def rank(self) -> tuple[Any, ...]:
-        """Return the sort key: what fits comes first, then faster (two digits), then less traffic, then less memory."""
+        """Return the sort key: what fits comes first, then faster (two digits), then less traffic, then less memory.
+
+        What fits tightly, or not at all, is sorted by memory: the next error of a run would be one of memory.
+        """
         order = ("fits", "tight", "does not fit").index(self.verdict)
-        if order == 2:
+        if order:
             return (order, self.needed_bytes)
         return (order, float(f"{self.step_s:.2g}"), self.network_s + self.link_s, self.needed_bytes)
 
@@ -170,6 +173,7 @@ class TrainingPlan:
         notes: assumptions, one line each.
         code: the lines that shard as the best candidate does; if it does not fit, those of the first change in
             ``advice``.
+        on_cpu: whether ranks are processes on the CPU, for which no times are known.
 
     Examples:
         >>> import torch
@@ -187,6 +191,7 @@ class TrainingPlan:
     report: PlanReport
     notes: tuple[str, ...]
     code: str
+    on_cpu: bool = False
 
     @property
     def fits(self) -> bool:
@@ -295,6 +300,7 @@ def plan_training(
         planner.report_of(best),
         tuple(_notes(planner)),
         code,
+        cluster.on_cpu,
     )
 
 
@@ -674,16 +680,19 @@ def _notes(planner: _Planner) -> Iterator[str]:
         flops = in_unit(
             setup.micro_batches * planner.step.flops, (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
         )
-        yield f"{flops} per GPU and step; operators one by one, as without a compiler"
+        rank = "rank" if cluster.on_cpu else "GPU"
+        yield f"{flops} per {rank} and step; operators one by one, as without a compiler"
     if setup.micro_batches > 1:
         yield f"{setup.micro_batches} micro-batches per step; the last one also reduces over replicas and nodes"
-    yield (
-        f"bounds from {cluster.flops_per_s / 1e12:,.0f} TFLOP/s, memory at "
-        f"{format_bytes(int(cluster.memory_bytes_per_s))}/s, links of a node at "
-        f"{format_bytes(int(cluster.link_bytes_per_s))}/s, network at "
-        f"{format_bytes(int(cluster.network_bytes_per_s))}/s per GPU: no step is faster, and most are slower"
-    )
-    if not cluster.on_cpu:
+    if cluster.on_cpu:
+        yield "no times, because none are known of your CPUs"
+    else:
+        yield (
+            f"bounds from {cluster.flops_per_s / 1e12:,.0f} TFLOP/s, memory at "
+            f"{format_bytes(int(cluster.memory_bytes_per_s))}/s, links of a node at "
+            f"{format_bytes(int(cluster.link_bytes_per_s))}/s, network at "
+            f"{format_bytes(int(cluster.network_bytes_per_s))}/s per GPU: no step is faster, and most are slower"
+        )
         yield "other: an estimate of CUDA, cuBLAS and NCCL, which no GPU has confirmed"
     yield (
         "not planned: fragmentation of memory, latencies, offloading, and tensor, pipeline, expert and context "

@@ -11,7 +11,7 @@ from vescale_fsdp.conversion.formats.huggingface.class_child import on_meta, tra
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     CONFIG_FILE,
     config_class,
-    own_config,
+    config_in,
     own_settings,
 )
 from vescale_fsdp.errors import ConversionError
@@ -21,15 +21,18 @@ def meta_model(src: str) -> Any:
     """Build the model that a config.json describes, with fp32 parameters on the meta device.
 
     Args:
-        src: path or URL of a Hugging Face folder, or of a config.json. Weights are not read.
+        src: path or URL of a Hugging Face folder, or of a config.json, under any name with this ending. Weights are not
+            read.
 
     Raises:
         ConversionError: if there is no config.json, transformers is not installed, has no such class, or cannot build
             it. Code of a repository is never run.
     """
-    folder = src.removesuffix(CONFIG_FILE).rstrip("/") or "." if src.endswith(CONFIG_FILE) else src
-    store = open_store(folder)
-    if own_settings(store) is None:
+    folder, slash, name = src.rpartition("/")
+    is_file = name.endswith(".json")
+    store = open_store((folder or slash or ".") if is_file else src)
+    settings = own_settings(store) if not is_file else store if store.size(name) is not None else None
+    if settings is None:
         raise ConversionError(
             "There is no config.json to build the model from.",
             expected=f"a Hugging Face folder, or a {CONFIG_FILE}",
@@ -38,7 +41,7 @@ def meta_model(src: str) -> Any:
             todo=f"pass the folder of the model's {CONFIG_FILE}, or plan layouts alone: vescale-convert plan SRC "
             "--shards 8",
         )
-    config = own_config(store)
+    config = config_in(settings, name if is_file else CONFIG_FILE)
     class_name = config_class(config)
     if class_name is None:
         raise ConversionError(

@@ -166,7 +166,7 @@ class Assets:
         self.left = tuple(file for file in candidates if file not in copied)
         refuse_pointers(self._store, self.files)
         if CONFIG_FILE in self.files:
-            self.config = _config_in(self._store)
+            self.config = config_in(self._store)
 
     # The following methods change config.json with the weights, because loaders rely on config.json.
 
@@ -331,21 +331,26 @@ def own_config(store: Storage) -> dict[str, Any]:
         ConversionError: if it is not JSON.
     """
     folder = own_settings(store)
-    return {} if folder is None else _config_in(folder)
+    return {} if folder is None else config_in(folder)
 
 
-def _config_in(store: Storage) -> dict[str, Any]:
+def config_in(store: Storage, name: str = CONFIG_FILE) -> dict[str, Any]:
+    """Read a config.json.
+
+    Raises:
+        ConversionError: if it is not a JSON object.
+    """
     try:
-        loaded = parse_json(store.read(CONFIG_FILE), is_text=True)
+        loaded = parse_json(store.read(name), is_text=True)
     except ValueError as error:
-        refuse_pointers(store, [CONFIG_FILE], error)  # raises a more useful error for a pointer of git-lfs
+        refuse_pointers(store, [name], error)  # raises a more useful error for a pointer of git-lfs
         loaded = f"{type(error).__name__}: {error}"
     if not isinstance(loaded, dict):
         raise ConversionError(
-            "The settings in config.json cannot be read.",
+            f"The settings in {name} cannot be read.",
             expected="a JSON object",
             got=loaded,
-            where=f"{store.where}/{CONFIG_FILE}",
+            where=f"{store.where}/{name}",
             todo="correct the file, or move it out of the folder",
         )
     return loaded

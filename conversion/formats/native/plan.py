@@ -67,7 +67,9 @@ def plan_native(
         )
     layouts, slots = _plan_layouts(state.without(state.aliases), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
-    manifest = native_manifest("", structure, views, num_ranks)  # "": the zarr form passes its name
+    manifest = native_manifest(
+        "", structure, views, num_ranks, state.metadata
+    )  # "": the zarr form passes its name
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
     files = tuple(_deferred(manifest, rank, by_name, tables) for rank in range(num_ranks))

@@ -80,6 +80,7 @@ def open_native(store: Storage, *, checks_files: bool = True) -> Source:
         unsupported=tuple(leaves.per_rank),
         layouts=layouts,
         checked=checked,
+        metadata=manifest.metadata,
         sums={} if sums is None else {name: sums[place] for name, place in leaves.tensors.items()},
     )
 

@@ -117,7 +117,9 @@ def _node(value: Any, name: str, tensor_node: Callable[[str, _TensorLeaf], Json]
         ) from error
 
 
-def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
+def native_manifest(
+    form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int, metadata: Json
+) -> Manifest:
     """Return the manifest of a conversion's output.
 
     The save id is a checksum of the input instead of a random number. An interrupted conversion then writes the same
@@ -125,10 +127,13 @@ def native_manifest(form: str, structure: Structure, views: Iterable[TensorView]
 
     Args:
         form: part of the checksum, so that forms of the same input get different save ids.
+        metadata: the user's JSON of the source.
     """
     identity = RunningChecksum(form.encode())
     identity.update(structure.document)
     for view in views:
         identity.update(view.identity().encode())
     ranks = RankSet.world(num_ranks)
-    return build_manifest([(ranks, structure)], save_id=identity.hexdigest(), world_size=num_ranks)
+    return build_manifest(
+        [(ranks, structure)], save_id=identity.hexdigest(), world_size=num_ranks, metadata=metadata
+    )

@@ -57,7 +57,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
         Entry(stored, view.info.dtype.required_torch_name, view.info.shape, 0, ())  # no cuts: one rank
         for (stored, _), view in zip(names, views, strict=True)
     )
-    whole = native_manifest("zarr", Structure(tree, entries, ((),), ()), views, 1)
+    whole = native_manifest("zarr", Structure(tree, entries, ((),), ()), views, 1, state.metadata)
     manifest = as_arrays(whole, [_chunk_shape(view.info) for view in views])
     rank_file = RankFile(manifest, 0)
     crcs: dict[Chunk, int] = {}  # crc32c of the chunks that this process has written

@@ -17,6 +17,7 @@ import sys
 import termios
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 
 import click
@@ -26,8 +27,9 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from tests.support.command import vescale_convert
 from tests.support.processes import run_command
-from vescale_fsdp.checkpoint import CheckpointManager, save
+from vescale_fsdp.checkpoint import CheckpointManager, read_state, save
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.cli.commands import SUMMARIES, cli
 from vescale_fsdp.errors import ConversionError
@@ -145,6 +147,28 @@ def test_inspect_answers_what_a_script_asks(tmp_path: Path) -> None:
     assert ["step:", "12"] in lines and ["optimizer.lr", "0.12"] in lines
     assert json.loads(_run("verify", root, "--json").stdout)["url"].endswith("step-00000012")
     assert "step-00000012" in _run("verify", root).stdout
+
+
+def test_the_json_of_a_save_is_carried_or_named(tmp_path: Path) -> None:
+    """Native and zarr results have it, through all pairs of these; of other formats and of averages it is dropped."""
+    notes = {"config": "tiny", "losses": [2.5, None], "nested": {"é": True}}
+    save(tmp_path / "native", {"model": {"w": torch.arange(6.0)}}, metadata=notes)
+    save(tmp_path / "zarr", {"model": {"w": torch.arange(6.0)}}, metadata=notes, format="zarr")
+    for source, kind in product(("native", "zarr"), repeat=2):
+        out = tmp_path / f"{source} as {kind}"
+        result = vescale_convert(f"to-{kind}", tmp_path / source, out)
+        assert result.exit_code == 0, result.output
+        assert "metadata" not in result.output
+        assert read_state(out).metadata == notes
+        assert torch.equal(read_state(out)["model.w"].read(), torch.arange(6.0))
+    sides = [tmp_path / "native", tmp_path / "zarr"]
+    for number, command in enumerate((("to-fsdp2", sides[0]), ("to-torch", sides[0]), ("average", *sides))):
+        result = vescale_convert(*command, tmp_path / f"{number}.pt")
+        assert result.exit_code == 0, result.output
+        assert "metadata" in result.output
+    save(tmp_path / "none", {"model": {"w": torch.arange(6.0)}})
+    result = vescale_convert("to-torch", tmp_path / "none", tmp_path / "none.pt")
+    assert result.exit_code == 0 and "metadata" not in result.output
 
 
 def test_to_hf_says_what_it_dropped(source: str, tmp_path: Path) -> None:

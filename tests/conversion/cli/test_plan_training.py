@@ -59,6 +59,8 @@ def test_a_config_alone_is_planned(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, LLAMA)
     plan = planned(folder, "--gpus", 16, "--tokens", 128)
     assert plan == planned(folder / "config.json", "--gpus", 16, "--tokens", 128)
+    (folder / "small.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    assert planned(folder / "small.json", "--gpus", 16, "--tokens", 128)["parameters"] < plan["parameters"]
     assert plan["parameters"] == 143_808 and plan["fits"]
     assert {each["shard_size"] for each in plan["candidates"]} == {16, 8}
     assert {each["dtype"] for each in plan["units"]} == {"float32"}

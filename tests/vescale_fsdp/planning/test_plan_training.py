@@ -15,7 +15,7 @@ from tests.support.distributed import run_ranks
 from vescale_fsdp import Cluster, FSDPModule, Rows, TrainingPlan, plan_training
 from vescale_fsdp.errors import ArgumentError
 from vescale_fsdp.layout.geometry import RunLengths
-from vescale_fsdp.planning.meta_step import measure_step
+from vescale_fsdp.planning.meta_step import StorageMeter, measure_step
 from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
 
 WIDTH, DEPTH = 64, 4
@@ -473,3 +473,69 @@ def test_an_error_of_the_forward_is_named(dtype: torch.dtype) -> None:
     assert isinstance(caught.value.__cause__, AttributeError)
     assert "decoder_start_token_id" in str(caught.value)
     assert ("bf16" in str(caught.value)) is (dtype == torch.float16)
+
+
+def test_memory_that_a_given_tensor_has_left_is_counted() -> None:
+    """Storages that were there before are not counted; new ones are, even if they get the address of a freed one."""
+    given = [torch.empty(100, device="meta") for _ in range(200)]
+    with StorageMeter() as meter:
+        for each in given:
+            each.add_(1)
+        assert meter.peak == 0
+        given.clear()
+        del each
+        made = [torch.empty(100, device="meta") for _ in range(200)]
+    assert meter.peak == 400 * len(made)
+
+
+class Experts(nn.Module):
+    """Rows of tokens in equal groups, each times the matrix of its expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 64, 64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, 5, device=rows.device, dtype=torch.int32) * (rows.shape[0] // 4)
+        return torch._grouped_mm(rows, self.weight.transpose(1, 2), offs=ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_grouped_products_are_planned_in_any_dtype(dtype: torch.dtype) -> None:
+    """The same arithmetic as in bf16, and activations in proportion to the dtype."""
+    steps = [
+        measure_step(
+            on_meta(lambda: nn.Sequential(Experts(), nn.ReLU(), Experts())),
+            torch.empty(256, 64, device="meta", dtype=each),
+            (),
+            dtype=each,
+            loss=lambda output: output.square().sum(),
+        )
+        for each in (torch.bfloat16, dtype)
+    ]
+    assert steps[0].flops == steps[1].flops == 2 * 3 * 2 * 256 * 64 * 64 - 2 * 256 * 64 * 64
+    ratio = dtype.itemsize / 2
+    peaks = [max(window.peak_bytes for window in step.windows) for step in steps]
+    assert peaks[1] == pytest.approx(ratio * peaks[0], rel=0.01)
+
+
+def test_candidates_that_fit_tightly_are_sorted_by_memory() -> None:
+    """Those that fit are sorted by time; of tight ones the first has the most room."""
+    roomy = plan_of(on_meta(Model), Cluster(16, 8, memory_bytes=10**10)).candidates
+    assert {each.verdict for each in roomy} == {"fits"}
+    assert [each.step_s for each in roomy] == pytest.approx(sorted(each.step_s for each in roomy), rel=0.05)
+    most = int(min(each.needed_bytes for each in roomy) * 1.1)
+    tight = plan_of(on_meta(Model), Cluster(16, 8, memory_bytes=most)).candidates
+    sizes = [each.needed_bytes for each in tight if each.verdict == "tight"]
+    assert len(sizes) > 2
+    assert sizes == sorted(sizes)
+    assert sizes != [each.needed_bytes for each in roomy if each.needed_bytes in sizes]
+
+
+def test_a_plan_for_cpus_has_no_times() -> None:
+    """Bandwidths of GPUs would bound nothing there."""
+    on_cpu, on_gpu = (str(plan_of(on_meta(Model), Cluster(2, on_cpu=each))) for each in (True, False))
+    assert "CPU" in on_cpu
+    for word in ("TFLOP/s", "milliseconds", "no step is faster"):
+        assert word in on_gpu
+        assert word not in on_cpu
