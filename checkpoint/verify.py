@@ -94,7 +94,7 @@ def _verify_own(
     def note(check: Check) -> None:
         """Add the result of one check to the report; called from several threads."""
         if check.problem is not None:
-            problems.append(VerifyReport.Problem(check.file, check.problem))
+            problems.append(VerifyReport.Problem(check.file, check.problem, check.tensors))
         if check.holds_tensors and check.num_bytes:
             done.append(check.num_bytes)
             progress(check.num_bytes)

@@ -41,10 +41,12 @@ class VerifyReport:
             where: the file's name; in other formats, which are verified tensor by tensor, the tensor's name; the
                 path of a file that cannot be opened.
             text: message of the error that a load would raise.
+            tensors: names of all tensors with values in the damaged bytes; empty if unknown.
         """
 
         where: str
         text: str
+        tensors: tuple[str, ...] = ()
 
         def __str__(self) -> str:
             return f"{self.where}: {self.text}"
@@ -53,6 +55,11 @@ class VerifyReport:
     num_tensors: int = 0
     num_checksums: int = 0
     num_bytes: int = 0
+
+    @property
+    def damaged_tensors(self) -> tuple[str, ...]:
+        """Names of all tensors with values in damaged bytes, sorted. Most of a tensor may be good nevertheless."""
+        return tuple(sorted({name for problem in self.problems for name in problem.tensors}))
 
     @property
     def ok(self) -> bool:

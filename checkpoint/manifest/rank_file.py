@@ -167,13 +167,17 @@ class RankFile:
         """Names of all that the file stores behind its header, for messages; see `names_in`."""
         return self.names_in(len(self.header), self.table_start)
 
-    def names_in(self, start: int, stop: int) -> list[str]:
-        """Return the names of entries in a byte range, for messages: tensors, header, checksums, per-rank values."""
-        names = ["the header"] if start < len(self.header) else []
+    def tensors_in(self, start: int, stop: int) -> list[str]:
+        """Return the names of the tensors in a byte range."""
         ends = self._relative_starts[1:]
         first = bisect_right(ends, start - len(self.header))  # the first piece that ends after `start`
         last = bisect_left(self._relative_starts, stop - len(self.header), hi=len(ends))
-        names += [self.manifest.entries[index].label for index in islice(self.pieces, first, last)]
+        return [self.manifest.entries[index].label for index in islice(self.pieces, first, last)]
+
+    def names_in(self, start: int, stop: int) -> list[str]:
+        """Return the names of entries in a byte range, for messages: tensors, header, checksums, per-rank values."""
+        names = ["the header"] if start < len(self.header) else []
+        names += self.tensors_in(start, stop)
         if self.chunks and start < self.blob_start and stop > len(self.header):
             names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:

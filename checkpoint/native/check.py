@@ -41,12 +41,14 @@ class Check(NamedTuple):
         problem: message of the error that a load would raise; None for a good file.
         num_bytes: number of bytes that were hashed.
         holds_tensors: whether the file contains values of tensors.
+        tensors: names of the tensors with values in the bytes of the problem.
     """
 
     file: str
     problem: str | None
     num_bytes: int
     holds_tensors: bool
+    tensors: tuple[str, ...] = ()
 
 
 def check_files(
@@ -112,18 +114,21 @@ def _rank_file_checks(
         opened = RankFileReader(storage, file)
     except (VescaleError, OSError) as error:  # not raised, so that the other files are checked too
         if part == 0:  # reported once per file, not once per part
-            yield Check(file.name, _text_of(error), 0, holds_tensors)
+            names = file.tensors_in(0, file.table_start)
+            yield Check(file.name, _text_of(error), 0, holds_tensors, tuple(names))
         return
     scratch = bytearray(_SCRATCH_BYTES)
     num_stripes = file.num_stripes if deep else 0
     with closing(opened.file):
         for index in range(num_stripes * part // parts, num_stripes * (part + 1) // parts):
-            problem = None
+            problem: str | None = None
+            tensors: tuple[str, ...] = ()
+            _, start, nbytes = file.stripe(index)
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
             except (VescaleError, OSError) as error:  # not raised, so that later stripes are checked too
-                problem = _text_of(error)
-            yield Check(file.name, problem, file.stripe(index).nbytes, holds_tensors)
+                problem, tensors = _text_of(error), tuple(file.tensors_in(start, start + nbytes))
+            yield Check(file.name, problem, nbytes, holds_tensors, tensors)
 
 
 def _text_of(error: VescaleError | OSError) -> str:
@@ -152,7 +157,7 @@ def _array_checks(storage: Storage, manifest: Manifest, deep: bool) -> Iterator[
                         storage.check_size(file, nbytes + CRC_BYTES)
                 except (VescaleError, OSError) as error:
                     problem = _text_of(error)
-                yield Check(file, problem, num_bytes, True)
+                yield Check(file, problem, num_bytes, True, () if problem is None else (dotted_name(tensor),))
 
 
 def _node_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:

@@ -211,7 +211,11 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
             "nbytes": report.num_bytes,
             "checksums": report.num_checksums,
         }
-        click.echo(json.dumps({**numbers, "problems": [str(each) for each in report.problems]}, indent=2))
+        found = {
+            "problems": [str(each) for each in report.problems],
+            "damaged_tensors": report.damaged_tensors,
+        }
+        click.echo(json.dumps(numbers | found, indent=2))
     else:
         _echo_problems(report.problems)
         read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"

@@ -26,7 +26,7 @@ def verify_source(source: Source, deep: bool, progress: Callable[[int], object])
         progress(nbytes)
 
     for name, tensor in source.tensors.items():
-        with _noting(problems, name):
+        with _noting(problems, name, name):
             # A chunk without a file is all zeros, or is decoded by the format's reader.
             chunks = [source.located(tensor.info, chunk) for chunk in tensor.chunks if chunk.extent.file]
             if deep:
@@ -50,7 +50,7 @@ def _read_tensor(
     info = tensor.info
     for chunk in chunks:
         if chunk.checked is not None:
-            with _noting(problems, info.name):
+            with _noting(problems, info.name, info.name):
                 source.reads.verify_range(chunk.checked)
             count(chunk.checked.nbytes)
     # A small file can declare a huge tensor, by a stride of 0 that repeats items. Reading such a tensor would take
@@ -80,9 +80,9 @@ def _read_extent(source: Source, extent: Extent, count: Callable[[int], None]) -
 
 
 @contextmanager
-def _noting(problems: list[VerifyReport.Problem], where: str) -> Iterator[None]:
+def _noting(problems: list[VerifyReport.Problem], where: str, *tensors: str) -> Iterator[None]:
     """Context manager that adds an error of the block to ``problems`` and does not raise it."""
     try:
         yield
     except VescaleError as error:
-        problems.append(VerifyReport.Problem(where, str(error)))
+        problems.append(VerifyReport.Problem(where, str(error), tensors))

@@ -39,6 +39,7 @@ def describe(source: Source) -> dict[str, Any]:
         "kind": source.kind,
         "url": source.url,
         "step": step[0] if (step := parse_step_name(source.url.rpartition("/")[2])) else None,
+        "metadata": source.metadata,
         "model_prefix": prefix,
         "models": models,
         "tensor_bytes": source.nbytes,
@@ -180,9 +181,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _short(value: object) -> str:
-    """Return the text of a value; of a long list, the number of its items and the first of them."""
+    """Return the text of a value; of a long list or mapping, the number of its items or keys and the first of them."""
     text = repr(value)
-    if not isinstance(value, list | tuple) or len(text) <= _MOST_CHARS:
+    if not isinstance(value, list | tuple | dict) or len(text) <= _MOST_CHARS:
         return text
     kind = "names" if all(isinstance(item, str) for item in value) else "items"
     start, chars = list[str](), 0
@@ -206,6 +207,7 @@ def format_description(description: dict[str, Any]) -> str:
     total, stored = description["tensor_bytes"], description["stored_bytes"]
     # Fewer bytes are stored if a stride of 0 repeats items, or if chunks of zeros are absent.
     sizes = format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
+    metadata = description["metadata"]
     head = {
         "kind": description["kind"],
         "where": description["url"],
@@ -214,6 +216,7 @@ def format_description(description: dict[str, Any]) -> str:
         "dtypes": ", ".join(f"{name} x {count}" for name, count in description["dtypes"].items()) or "none",
         "model prefix": ", ".join(prefix or "(root)" for prefix in description["models"]) or "no model found",
         **({"fingerprint": description["fingerprint"]} if description["fingerprint"] else {}),
+        **({} if metadata is None else {"metadata": _short(metadata)}),
         "other values": str(len(description["values"])),
         **({"unsupported": ", ".join(description["unsupported"])} if description["unsupported"] else {}),
         **description["facts"],

@@ -159,7 +159,12 @@ def test_the_json_of_a_save_is_carried_or_named(tmp_path: Path) -> None:
         result = vescale_convert(f"to-{kind}", tmp_path / source, out)
         assert result.exit_code == 0, result.output
         assert "metadata" not in result.output
-        assert read_state(out).metadata == notes
+        assert (
+            read_state(out).metadata
+            == json.loads(vescale_convert("inspect", out, "--json").stdout)["metadata"]
+            == notes
+        )
+        assert "2.5" in vescale_convert("inspect", out).stdout
         assert torch.equal(read_state(out)["model.w"].read(), torch.arange(6.0))
     sides = [tmp_path / "native", tmp_path / "zarr"]
     for number, command in enumerate((("to-fsdp2", sides[0]), ("to-torch", sides[0]), ("average", *sides))):

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from tests.support.command import vescale_convert
 from tests.support.dtype_zoo import zoo
 from vescale_fsdp.checkpoint import save, verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -51,6 +52,35 @@ def test_verify_of_an_open_storage(tmp_path: Path, deep: bool) -> None:
     assert verify(LocalStorage(tmp_path / "c"), deep=deep).ok
     next((tmp_path / "c").glob("data-*/*")).unlink()
     assert len(verify(LocalStorage(tmp_path / "c"), deep=deep).problems) == 1
+
+
+@pytest.mark.parametrize("form", ["native", "zarr"])
+def test_the_tensors_with_damaged_bytes_are_all_named(tmp_path: Path, form: str) -> None:
+    """Those of one stripe or chunk, however many, and after a deletion those of the file; none of a good checkpoint."""
+    numel = 1 << 18  # 1 MiB, a stripe
+    tensors = {f"small{i}": torch.ones(64) for i in range(40)} | {
+        f"large{i}": torch.ones(numel) for i in range(3)
+    }
+    path = tmp_path / "c"
+    save(path, tensors, format=form)
+
+    def damaged() -> list[str]:
+        found = json.loads(vescale_convert("verify", path, "--json").stdout)["damaged_tensors"]
+        assert tuple(found) == verify(path).damaged_tensors
+        return list(found)
+
+    assert damaged() == []
+    pattern = "data-*/*.safetensors" if form == "native" else "arrays/large1/c/*"
+    file, *_ = sorted(path.glob(pattern))
+    data = bytearray(file.read_bytes())
+    data[numel * 4 // 2] ^= 1
+    file.write_bytes(data)
+    first = damaged()
+    assert first and set(first) < set(tensors)
+    if form == "zarr":
+        assert first == ["large1"]
+    file.unlink()
+    assert damaged() == (sorted(tensors) if form == "native" else ["large1"])
 
 
 @pytest.mark.parametrize("command", ["to-native", "to-zarr"])

@@ -282,7 +282,7 @@ def conversion(folder: Path) -> Call:
             report = conv.convert(source, target, kind, options)
             made = conv.open_source(target)
             found += [report.dropped_optimizer, report.dropped_others, bool(report.to_json())]
-            found += [conv.diff(made, made), ck.verify(made).problems]
+            found += [conv.diff(made, made), ck.verify(made).problems, ck.verify(made).damaged_tensors]
             found += [sorted(made.tensors), made.nbytes > 0]
         return found
 
