@@ -478,14 +478,15 @@ class CheckpointManager:
         """Update the root's run file and return its content, on rank 0; None if there is no file and none is needed."""
         run = read_run_file(self._root)
         start, is_locked = self._restored, self._hold_root()
+        # Memory may have later steps even if the disk has none and no rank sees any: that of a lost node that returns.
+        # They belong to branches in `run`.
+        is_after_memory = self._ram is not None and run is not None and is_locked
         if self._is_new_run:
-            # Memory may have later steps of an older run even if the disk has none. They belong to branches in `run`.
-            is_rollback = self._ram is not None and run is not None and is_locked
             text = f"starts at step {step}, without a restore"
-            start = _Start(step - 1, is_rollback, self._steps_after(step), text)
+            start = _Start(step - 1, is_after_memory, self._steps_after(step), text)
         later = start.later if start is not None else {}
         changed = run
-        if start is not None and (start.is_rollback or later):
+        if start is not None and (start.is_rollback or is_after_memory or later):
             if is_locked:
                 # Steps that another job has saved, or saved again, since the restore are not abandoned.
                 later = {

@@ -3,7 +3,8 @@
     {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"},
      "checksum": "<of the same JSON without this key>"}
 
-A rollback ends the run's current branch, begins a new one, and abandons the later steps on disk, all in one commit. A
+A rollback ends the run's current branch, begins a new one, and abandons the later steps on disk, all in one commit. So
+does every restart of a run with a `RamTier`, because lost nodes may return with later steps in memory. A
 branch has an id and the number of its newest valid step; null means that all steps of the branch are valid. The save_id
 of a step in memory starts with the id of the step's branch. `restore` therefore never reads memory of another run, or
 an invalid step of an ended branch. Abandoned steps are kept on disk, but `restore` and `latest` skip them. A step that

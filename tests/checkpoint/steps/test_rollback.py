@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -193,6 +194,36 @@ def test_memory_of_an_older_run_is_not_restored(tmp_path: Path) -> None:
     state = _state(-1)
     restored = CheckpointManager(tmp_path / "run", ram=ram()).restore(state, read_only=True)
     assert restored is not None and (restored.step, restored.tier) == (11, "ram")
+
+
+def test_memory_of_a_node_that_returns_is_not_restored(tmp_path: Path) -> None:
+    """The run has gone on from the disk without the node, also if no rank saw any later step meanwhile."""
+
+    def manager() -> CheckpointManager:
+        ram = RamTier("run", folder=tmp_path / "shm", keep_last=9)
+        return CheckpointManager(tmp_path / "run", ram=ram, save_policy=EverySteps(10))
+
+    def go_on(*steps: int) -> int:
+        with manager() as running:
+            restored = running.restore(_state(-1))
+            for step in steps:
+                running.save(step, _state(step))
+        return restored.step if restored is not None else 0
+
+    lost = tmp_path / "lost"
+    assert go_on(10, 11, 15) == 0
+    (tmp_path / "shm").rename(lost)
+    assert go_on() == 10
+    rmtree(tmp_path / "shm")
+    lost.rename(tmp_path / "shm")
+    assert go_on() == 15  # the run has not gone on meanwhile
+    (tmp_path / "shm").rename(lost)
+    assert go_on(11, 12) == 10
+    returned = "vescale-run/step-00000015"
+    (lost / returned).rename(tmp_path / "shm" / returned)
+    assert go_on(13) == 12
+    assert go_on() == 13
+    assert not (tmp_path / "shm" / returned).exists()  # removed by the save
 
 
 def test_metrics_of_an_older_run_do_not_count(tmp_path: Path) -> None:
