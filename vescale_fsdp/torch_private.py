@@ -128,6 +128,10 @@ _LAZY_OPTIMIZERS = (*ELEMENTWISE_OPTIMIZERS, torch.optim.Adafactor, torch.optim.
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
+# Public since torch 2.15, where the private one warns.
+_set_timeout: Any = vars(dist).get("set_timeout", _set_pg_timeout)
+
+
 def newer_class(home: ModuleType, name: str, instead: str) -> Any:
     """Return a class that only newer torch versions have; in older versions, a class whose constructor raises.
 
@@ -295,7 +299,7 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
     defaults = (default_pg_timeout, default_pg_nccl_timeout)
     given = timeout_of(dist.group.WORLD) if dist.group.WORLD is not None else None
     if given is not None and given not in defaults and timeout_of(group) in defaults:
-        _set_pg_timeout(given, group)
+        _set_timeout(given, group)
 
 
 def named_group(

@@ -24,7 +24,7 @@ def test_a_unit_costs_no_more_than_under_fsdp2(name: str) -> None:
     assert found[0] == found[1]
     ours, theirs = found[0]
     assert ours["collectives"] == theirs["collectives"] == 3
-    assert plain["operators"] < ours["operators"] < theirs["operators"]
+    assert plain["operators"] < ours["operators"] <= theirs["operators"]  # in torch 2.15 as many in bf16
     assert plain["allocations"] < ours["allocations"] < theirs["allocations"]
 
 

@@ -161,7 +161,8 @@ class _Launches(TorchDispatchMode):
             return NotImplemented  # operators on its local tensors are dispatched here again
         result = func(*args, **(kwargs or {}))
         launches, stream = launch_of(func), self.recorder.current().name
-        name = func._schema.name.partition("::")[2]
+        # FSDP2's copy before a reduction is `chunk_cat_mixed_dtype` in torch 2.15, with the kernels of `chunk_cat`.
+        name = func._schema.name.partition("::")[2].removesuffix("_mixed_dtype")
         if launches == "collective":
             group = next(
                 dist.ProcessGroup.unbox(leaf)

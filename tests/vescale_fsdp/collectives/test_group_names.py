@@ -33,13 +33,14 @@ def grads(members: list[int], way: str) -> list[torch.Tensor] | None:
     """Gradients of a step, after some ranks have made groups; None on ranks that do not train."""
     rank = dist.get_rank()
     extra: Any = None
+    # On all ranks, and before ranks have different numbers of groups: torch names a mesh's groups by their number.
+    mesh = DeviceMesh("cpu", members if way != "replicas" else [members[:2], members[2:]], _init_backend=True)
     if rank in (0, 1):
-        extra = dist.new_group([0, 1], use_local_synchronization=True)
+        extra = dist.new_group([0, 1])  # counted by torch on these ranks only
     if rank not in members:
         return None
     if way == "destroyed" and rank == 0:
         dist.destroy_process_group(extra)
-    mesh = DeviceMesh("cpu", members if way != "replicas" else [members[:2], members[2:]], _init_backend=True)
     model: Any = filled()
     for module in (model[0], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=2)

@@ -109,7 +109,7 @@ def in_shards(tree: Any, main: torch.Size | None, mesh: DeviceMesh) -> Any:
 # its DTensor then has two shapes.
 KNOWN = {READING: "refused: a write to a view", SAME_SHAPE: "refused: out= of another shape"}
 # In place, these change the shape of a tensor.
-RESHAPING = ("squeeze",)
+RESHAPING = ("squeeze", "t")
 
 
 def refusal(
