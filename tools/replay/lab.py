@@ -166,7 +166,7 @@ def _noting(timeline: _Timeline) -> Iterator[None]:
         stack.enter_context(mock.patch.object(slice_exchange._CallThread, "start_call", call_in_thread))
         stack.enter_context(mock.patch.object(dist, "isend", isend))
         stack.enter_context(mock.patch.object(dist, "irecv", irecv))
-        for name in (*_SYNCHRONOUS, "all_reduce", "broadcast"):
+        for name in vars(dist).keys() & {*_SYNCHRONOUS, "all_reduce", "broadcast"}:  # torch 2.11 lacks some
             stack.enter_context(mock.patch.object(dist, name, noted(getattr(dist, name))))
         timeline.computed()
         yield

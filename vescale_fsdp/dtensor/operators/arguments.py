@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -212,7 +212,9 @@ def localize(func: Op, value: Any, like: RaggedDTensor) -> Any:
     if isinstance(value, DTensor):
         # Pending sums are reduced first, because most operators on a sum are not the sum of operators on its parts.
         if value.ndim == 0:
-            return local_of(value.redistribute(placements=[Replicate()] * value.device_mesh.ndim))
+            # Detached: autograd is above this call. torch 2.11 would detach the result in place, which DTensors refuse.
+            detached = cast(DTensor, value.detach())
+            return local_of(detached.redistribute(placements=[Replicate()] * value.device_mesh.ndim))
         if is_partial(value) or not all(p.is_replicate() for p in value.placements):
             raise Unlike
         return cut_like(func, local_of(value), like)
