@@ -248,7 +248,8 @@ def test_an_old_file_of_torch_save(tmp_path: Path) -> None:
     assert same(written(tmp_path / "out"), MODEL)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")  # a DeprecationWarning, in torch 2.15 a FutureWarning
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # in torch 2.15
 @runs("conversion/formats/torch_save/archive_reader.py::TorchArchive.pickle")
 def test_a_program(tmp_path: Path) -> None:
     """The call of the remedy saves its weights."""

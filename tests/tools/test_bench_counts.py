@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tools.bench.counts import POLICIES, TRAINED, most_in_full, of_one_more
@@ -24,7 +25,9 @@ def test_a_unit_costs_no_more_than_under_fsdp2(name: str) -> None:
     assert found[0] == found[1]
     ours, theirs = found[0]
     assert ours["collectives"] == theirs["collectives"] == 3
-    assert plain["operators"] < ours["operators"] <= theirs["operators"]  # in torch 2.15 as many in bf16
+    # FSDP2 of torch 2.15 has two operators fewer in bf16: as many as ours.
+    is_as_many = torch.__version__ >= "2.15" and name == "bf16"
+    assert plain["operators"] < ours["operators"] < theirs["operators"] + is_as_many
     assert plain["allocations"] < ours["allocations"] < theirs["allocations"]
 
 

@@ -39,11 +39,8 @@ def pretend_devices() -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (torch.accelerator, "device_count", lambda: RANKS),
         (torch.accelerator, "current_accelerator", lambda check_available=False: cpu),
-        (
-            torch.accelerator,
-            "set_device_index",
-            lambda index: None,
-        ),  # called by the test classes of torch 2.15
+        # Called by the test classes of torch 2.15.
+        (torch.accelerator, "set_device_index", lambda index: None),
         (torch.cpu, "device_count", lambda: RANKS),
         (torch.cpu, "manual_seed", torch.manual_seed),
         (common_distributed, "skip_if_lt_x_gpu", _never_skip),
