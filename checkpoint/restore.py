@@ -228,7 +228,8 @@ class StepSearch:
     def skip_damaged(self, step: StoredStep, error: Exception) -> None:
         """Skip a damaged step for the rest of the search."""
         self.damaged.append(step)
-        self._skip(step, error, f"{step} is damaged and was skipped; the next older one is tried: {error}")
+        then = "" if self._wanted is not None else "; the next older one is tried"
+        self._skip(step, error, f"{step} is damaged and was skipped{then}: {error}")
 
     def skip_lost(self, step: StoredStep, error: Exception) -> None:
         """Skip a step in memory of which a part is lost, for the rest of the search."""

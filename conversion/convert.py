@@ -370,7 +370,7 @@ def plan_conversion(
     if described and (kind != "hf" or changes_tensors):
         state = replace(state, file_metadata={})
         warnings.append(f"__metadata__ of safetensors files is dropped: {some(described)}")
-    if kind in ("native", "zarr") and join is None:
+    if TARGETS[kind].keeps_metadata and join is None:
         state = replace(state, metadata=source.metadata)
     elif any(each.metadata is not None for each in (source, *others)):
         warnings.append("the metadata that was passed to `save` is dropped")

@@ -123,12 +123,12 @@ def _rank_file_checks(
         for index in range(num_stripes * part // parts, num_stripes * (part + 1) // parts):
             problem: str | None = None
             tensors: tuple[str, ...] = ()
-            _, start, nbytes = file.stripe(index)
+            extent = file.stripe(index)
             try:
                 opened.verify_stripe(index, opened.hash_stripe(index, scratch))
             except (VescaleError, OSError) as error:  # not raised, so that later stripes are checked too
-                problem, tensors = _text_of(error), tuple(file.tensors_in(start, start + nbytes))
-            yield Check(file.name, problem, nbytes, holds_tensors, tensors)
+                problem, tensors = _text_of(error), tuple(file.tensors_in(extent.offset, extent.stop))
+            yield Check(file.name, problem, extent.nbytes, holds_tensors, tensors)
 
 
 def _text_of(error: VescaleError | OSError) -> str:

@@ -40,6 +40,7 @@ class Target(NamedTuple):
         plan: returns the plan of the files to write; its last argument is the file name of the output.
         options: names of the command's options, except those that all commands have.
         keeps_repeats: whether items that the source's strides repeat (expanded tensors) are written only once.
+        keeps_metadata: whether the format stores the ``metadata`` argument of `save`.
     """
 
     command: str
@@ -47,6 +48,7 @@ class Target(NamedTuple):
     plan: Plan
     options: tuple[str, ...] = ("prefix", "optimizer")
     keeps_repeats: bool = False
+    keeps_metadata: bool = False
 
 
 class Format(NamedTuple):
@@ -103,6 +105,7 @@ FORMATS = {
                 state, o.ranks, _granularities(o.granularity), fingerprint=o.fingerprint
             ),
             ("prefix", "optimizer", "ranks", "granularity", "fingerprint"),
+            keeps_metadata=True,
         ),
     ),
     "megatron": Format(
@@ -127,6 +130,7 @@ FORMATS = {
             "to-zarr",
             "Write SRC to OUT as a native checkpoint in its zarr v3 form, one array per tensor.",
             lambda state, *_: _plan_zarr(state),
+            keeps_metadata=True,
         ),
     ),
     # In an item's own folder, or one folder deeper: a step's folder has a subfolder for each item.

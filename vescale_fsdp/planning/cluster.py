@@ -104,3 +104,8 @@ class Cluster:
     def library_bytes(self, num_axes: int) -> int:
         """Return an estimate of the memory of CUDA, cuBLAS and NCCL; no GPU has confirmed it."""
         return 0 if self.on_cpu else _CONTEXT_BYTES + _CUBLAS_BYTES + num_axes * _NCCL_BYTES
+
+    @property
+    def rank_name(self) -> str:
+        """What a rank runs on, for texts."""
+        return "CPU rank" if self.on_cpu else "GPU"

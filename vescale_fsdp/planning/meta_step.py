@@ -150,10 +150,8 @@ def _measured(
             got=f"{type(error).__name__}: {error}",
             where=type(model).__name__,
             todo="pass a loss or a batch that the model accepts, or batch=None to plan without activations"
-            # Grouped products of experts run on meta in bf16 alone, and some models look for infinities in fp16.
-            + (
-                "" if dtype == torch.bfloat16 else "; or compute in bf16, for which more models can run there"
-            ),
+            # Some models look for infinities in fp16.
+            + ("; or compute in bf16, for which more models can run there" if dtype == torch.float16 else ""),
         ) from error
     return MetaStep(tuple(meter.windows), dict(meter.operators))
 
@@ -183,14 +181,14 @@ class StorageMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self._live = 0
-        # By address, which the next storage may have once one is gone: both forget it then.
+        # Keyed by address. A freed storage is removed, because a new one may get its address.
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that were there before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         for tensor in given:
-            self._know(tensor)
+            self._note_given(tensor)
         result = _result_of(func, args, kwargs or {})
         made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
         for tensor in made:
@@ -199,7 +197,7 @@ class StorageMeter(TorchDispatchMode):
             self._ran(func, args, kwargs or {}, result, [*given, *made])
         return result
 
-    def _know(self, tensor: torch.Tensor) -> None:
+    def _note_given(self, tensor: torch.Tensor) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key not in self._alive and key not in self._given:
             self._given[key] = weakref.ref(storage, lambda ref: self._given.pop(key))

@@ -30,27 +30,24 @@ def in_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
 def text_lines(plan: TrainingPlan) -> Iterator[str]:
     """Yield the lines of a plan."""
     best, shown = plan.candidates[0], plan.candidates[:_SHOWN]
-    rank = "rank" if plan.on_cpu else "GPU"
+    rank, on_cpu = plan.cluster.rank_name, plan.cluster.on_cpu
     free = best.memory_bytes - best.needed_bytes
     room = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'} per {rank}"
     memory = f"{format_bytes(best.memory_bytes)} ({best.memory_bytes / 2**30:.3g} GiB)"
     num_gpus = best.replicas * best.shard_size
-    gpus = f"{num_gpus:,} {'CPU ' * plan.on_cpu}{rank}{'s' * (num_gpus > 1)} of {memory}"
+    gpus = f"{num_gpus:,} {rank}{'s' * (num_gpus > 1)} of {memory}"
     numel = in_unit(plan.numel, (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)))
     step = in_unit(best.step_s, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
     yield f"{plan.model}, {numel} parameters, on {gpus}: {best.verdict}"
-    bound = "" if plan.on_cpu else f"; no step is faster than {step} ({best.limit})"
+    bound = "" if on_cpu else f"; no step is faster than {step} ({best.limit})"
     yield f"    best: {best.sharding}, {room}{bound}"
     yield from plan.advice
     yield ""
     unit, size = _unit_of(best.needed_bytes, _BYTE_UNITS)
     count = len(plan.candidates)
     which = f"all {count}" if count == len(shown) else f"the first {len(shown)} of {count}"
-    order = (
-        "what fits first, by the time of a step, the rest by memory"
-        if plan.fits
-        else "by memory, since none fits"
-    )
+    by_time = "in the order of GPUs" if on_cpu else "by the time of a step"
+    order = f"what fits first, {by_time}, the rest by memory" if plan.fits else "by memory, since none fits"
     yield f"{unit} per {rank}, {which} candidates, {order}:"
     head = "sharding,units,after forward,weights,states,gradients,gathered,activations,step,other,sum,verdict"
     lines = [tuple(head.split(","))]
@@ -70,10 +67,10 @@ def text_lines(plan: TrainingPlan) -> Iterator[str]:
     yield from text_table(lines)
     yield ""
     unit, size = _unit_of(max(sum(each.wire) for each in shown), _BYTE_UNITS)
-    also = "" if plan.on_cpu else ", and the least milliseconds of each resource"
+    also = "" if on_cpu else ", and the least milliseconds of each resource"
     yield f"per {rank} and step: {unit} on the wires{also}:"
     head = f"sharding,units,after forward,padding %,copied %,{unit} in node,{unit} network"
-    if not plan.on_cpu:
+    if not on_cpu:
         head += ",compute,in node,network,bound,limit"
     lines = [tuple(head.split(","))]
     for each in shown:
@@ -84,7 +81,7 @@ def text_lines(plan: TrainingPlan) -> Iterator[str]:
             f"{1e3 * s:,.0f}" if s >= 1 else f"{1e3 * s:.4g}" if s >= 1e-4 else f"{1e3 * s:.4f}"
             for s in seconds
         )
-        bounds = () if plan.on_cpu else (*times, each.limit)
+        bounds = () if on_cpu else (*times, each.limit)
         lines.append((each.sharding, each.wrapping, each.after_forward, *ratios, *sizes, *bounds))
     yield from text_table(lines)
     yield ""

@@ -173,7 +173,7 @@ class TrainingPlan:
         notes: assumptions, one line each.
         code: the lines that shard as the best candidate does; if it does not fit, those of the first change in
             ``advice``.
-        on_cpu: whether ranks are processes on the CPU, for which no times are known.
+        cluster: the GPUs, or the processes on the CPU, for which no times are known.
 
     Examples:
         >>> import torch
@@ -191,7 +191,7 @@ class TrainingPlan:
     report: PlanReport
     notes: tuple[str, ...]
     code: str
-    on_cpu: bool = False
+    cluster: Cluster
 
     @property
     def fits(self) -> bool:
@@ -300,7 +300,7 @@ def plan_training(
         planner.report_of(best),
         tuple(_notes(planner)),
         code,
-        cluster.on_cpu,
+        cluster,
     )
 
 
@@ -599,7 +599,10 @@ class _Remedy(NamedTuple):
     @property
     def text(self) -> str:
         free = format_bytes(self.candidate.memory_bytes - self.candidate.needed_bytes)
-        return f"    {self.name}: {self.candidate.verdict}, {free} free per GPU ({self.candidate.sharding})"
+        rank = self.planner.setup.cluster.rank_name
+        return (
+            f"    {self.name}: {self.candidate.verdict}, {free} free per {rank} ({self.candidate.sharding})"
+        )
 
 
 def _remedies(planner: _Planner) -> list[_Remedy]:
@@ -613,7 +616,7 @@ def _remedies(planner: _Planner) -> list[_Remedy]:
     if setup.optimizer == "adamw" and setup.micro_batches == 1:
         changes["steps in the backward, step_in_backward(model, optimizer)"] = {"steps_early": True}
     if planner.batch is not None:
-        changes["half the tokens per GPU"] = {"scale": 0.5}
+        changes[f"half the tokens per {setup.cluster.rank_name}"] = {"scale": 0.5}
     counts = [setup.cluster.gpus * factor for factor in (2, 4, 8, 16)]
     per_node = setup.cluster.per_node
     clusters = [
@@ -625,7 +628,7 @@ def _remedies(planner: _Planner) -> list[_Remedy]:
             found += _helping(planner, "; ".join(chosen), [changes[name] for name in chosen])
         for chosen in combinations(changes, count - 1):
             for cluster in clusters:  # the least number that helps
-                name = "; ".join((f"{cluster.gpus} GPUs", *chosen))
+                name = "; ".join((f"{cluster.gpus} {cluster.rank_name}s", *chosen))
                 helping = _helping(planner, name, [{"cluster": cluster}, *(changes[each] for each in chosen)])
                 if helping:
                     found += helping
@@ -680,8 +683,7 @@ def _notes(planner: _Planner) -> Iterator[str]:
         flops = in_unit(
             setup.micro_batches * planner.step.flops, (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
         )
-        rank = "rank" if cluster.on_cpu else "GPU"
-        yield f"{flops} per {rank} and step; operators one by one, as without a compiler"
+        yield f"{flops} per {cluster.rank_name} and step; operators one by one, as without a compiler"
     if setup.micro_batches > 1:
         yield f"{setup.micro_batches} micro-batches per step; the last one also reduces over replicas and nodes"
     if cluster.on_cpu:

@@ -29,9 +29,12 @@ def meta_model(src: str) -> Any:
             it. Code of a repository is never run.
     """
     folder, slash, name = src.rpartition("/")
-    is_file = name.endswith(".json")
-    store = open_store((folder or slash or ".") if is_file else src)
-    settings = own_settings(store) if not is_file else store if store.size(name) is not None else None
+    if name.endswith(".json"):
+        store = open_store(folder or slash or ".")
+        settings = None if store.size(name) is None else store
+    else:
+        store, name = open_store(src), CONFIG_FILE
+        settings = own_settings(store)
     if settings is None:
         raise ConversionError(
             "There is no config.json to build the model from.",
@@ -41,7 +44,7 @@ def meta_model(src: str) -> Any:
             todo=f"pass the folder of the model's {CONFIG_FILE}, or plan layouts alone: vescale-convert plan SRC "
             "--shards 8",
         )
-    config = config_in(settings, name if is_file else CONFIG_FILE)
+    config = config_in(settings, name)
     class_name = config_class(config)
     if class_name is None:
         raise ConversionError(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -154,7 +154,8 @@ def _as_piece(func: Op, value: torch.Tensor, like: RaggedDTensor) -> torch.Tenso
     if value.device_mesh != like.device_mesh:
         return _of_other_mesh(func, value, like)
     if value.ndim == 0:  # torch's own: 0-d tensors are not ragged
-        return local_of(value.redistribute(placements=_everywhere(value)))
+        # Detached as in `localize`.
+        return local_of(cast(DTensor, value.detach()).redistribute(placements=_everywhere(value)))
     if value._spec.placements == like._spec.placements and shape == tuple(like.shape):
         return local_of(value)
     if all(p.is_replicate() for p in value.placements):
