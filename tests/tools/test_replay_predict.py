@@ -67,17 +67,18 @@ def test_the_other_row_of_table_1(study: Study) -> None:
         assert 0.75 * TABLE_1["Shard(1)"][name] < low <= high < 1.02 * TABLE_1["Shard(1)"][name]
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 needs more memory than the page says"
-)
 @pytest.mark.part("numerics")
 def test_fsdp2_runs_out_of_memory_at_256_ranks_and_not_at_128(study: Study) -> None:
     """By the assumed fragmentation only: at 256 ranks little may be lost, at 128 much. Without any, both fit."""
     for ranks, verdict, most_lost in ((128, "fits", 0.497), (256, "out of memory", 0.0457)):
-        found = study.memory("gpt-oss-120B", ranks, 8192, (OURS, FSDP2))
-        assert (found[FSDP2]["verdict"], found[OURS]["verdict"]) == (verdict, "fits")
-        assert found[FSDP2]["most_lost"] == pytest.approx(most_lost, abs=0.002)
-        assert found[FSDP2]["without"] < H800_BYTES / 2**30
+        # The recording does not see what FSDP2 of torch 2.11 frees: 889 GiB instead of 52.
+        libraries = (OURS,) if torch.__version__ < "2.12" else (OURS, FSDP2)
+        found = study.memory("gpt-oss-120B", ranks, 8192, libraries)
+        assert found[OURS]["verdict"] == "fits"
+        if FSDP2 in libraries:
+            assert found[FSDP2]["verdict"] == verdict
+            assert found[FSDP2]["most_lost"] == pytest.approx(most_lost, abs=0.002)
+            assert found[FSDP2]["without"] < H800_BYTES / 2**30
         for library, figures_of in found.items():
             assert figures_of["pools"] == pytest.approx(
                 PAGE["memory"][str(ranks)][library]["pools"], rel=1e-3
