@@ -36,7 +36,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -79,18 +79,20 @@ from vescale_fsdp.torch_private import (
 
 
 class GroupState(Enum):
-    """The state of a group in its life cycle."""
+    """The state of a group in its life cycle.
 
-    SHARDED = auto()  # entered at construction and by reshard()
-    PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
-    GATHERING = auto()  # entered by unshard(): the all-gather is in flight
-    GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
-    UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
+    Attributes:
+        is_sharded: whether an all-gather must start before modules can read full parameters.
+    """
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether an all-gather must start before modules can read full parameters."""
-        return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
+    SHARDED = "sharded", True  # entered at construction and by reshard()
+    PARTLY_SHARDED = "partly sharded", True  # entered by reshard(keep_part=True), after a forward only
+    GATHERING = "gathering", False  # entered by unshard(): the all-gather is in flight
+    GATHERED = "gathered", False  # entered by finish_gather(): filled, for the stream that gathers
+    UNSHARDED = "unsharded", False  # entered by hand_over(): modules read the full buffer
+
+    def __init__(self, shown: str, is_sharded: bool) -> None:
+        self.is_sharded = is_sharded  # not a property, which every hook would call
 
 
 @dataclass
