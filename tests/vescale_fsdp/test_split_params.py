@@ -211,3 +211,36 @@ def test_the_first_rank_logs_what_went_where(caplog: pytest.LogCaptureFixture) -
     caplog.clear()
     Muon.split_params(_Own(nn.Parameter(torch.zeros(24, 6))), adamw=["pos"])
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_warned"),
+    [
+        ({}, True),
+        ({"muon": ["headless.0.*"]}, True),
+        ({"adamw": ["up.weight"]}, False),
+        ({"muon": ["headless.*.weight", "up.*"]}, False),
+    ],
+)
+def test_a_head_that_no_shape_tells_is_warned_of(
+    patterns: dict[str, Any], is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hidden weights with the shape of the table of tokens, until the caller has named the head or all of them."""
+    model = _Own(nn.Parameter(torch.zeros(1, 24, 6)))
+    model.tok, model.up = nn.Embedding(24, 6), nn.Linear(6, 24, bias=False)
+
+    Muon.split_params(model, **patterns)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == is_warned
+    assert all("up.weight" in text and "headless.1.weight" in text for text in warned)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_known_head_is_not_warned_of(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a transformers model, or with another shape than hidden weights: no warning names a linear weight."""
+    model = MODELS[case][0]()
+    linear = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+    Muon.split_params(model)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert not [name for name in linear for text in warned if name in text]

@@ -94,6 +94,16 @@ def split_hidden(
             reasons.setdefault(("Muon" if is_hidden else "AdamW", reason), []).append(uses[param])
     if not dist.is_initialized() or dist.get_rank() == 0:
         _log(reasons)
+        if heads := [uses[param].names[0] for param in _doubtful_heads(model, outer, chosen)]:
+            _logger.warning(
+                explain(
+                    "Muon.split_params gives linear weights with the shape of an embedding to Muon. If one of them is "
+                    "the output head, AdamW should have it.",
+                    expected="one linear weight with the shape of an embedding: the output head",
+                    got=f"{len(heads)}: {some(heads)}",
+                    todo="name the output head in adamw=[...], or, if there is none, these weights in muon=[...]",
+                )
+            )
     return matrices, rest
 
 
@@ -176,6 +186,17 @@ def _outer_layers(model: nn.Module) -> dict[nn.Parameter, str]:
         if weight.shape in shapes and counts[weight.shape] == 1:
             outer.setdefault(weight, "the only linear weight with the shape of an embedding")
     return outer
+
+
+def _doubtful_heads(
+    model: nn.Module, outer: Mapping[nn.Parameter, str], chosen: Mapping[nn.Parameter, tuple[bool, str]]
+) -> list[nn.Parameter]:
+    """Return the linear weights with the shape of an embedding, if no output head is known by now."""
+    linear = dict.fromkeys(_weights_of(model, nn.Linear))
+    if any(weight in outer or not chosen.get(weight, (True, ""))[0] for weight in linear):
+        return []
+    shapes = {weight.shape for weight in _weights_of(model, nn.Embedding)}
+    return [weight for weight in linear if weight.shape in shapes and weight not in chosen]
 
 
 def _weights_of(model: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Parameter]:

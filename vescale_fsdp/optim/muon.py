@@ -197,7 +197,8 @@ class Muon(StructuredOptimizer):
           is, so a warning is logged that names it
 
         Other output heads, such as the last linear layer of a classifier of your own, look like hidden layers: name
-        them in ``adamw``. Rank 0 logs at INFO, to the logger ``vescale_fsdp``, which parameters went where and why.
+        them in ``adamw``. If several linear weights have the shape of an embedding, and no output head is known, a
+        warning names them. Rank 0 logs at INFO, to the logger ``vescale_fsdp``, which parameters went where and why.
 
         Args:
             model: a module, before or after `fully_shard`. Parameters that do not require a gradient are omitted; a

@@ -89,6 +89,8 @@ def code_lines(
                 yield from _recomputed_lines(model, name)
             yield f"fully_shard({_path(model, name)}, {inner})"
     yield f"fully_shard(model, {root})"
+    if is_of_transformers(model):
+        yield "# load(FOLDER, model)  # of vescale_fsdp.checkpoint: each rank reads its own shards"
     count = setup.micro_batches
     if count > 1 and (best.is_hybrid or best.replicas > 1):
         yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
@@ -117,8 +119,9 @@ def _dtype_lines(model: nn.Module) -> Iterator[str]:
     dtypes = sorted({str(param.dtype) for param in model.parameters()})
     name = ", ".join(dtypes)
     if is_of_transformers(model) and len(dtypes) == 1:  # which builds models in the dtype of the config.json
-        build = f"{type(model).__name__}.from_pretrained(FOLDER, dtype={name})"
-        yield f"# model = {build}  # the default is the config's dtype"
+        config = "AutoConfig.from_pretrained(FOLDER)"
+        yield "# with torch.device('meta'):  # a rank has no memory for all weights; the default is the config's dtype"
+        yield f"#     model = {type(model).__name__}._from_config({config}, dtype={name})"
     yield "dtypes = {param.dtype for param in model.parameters()}"
     yield f"if dtypes != {{{name}}}:"
     yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model in this dtype")'

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.errors import format_bytes
-from vescale_fsdp.layout.plan_report import text_table
+from vescale_fsdp.errors import format_bytes, some
+from vescale_fsdp.layout.plan_report import ROOT, text_table
 
 if TYPE_CHECKING:
     from vescale_fsdp.planning.training_plan import TrainingPlan
@@ -88,9 +89,14 @@ def text_lines(plan: TrainingPlan) -> Iterator[str]:
     yield f"units of the first candidate, over {best.shard_size:,} ranks:"
     unit, size = _unit_of(max((row.shard_bytes for row in plan.report.rows), default=0), _BYTE_UNITS[1:])
     lines = [("unit", "x", "dtype", "padding %", "copied %", f"{unit} per rank")]
-    for row in plan.report.rows:
+    for group, row in zip(plan.report.groups, plan.report.rows, strict=True):  # of one number of ranks
+        # Of modules whose names differ only in numbers, the first one is named.
+        first: dict[str, str] = {}
+        for name in group.units:
+            first.setdefault(re.sub(r"\d+", "*", name), name or ROOT)
+        names = some(first.values(), 2)
         ratios = (f"{100 * ratio:.3g}" for ratio in (row.padding_ratio, row.copied_ratio))
-        lines.append((row.group, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / size:,.2f}"))
+        lines.append((names, str(row.num_units), row.dtype, *ratios, f"{row.shard_bytes / size:,.2f}"))
     yield from text_table(lines)
     yield ""
     yield "assumptions:"

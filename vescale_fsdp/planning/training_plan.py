@@ -206,12 +206,13 @@ class TrainingPlan:
         return f"<pre>{escape(str(self))}</pre>\n{largest_layouts_html(self.report)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
+        """Return the plan as JSON values. Times are None for ranks on the CPU."""
+        unknown = dict.fromkeys(("compute_s", "link_s", "network_s", "step_s", "limit") * self.cluster.on_cpu)
         return {
             "model": self.model,
             "parameters": self.numel,
             "fits": self.fits,
-            "candidates": [each.to_json() for each in self.candidates],
+            "candidates": [{**each.to_json(), **unknown} for each in self.candidates],
             "advice": list(self.advice),
             "notes": list(self.notes),
             "code": self.code,
@@ -697,6 +698,6 @@ def _notes(planner: _Planner) -> Iterator[str]:
         )
         yield "other: an estimate of CUDA, cuBLAS and NCCL, which no GPU has confirmed"
     yield (
-        "not planned: fragmentation of memory, latencies, offloading, and tensor, pipeline, expert and context "
+        "not planned: fragmentation, memory of hosts, latencies, offloading, and tensor, pipeline, expert and context "
         f"parallelism{', messages of Muon' * (setup.optimizer == 'muon')}"
     )

@@ -320,8 +320,11 @@ def test_json_and_text_have_the_figures() -> None:
     found = json.loads(json.dumps(plan.to_json()))
     assert [each["needed_bytes"] for each in found["candidates"]] == [c.needed_bytes for c in plan.candidates]
     assert found["candidates"][0]["peak"]["total"] == plan.candidates[0].peak.total
+    assert found["candidates"][0]["step_s"] == plan.candidates[0].step_s > 0
     assert " --on-cpu," in plan.code and "Cluster(on_cpu=True)" in plan.code  # of the command, and of Python
     assert plan.code in str(plan) and plan.candidates[0].sharding in str(plan)
+    (first, *_) = plan_of(on_meta(Model), Cluster(16, 8, on_cpu=True)).to_json()["candidates"]
+    assert first["step_s"] is first["limit"] is None and first["needed_bytes"] > 0  # of CPUs nothing is known
 
 
 def test_layouts_are_drawn(tmp_path: Any) -> None:

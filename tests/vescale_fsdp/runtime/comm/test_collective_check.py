@@ -127,7 +127,6 @@ def _replicas() -> CollectiveError:
 def test_replicas_that_differ_are_found() -> None:
     """All four ranks raise, those of the other shard too; of two replicas, either may be the wrong one."""
     first, *others = run_ranks(4, _replicas)
-    assert "all-reduce of gradients over replicas" in str(first)
     assert str(first.where).endswith(("rank 0", "rank 2")), str(first)
     assert [str(error) for error in others] == [str(first)] * 3
 
