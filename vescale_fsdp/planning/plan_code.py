@@ -120,7 +120,7 @@ def _dtype_lines(model: nn.Module) -> Iterator[str]:
     name = ", ".join(dtypes)
     if is_of_transformers(model) and len(dtypes) == 1:  # which builds models in the dtype of the config.json
         config = "AutoConfig.from_pretrained(FOLDER)"
-        yield "# with torch.device('meta'):  # a rank has no memory for all weights; the default is the config's dtype"
+        yield "# with torch.device('meta'):  # from_pretrained would read all weights on each rank"
         yield f"#     model = {type(model).__name__}._from_config({config}, dtype={name})"
     yield "dtypes = {param.dtype for param in model.parameters()}"
     yield f"if dtypes != {{{name}}}:"
