@@ -11,11 +11,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.alone import pytest_runtest_protocol, pytest_unconfigure
 from tests.support.distributed import close_pool
 from tests.support.faults.nan_memory import NAN_MEMORY, nan_memory_if_asked
 from tests.support.faults.rounding_noise import ROUNDING_NOISE, noise_if_asked
 from tools.lab import missing
 from vescale_fsdp.conversion.formats.huggingface import class_check, class_child
+
+__all__ = ["pytest_runtest_protocol", "pytest_unconfigure"]  # pytest finds them here
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
 # is not limited, because the machine may be busy.

@@ -154,6 +154,7 @@ sys.meta_path[:] = map(WithoutSome, sys.meta_path)
 
 
 @needs_device()
+@pytest.mark.alone
 @pytest.mark.part("pages")
 @pytest.mark.timeout(600)
 def test_a_rehearsal_passes_on_a_bare_machine(tmp_path: Path) -> None:

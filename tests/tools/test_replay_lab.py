@@ -46,6 +46,7 @@ def test_a_replay_has_one_link_and_a_core_per_rank() -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.part("jobs")
 def test_a_replay_takes_as_long_as_a_step_between_nodes(tmp_path: Path) -> None:
     """Two nodes over 0.05 Gb/s: ours within 15 %, and FSDP2 slower in both."""
