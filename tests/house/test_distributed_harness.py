@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def _pid_and_threads() -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
 
+_kept: list[threading.Thread] = []
+
+
+def _leave_threads(number: int) -> int:
+    for _ in range(number):
+        _kept.append(threading.Thread(target=threading.Event().wait, daemon=True))
+        _kept[-1].start()
+    return os.getpid()
+
+
 def _mesh_shape() -> tuple[int, ...]:
     return tuple(cpu_mesh(2, 2, names=("replicate", "shard")).shape)
 
@@ -80,6 +91,14 @@ def test_workers_are_kept_and_single_threaded() -> None:
     assert run_ranks(2, _pid_and_threads) == first
     assert len({pid for pid, _ in first} | {os.getpid()}) == 3
     assert [threads for _, threads in first] == [1, 1]
+
+
+def test_workers_that_keep_threads_are_replaced() -> None:
+    """By the next call, of all ranks; a few threads do not matter."""
+    before = run_ranks(2, _leave_threads, 2)
+    assert run_ranks(2, _leave_threads, 64) == before
+    after = run_ranks(2, _leave_threads, 0)
+    assert set(after).isdisjoint(before) and not any(map(psutil.pid_exists, before))
 
 
 def test_every_call_starts_from_the_same_seed() -> None:
