@@ -64,7 +64,7 @@ class Restored:
         step: the step that was restored.
         skipped: (number, reason) of newer steps that were not restored: damaged, or lost from the memory of a node.
         report: the report of the load: names that were not loaded, and the metadata.
-        tier: the storage that the step was read from: "disk" or "ram".
+        tier: the storage that the step was read from: "disk", the run's root, also on an object store, or "ram".
         moves: one entry for each file that was missing from the memory of a node that needed it: the rank that sent it,
             or `FROM_DISK` if it was rebuilt from the same step on disk, and the rank that received it.
 

@@ -90,7 +90,7 @@ def code_lines(
             yield f"fully_shard({_path(model, name)}, {inner})"
     yield f"fully_shard(model, {root})"
     if is_of_transformers(model):
-        yield "# load(FOLDER, model)  # of vescale_fsdp.checkpoint: each rank reads its own shards"
+        yield "# load(FOLDER, model, dtype='state')  # each rank reads its shards, in the model's dtype"
     count = setup.micro_batches
     if count > 1 and (best.is_hybrid or best.replicas > 1):
         yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
@@ -118,10 +118,16 @@ def _dtype_lines(model: nn.Module) -> Iterator[str]:
     """Yield the lines that refuse a model in other dtypes than the plan's, with which it would train differently."""
     dtypes = sorted({str(param.dtype) for param in model.parameters()})
     name = ", ".join(dtypes)
-    if is_of_transformers(model) and len(dtypes) == 1:  # which builds models in the dtype of the config.json
-        config = "AutoConfig.from_pretrained(FOLDER)"
+    if is_of_transformers(model) and len(dtypes) == 1:  # whose weights `load` reads
+        cls, home = type(model).__name__, type(model).__module__
+        if home.startswith("transformers."):  # all model classes are in the package itself, too
+            yield f"# from transformers import AutoConfig, {cls}"
+        else:
+            yield f"# from {home} import {cls}"
+            yield "# from transformers import AutoConfig"
+        yield "# from vescale_fsdp.checkpoint import load"
         yield "# with torch.device('meta'):  # from_pretrained would read all weights on each rank"
-        yield f"#     model = {type(model).__name__}._from_config({config}, dtype={name})"
+        yield f"#     model = {cls}(AutoConfig.from_pretrained(FOLDER)).to({name})"
     yield "dtypes = {param.dtype for param in model.parameters()}"
     yield f"if dtypes != {{{name}}}:"
     yield f'    raise TypeError(f"the plan is for weights in {name}, not {{dtypes}}: build the model in this dtype")'

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from tests.support.distributed import run_ranks
@@ -412,6 +415,40 @@ def test_the_printed_lines_run(optimizer: Any, memory_bytes: int, checkpointing:
     assert {units for units, _ in ranks} == {len(plan.candidates[0].units) + 1}
     numels = [sum(each) for each in zip(*(grads for _, grads in ranks), strict=True)]
     assert numels == [param.numel() for param in Model().parameters()]
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A subclass of a user, which transformers does not have."""
+
+
+def logits_of_plan(code: str, folder: str) -> torch.Tensor:
+    """Run the lines of a plan with those in comments, and a forward; the logits of a rank."""
+    lines: dict[str, Any] = {"FOLDER": folder}
+    exec(re.sub("^# ", "", code, flags=re.MULTILINE), lines)  # noqa: S102
+    return lines["model"](torch.arange(16)[None]).logits.detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "stored"), [(transformers.LlamaForCausalLM, torch.bfloat16), (OwnLlama, torch.float32)]
+)
+def test_the_lines_in_comments_load_the_weights(make: Any, stored: torch.dtype, tmp_path: Path) -> None:
+    """On two ranks, of files in either dtype, into fp32: the logits are those of transformers' own loading."""
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    torch.manual_seed(0)
+    make(config).to(stored).save_pretrained(tmp_path)
+    plan = plan_training(on_meta(make, config), Cluster(2, on_cpu=True), param_dtype=torch.float32)
+    plain = make.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = plain(torch.arange(16)[None]).logits
+    for logits in run_ranks(2, logits_of_plan, plan.code, str(tmp_path)):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+    assert expected.abs().max() > 0.1
 
 
 def train_counting(code: str) -> tuple[int, int]:
