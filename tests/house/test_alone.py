@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run_command
+from tests.support.alone import place
+from tests.support.processes import run_command, wait_until
 
 pytestmark = pytest.mark.part("jobs")  # five seconds each
 
@@ -70,13 +74,56 @@ def num_beside(words: list[str], name: str) -> int:
 
 
 def test_a_test_alone_has_no_other_beside_it(tmp_path: Path) -> None:
-    """Its neighbours wait, and it does not wait for the last of them."""
+    """The other worker waits; before and afterwards, two tests run at a time."""
     words = noted(tmp_path, "@pytest.mark.alone")
     assert num_beside(words, "b") == 1
-    assert words.index("begin b") < len(words) - 2
     assert num_beside(words, "c") + num_beside(words, "a") > 2  # two at a time otherwise
 
 
 def test_without_the_mark_it_runs_beside_another(tmp_path: Path) -> None:
     """The control."""
     assert num_beside(noted(tmp_path, ""), "b") > 1
+
+
+def hold(path: Path, is_alone: bool, name: str, notes: Path, pipe: Connection) -> None:
+    """Hold a place until the pipe has a message, and note when it is entered and left."""
+    with path.open("r+b") as file, place(file, is_alone):
+        with notes.open("a") as lines:
+            lines.write(f"{name} enters\n")
+        pipe.send("entered")
+        assert pipe.poll(60.0)
+        with notes.open("a") as lines:
+            lines.write(f"{name} leaves\n")
+
+
+def test_a_test_that_comes_later_does_not_overtake(tmp_path: Path) -> None:
+    """One test runs, another waits to be alone: a third one waits for both."""
+    path, notes = tmp_path / "lock", tmp_path / "notes"
+    path.touch()
+    context = multiprocessing.get_context("spawn")
+    pipes = {}
+    for name in ("first", "alone", "later"):
+        pipes[name], theirs = context.Pipe()
+        process = context.Process(target=hold, args=(path, name == "alone", name, notes, theirs), daemon=True)
+        process.start()
+        if name == "first":
+            assert pipes[name].poll(60.0)
+        elif name == "alone":
+            wait_until(lambda: is_locked(path), "the door is held", limit_s=60.0)
+    assert not pipes["later"].poll(5.0)  # a process starts in less
+    for name in ("first", "alone", "later"):
+        pipes[name].send("leave")
+        assert pipes[name].poll(60.0)
+    wait_until(lambda: len(notes.read_text().splitlines()) == 6, "all have left", limit_s=60.0)
+    order = [f"{name} {what}" for name in ("first", "alone", "later") for what in ("enters", "leaves")]
+    assert notes.read_text().splitlines() == order
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the door."""
+    with path.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+        except OSError:
+            return True
+    return False

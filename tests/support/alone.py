@@ -24,7 +24,7 @@ _file = pytest.StashKey[IO[bytes]]()
 def place(file: IO[bytes], alone: bool) -> Iterator[None]:
     """Wait for a place beside other tests, or for the whole room.
 
-    The locks are those of POSIX: children do not inherit them, and a worker that ends gives them back.
+    The locks are those of POSIX: children do not inherit them, and they are released when a worker ends.
     """
     fcntl.lockf(file, fcntl.LOCK_EX, 1, _DOOR)
     fcntl.lockf(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH, 1, _ROOM)
@@ -38,9 +38,8 @@ def place(file: IO[bytes], alone: bool) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout, whose clock does not run meanwhile
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Let a worker's tests wait for each other; without pytest-xdist there is one test at a time."""
-    worker = vars(item.config).get(
-        "workerinput"
-    )  # the environment's PYTEST_XDIST_WORKER also reaches nested runs
+    # Not the environment's PYTEST_XDIST_WORKER, which a run inside a test inherits.
+    worker = vars(item.config).get("workerinput")
     if worker is None:
         return (yield)
     if _file not in item.config.stash:
