@@ -7,10 +7,12 @@ A case is nodes x ranks per node, sharded over all ranks, or with an ``h`` (HSDP
 or with an ``s`` the same with the optimizer spread over nodes (``shard_optimizer_over``), and a number of micro-batches
 after it: ``2x2s4``. Beside such a case are our own FSDP and HSDP, and FSDP2 that shards over all ranks.
 
-Bytes: what each node's link has received per step, by the interface's counters, less the headers of Ethernet, IP and
-TCP (66 bytes per packet) and less what comes without a step (measured); the largest of all nodes. The least possible:
-into a node must come, once per gather, the parameters that its ranks do not have, and for its own parameters, from
-each other node, the gradients of that node's ranks or their sum in the dtype of the sum, whichever is less.
+Bytes: what each node's link has received in a step, by the interface's counters, less the headers of Ethernet, IP and
+TCP (66 bytes per packet) and less what comes without a step (measured). Each node's least of three steps, and the
+largest of all nodes: every step sends the same, and what TCP repeats, or the job's store sends, only adds to it. The
+least possible: into a node must come, once per gather, the parameters that its ranks do not have, and for its own
+parameters, from each other node, the gradients of that node's ranks or their sum in the dtype of the sum, whichever is
+less.
 
 Time: medians of steps in which the runtimes alternate, beside two floors: the same computation with nothing sent (the
 plain model in the compute dtype and AdamW of a shard, on all ranks at once), and an exchange of our bytes by raw
@@ -31,7 +33,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -169,11 +170,13 @@ def _measure(case: Case) -> Figures:
     for step in steps.values():
         for _ in range(_WARM_STEPS):
             step()
-    idle = received_by(lambda: time.sleep(1.0))
+    idle = least_received(lambda: time.sleep(1.0))
     for rival, step in steps.items():
-        received = torch.tensor((received_by(partial(repeat, step, 3)) - idle) / 3, dtype=torch.float64)
+        received = torch.tensor(least_received(step) - idle, dtype=torch.float64)
         dist.all_reduce(received, dist.ReduceOp.MAX)
         figures.received_bytes[rival] = received.item()
+    if case.steps == 0:
+        return figures
     plain = build(case.model).to(POLICIES[case.dtype].param_dtype)
     own = nn.Parameter(torch.randn(sum(p.numel() for p in plain.parameters()) // dist.get_world_size()))
     own.grad = torch.zeros_like(own)
@@ -257,20 +260,25 @@ def step_of(
     return step
 
 
-def repeat(step: Callable[[], None], times: int) -> None:
-    """Do a step several times."""
-    for _ in range(times):
-        step()
+def least_received(work: Callable[[], object], times: int = 3) -> float:
+    """The least of what this rank's node receives in several runs of ``work``: what comes besides only adds to it."""
+    return min(received_by(work) for _ in range(times))
 
 
 def received_by(work: Callable[[], object]) -> float:
     """Payload that this rank's node receives during ``work`` on all ranks."""
+    traffic = traffic_during(work)
+    return traffic.received_bytes - HEADER_BYTES * traffic.received_packets
+
+
+def traffic_during(work: Callable[[], object]) -> Traffic:
+    """What passes the link of this rank's node during ``work`` on all ranks, that of three barriers included."""
     dist.barrier()
     before = traffic_of()
+    dist.barrier()  # no rank works, and so sends, before all have read their counters
     work()
     dist.barrier()
-    since: Traffic = traffic_of() - before
-    return since.received_bytes - HEADER_BYTES * since.received_packets
+    return traffic_of() - before
 
 
 class _Exchange:
@@ -318,6 +326,8 @@ def rows_of(case: Case, gbit: float, figures: Figures, *, with_bytes: bool) -> l
             for each in case.rivals[len(RIVALS) :]
         ]
         rows.append(Row(case.name, metric, unit, received["ours"], received["ddp"], "ddp"))
+    if not figures.seconds:
+        return rows
     ms = {name: 1000 * statistics.median(seconds) for name, seconds in figures.seconds.items()}
     floor = max(ms["compute"], ms["sockets"])
     name = f"{case.name}, {gbit:g} Gb/s"
@@ -368,7 +378,7 @@ def parse_case(text: str) -> Kind:
 @click.option("--models", default="dense,moe", show_default=True)
 @click.option("--dtypes", default="bf16,fp32", show_default=True, help=f"of {', '.join(POLICIES)}")
 @click.option("--rates", default="1,0.1", show_default=True, help="Gb/s of each link")
-@click.option("--steps", default=5, show_default=True)
+@click.option("--steps", default=5, show_default=True, help="timed ones; 0: bytes alone")
 @click.option("--json", "file", type=click.Path(path_type=Path))
 def main(cases: str, models: str, dtypes: str, rates: str, steps: int, file: Path | None) -> None:
     rows: list[Row] = []

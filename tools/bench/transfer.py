@@ -43,10 +43,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.bench.network import HEADER_BYTES
+from tools.bench.network import HEADER_BYTES, traffic_during
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
-from tools.lab import Lab, Traffic, traffic_of
+from tools.lab import Lab, Traffic
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.distribution import Axis, Distribution, LayoutCut, RankSet, ShardCut
@@ -484,11 +484,7 @@ def work_on_node(folder: str, layers: int, rounds: int) -> None:
     ways = {"ours": sending.ours, "sends": sending.sends}
     for way in ways.values():
         way()  # connects
-    dist.barrier()
-    before = traffic_of()
-    sending.ours()
-    dist.barrier()
-    traffic = traffic_of() - before
+    traffic = traffic_during(sending.ours)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -558,11 +554,7 @@ def work_on_replica(folder: str, layers: int, rounds: int) -> None:
     traffic: dict[str, tuple[int, ...]] = {}
     for name, transfer in ways.items():
         transfer.run(state, into)  # connects
-        dist.barrier()
-        before = traffic_of()
-        transfer.run(state, into)
-        dist.barrier()
-        traffic[name] = tuple(traffic_of() - before)
+        traffic[name] = tuple(traffic_during(partial(transfer.run, state, into)))
     for _ in range(rounds):
         for name, transfer in ways.items():
             dist.barrier()

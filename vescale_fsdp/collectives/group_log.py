@@ -102,6 +102,8 @@ class GroupLog:
         self._entries: list[str] = []  # the last ones
         self._lock = threading.Lock()  # the thread of a watch reads the entries
         self._published = -1  # the count that was published last
+        # Ranks whose logs have all entries of this one at this count, and the same ones: they need not be read again.
+        self._agreed: tuple[int, frozenset[int]] = (-1, frozenset())
 
     # -- written where collectives start ---------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class GroupLog:
     def amend(self, entry: str) -> None:
         """Replace the last entry, on all ranks: its collective was refused before anything was sent."""
         with self._lock:
-            self._entries[-1] = entry
+            self._entries[-1], self._agreed = entry, (-1, frozenset())
             is_published, self._published = self._published == self.count, -1
         if is_published:
             self.publish()
@@ -187,13 +189,19 @@ class GroupLog:
     def difference(self, ranks: Iterable[int]) -> tuple[LogDifference | None, bool]:
         """Compare this log with the published logs of other ranks.
 
+        A rank that is idle for long compares often: it reads a log again only if that may show something new.
+
         Returns:
             The first difference, or None; and whether all these ranks have published a log.
         """
         with self._lock:
-            logs = {self._rank: (self.count, self._entries[-_KEPT:])}
-        is_complete = True
+            own_count, own_entries = self.count, self._entries[-_KEPT:]
+            agreed = self._agreed[1] if self._agreed[0] == own_count else frozenset()
+        logs = {self._rank: (own_count, own_entries)}
+        is_complete, ranks = True, tuple(ranks)
         for rank in ranks:
+            if rank in agreed:
+                continue
             if not self._store.check([self._key_of(rank)]):
                 is_complete = False
                 continue
@@ -204,7 +212,15 @@ class GroupLog:
         aligned = {rank: entries[first - count + len(entries) :] for rank, (count, entries) in logs.items()}
         own = aligned[self._rank]
         if all(left == right for log in aligned.values() for left, right in zip(own, log, strict=False)):
+            with self._lock:
+                if own_entries == self._entries[-_KEPT:]:  # not amended meanwhile
+                    as_long = {rank for rank, (count, _) in logs.items() if count >= own_count}
+                    self._agreed = own_count, agreed | as_long
             return None, is_complete
+        if agreed:
+            with self._lock:
+                self._agreed = -1, frozenset()
+            return self.difference(ranks)  # of all ranks, so that the difference names them all
         where = f"entry {{}} of the last {len(own)} collectives of a process group"
         return first_difference(aligned, self.ranks, where), True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch.distributed as dist
 
@@ -51,6 +53,54 @@ def test_only_other_entries_are_a_difference(case: str) -> None:
         # Each rank compares its own log with the others'.
         assert own in (sides, [])
     assert any(own == sides for own, _ in found)
+
+
+def logs_read(entries: list[list[str] | None]) -> list[int]:
+    """How many logs rank 0 reads in each turn, twice: after these entries, or None for an amended one."""
+    log = own_log()
+    found = []
+    for turn in entries:
+        if turn is None:
+            log.amend("refused")
+        for entry in (turn or []) if dist.get_rank() == 0 else (turn or [])[:1]:
+            log.add(entry)
+        log.publish()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for _ in range(2):
+                with mock.patch.object(log, "_store", mock.Mock(wraps=log._store)) as store:
+                    assert log.difference(log.partners()) == (None, True)
+                found.append(store.get.call_count)
+        dist.barrier()
+    return found
+
+
+def test_a_log_that_can_show_nothing_new_is_not_read_again() -> None:
+    """A rank that is idle for an hour reads each log once, but those of ranks behind it, and all after a new entry."""
+    read = run_threads(3, logs_read, [["a"], ["b"], [], None, ["c", "d"]])[0]
+    assert read == [2, 0, 2, 0, 0, 0, 2, 0, 2, 2]
+
+
+def all_named() -> list[list[int]]:
+    """Rank 2 starts something else, late: the sides that rank 0 sees, which has compared with rank 1 before."""
+    log = own_log()
+    if dist.get_rank() < 2:
+        log.add("a")
+    log.publish()
+    dist.barrier()
+    assert log.difference(log.partners()) == (None, True)
+    dist.barrier()
+    if dist.get_rank() == 2:
+        log.add("b")
+        log.publish()
+    dist.barrier()
+    difference, _ = log.difference(log.partners())
+    return [ranks for _, ranks in difference.sides] if difference else []
+
+
+def test_a_difference_names_ranks_that_were_not_read_again() -> None:
+    """The ranks on each side."""
+    assert run_threads(3, all_named) == [[[0, 1], [2]]] * 3
 
 
 def refused() -> tuple[bool, bool]:

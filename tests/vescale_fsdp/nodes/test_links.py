@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tools.bench.faults import elastic_nodes
-from tools.bench.network import HEADER_BYTES
+from tools.bench.network import HEADER_BYTES, traffic_during
 from tools.bench.rows import print_table
 from tools.bench.transfer import measured_over_nodes, measured_to_replicas
-from tools.lab import Lab, Traffic, traffic_of
+from tools.lab import Lab, Traffic
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier
 
@@ -115,11 +115,7 @@ def _restore_from_memory(folder: Path) -> dict[str, Any]:
 
 def _counted(work: Any) -> tuple[int, int]:
     """Bytes that this node sends and receives during a work of all ranks."""
-    dist.barrier()
-    before = traffic_of()
-    work()
-    dist.barrier()
-    return payload(traffic_of() - before)
+    return payload(traffic_during(work))
 
 
 def _run(lab: Lab, work: str, folder: Path, per_node: int) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from tools.bench.network import batch_of, build, received_by, repeat, step_of
+from tools.bench.network import batch_of, build, least_received, step_of
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.step import blocks_of
 from tools.lab import Lab, Run, host_of
@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.elastic import ElasticJob, StoreMembership, TrainingState
 
 _PORT, _MODEL = 29500, "dense"
-_WARM_STEPS, _STEPS = 3, 3  # of an epoch; the next one measures
+_WARM_STEPS = 3  # of an epoch; the next one measures
 _FP32_BYTES = 4
 
 
@@ -83,10 +83,9 @@ def _worker(node: int, sizes: Sequence[int], loses: bool, folder: Path) -> None:
         fsdp2 = step_of(stock, list(stock.parameters()), batch_of(_MODEL), micros=1)
         fsdp2()
         found = {}
-        idle = received_by(partial(time.sleep, 1.0))
+        idle = least_received(partial(time.sleep, 1.0))
         for name, work in (("ours", own), ("fsdp2", fsdp2)):
-            received = received_by(partial(repeat, work, _STEPS)) - idle
-            most = torch.tensor(received / _STEPS, dtype=torch.float64)
+            most = torch.tensor(least_received(work) - idle, dtype=torch.float64)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             found[name] = most.item()
         if job.rank == 0:
