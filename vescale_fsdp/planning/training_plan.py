@@ -651,14 +651,21 @@ def _helping(planner: _Planner, name: str, changes: Sequence[Mapping[str, Any]])
 
 def _too_large(planner: _Planner, best: ShardingCandidate) -> str:
     """Return the line of advice for a model that no change makes fit."""
-    peak = best.peak
+    peak, setup = best.peak, planner.setup
+    kept = peak.weights + peak.states
+    if kept > best.memory_bytes:  # whatever the size of units
+        return (
+            f"    none of the changes that were tried: on {setup.cluster.gpus} {setup.cluster.rank_name}s, weights and "
+            f"optimizer states alone take {format_bytes(kept)} per {setup.cluster.rank_name}, of "
+            f"{format_bytes(best.memory_bytes)}. Use many more, or ones with more memory"
+        )
     if peak.activations > peak.gathered + peak.gradients:
         return (
             f"    none of the changes that were tried: activations take {format_bytes(peak.activations)}. Use fewer "
             "tokens per GPU, or divide them by tensor or context parallelism, which is not planned here"
         )
     unit = max(planner.report_of(best).rows, key=lambda row: row.payload_numel)
-    nbytes = unit.payload_numel * planner.setup.param_dtype.itemsize
+    nbytes = unit.payload_numel * setup.param_dtype.itemsize
     return (
         f"    none of the changes that were tried: {unit.group} takes {format_bytes(nbytes)} while it is gathered, the "
         f"unit after it as much, and its gradients {format_bytes(nbytes + unit.payload_numel * _REDUCED)}. Make units "

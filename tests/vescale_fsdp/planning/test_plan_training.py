@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp import Cluster, FSDPModule, Rows, TrainingPlan, plan_training
-from vescale_fsdp.errors import ArgumentError
+from vescale_fsdp.errors import ArgumentError, format_bytes
 from vescale_fsdp.layout.geometry import RunLengths
 from vescale_fsdp.planning.meta_step import StorageMeter, measure_step
 from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
@@ -189,6 +189,14 @@ def test_advice_is_planned_again() -> None:
     assert not any("GPUs" in line for line in plan.advice[1:])  # activations make up the peak
     hopeless = plan_of(model, Cluster(8, memory_bytes=1000), tokens)
     assert len(hopeless.advice) == 2 and hopeless.code.endswith(hopeless.candidates[0].code)
+
+    peak = hopeless.candidates[
+        0
+    ].peak  # what is too large, is named: weights and states alone, or what comes to them
+    kept = peak.weights + peak.states
+    assert format_bytes(kept) in hopeless.advice[1]
+    larger = plan_of(model, Cluster(8, memory_bytes=kept), tokens)
+    assert not larger.fits and not any(format_bytes(kept) in line for line in larger.advice)
 
 
 @pytest.mark.parametrize("gpus", [3, 6])
