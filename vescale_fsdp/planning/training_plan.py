@@ -657,7 +657,7 @@ def _too_large(planner: _Planner, best: ShardingCandidate) -> str:
         return (
             f"    none of the changes that were tried: on {setup.cluster.gpus} {setup.cluster.rank_name}s, weights and "
             f"optimizer states alone take {format_bytes(kept)} per {setup.cluster.rank_name}, of "
-            f"{format_bytes(best.memory_bytes)}. Use many more, or ones with more memory"
+            f"{format_bytes(best.memory_bytes)}. Use many more {setup.cluster.rank_name}s, or more memory for each"
         )
     if peak.activations > peak.gathered + peak.gradients:
         return (
