@@ -150,13 +150,15 @@ class CorruptCheckpointError(CheckpointError):
     """
 
     usual_todo: ClassVar[str | None] = (
-        "copy or download the checkpoint again from where it was made, or use an older one"
+        "copy or download the checkpoint again from where it was made, or use an older one; if it is the only one, "
+        "docs/faults.md shows how to load its undamaged tensors"
     )
     others: tuple[CorruptCheckpointError, ...] = ()
 
     def __str__(self) -> str:
         # The last part of the message is what to do.
-        more = f"; verify lists {len(self.others)} more problems" if self.others else ""
+        number = len(self.others)
+        more = f"; verify lists {number} more problem{'s' * (number > 1)}" if number else ""
         return super().__str__() + more
 
 

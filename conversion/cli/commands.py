@@ -219,7 +219,8 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
     else:
         _echo_problems(report.problems)
         read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
-        click.echo(f"{url}: {report.num_tensors} tensors, {read}: {len(report.problems)} problems")
+        number = len(report.problems)
+        click.echo(f"{url}: {report.num_tensors} tensors, {read}: {number} problem{'s' * (number != 1)}")
     sys.exit(1 if report.problems else 0)
 
 

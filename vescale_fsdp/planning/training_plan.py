@@ -35,6 +35,7 @@ from vescale_fsdp.planning.optimizer_step import SteppedShape, step_bytes
 from vescale_fsdp.planning.plan_code import code_lines
 from vescale_fsdp.planning.plan_text import in_unit, text_lines
 from vescale_fsdp.planning.step_memory import PeakMemory, UnitMemory, Window, peak_of
+from vescale_fsdp.torch_private import pytree
 
 OptimizerName = Literal["adamw", "adamw8bit", "muon", "none"]
 _REDUCED = 4  # bytes per element of reductions, which are in fp32
@@ -692,8 +693,11 @@ def _notes(planner: _Planner) -> Iterator[str]:
             setup.micro_batches * planner.step.flops, (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
         )
         yield f"{flops} per {cluster.rank_name} and step; operators one by one, as without a compiler"
+        tensors = [each for each in pytree.tree_leaves(planner.batch) if isinstance(each, torch.Tensor)]
+        kinds = dict.fromkeys(f"{each.dtype} {list(each.shape)}".removeprefix("torch.") for each in tensors)
+        yield f"micro-batch of each {cluster.rank_name}: {', '.join(kinds)}; {setup.micro_batches} per step"
     if setup.micro_batches > 1:
-        yield f"{setup.micro_batches} micro-batches per step; the last one also reduces over replicas and nodes"
+        yield "the last micro-batch also reduces over replicas and nodes, where the sharding has them"
     if cluster.on_cpu:
         yield "no times, because none are known of your CPUs"
     else:

@@ -107,7 +107,7 @@ def test_ls_prints_the_command_that_reads_a_steps_data(tmp_path: Path) -> None:
     assert row.endswith("committed") and note.startswith("Data is not read: ")
     command = shlex.split(note.removeprefix("Data is not read: ").removesuffix(" checks a step."))
     result = _run(*[{"N": "5"}.get(word, word) for word in command[1:]])
-    assert command[0] == "vescale-convert" and result.exit_code == 1 and "1 problems" in result.stdout
+    assert command[0] == "vescale-convert" and result.exit_code == 1 and "1 problem\n" in result.stdout
 
 
 def test_ls_names_steps_that_a_rollback_has_abandoned(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -243,10 +244,10 @@ EVENTS = (
 )
 
 
-def many_steps(seed: int, num_sides: int, num_steps: int) -> dict[str, int]:
+def many_steps(seed: int, numbers: range, num_steps: int) -> dict[str, int]:
     """Steps with drawn events. Returns how often each was seen, and how often a run sent only patches."""
     seen = dict.fromkeys((*EVENTS, "patched", "spilled", "unusable"), 0)
-    for number in range(num_sides):  # each with other layouts, budgets and options
+    for number in numbers:  # each with other layouts, budgets and options
         drawn = random.Random(seed * 100 + number)
         torch.manual_seed(seed * 100 + number)
         verify = bool(number & 1)
@@ -315,13 +316,20 @@ def watch_spills(sides: Sides) -> int:
 )
 def test_every_step_is_a_whole_transfer(num_sides: int, num_steps: int) -> None:
     """Skipped, repeated and aborted rounds, restarts, snapshots, writes to the target, and patches that do not fit."""
-    seen = run_ranks(4, many_steps, 1, num_sides, num_steps, timeout_s=900)
+    seen: Counter[str] = Counter()
+    # Few at a time, in new processes: threads of earlier process groups make later sides slower.
+    for first in range(0, num_sides, 5):
+        numbers = range(num_sides)[first : first + 5]
+        ranks = run_ranks(4, many_steps, 1, numbers, num_steps, timeout_s=600)
+        seen.update(
+            ranks[0] | {event: sum(each[event] for each in ranks) for event in ("spilled", "unusable")}
+        )
 
-    assert seen[0]["patched"] > num_sides * num_steps // 8, seen[0]
-    assert sum(each["spilled"] for each in seen) > 0
+    assert seen["patched"] > num_sides * num_steps // 8, seen
+    assert seen["spilled"] > 0
     if num_steps > 8:
-        assert min(seen[0][event] for event in EVENTS) > 10, seen[0]
-        assert sum(each["unusable"] for each in seen) > 0
+        assert min(seen[event] for event in EVENTS) > 10, seen
+        assert seen["unusable"] > 0
 
 
 def one_restarts() -> None:
