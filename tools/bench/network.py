@@ -82,6 +82,7 @@ class Case:
     out: str = ""
     spreads: bool = False  # whether the optimizer is sharded over nodes, too
     micros: int = 1  # micro-batches per step
+    seq: int = _SEQ  # tokens of each sequence, which no byte between nodes depends on
 
     @property
     def rivals(self) -> tuple[str, ...]:
@@ -118,12 +119,12 @@ def build(model: str) -> nn.Module:
     return GroupedMoE(MoEShape(256, 4, 7, 256, 2))
 
 
-def batch_of(model: str) -> torch.Tensor:
+def batch_of(model: str, seq: int = _SEQ) -> torch.Tensor:
     """This rank's tokens, or hidden states for the MoE blocks."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     if model == "dense":
-        return torch.randint(0, _VOCABULARY, (_BATCH, _SEQ), generator=generator)
-    return torch.randn(_BATCH, _SEQ, 256, generator=generator)
+        return torch.randint(0, _VOCABULARY, (_BATCH, seq), generator=generator)
+    return torch.randn(_BATCH, seq, 256, generator=generator)
 
 
 def least_bytes(case: Case) -> float:
@@ -161,7 +162,7 @@ def worker(case: Case) -> None:
 def _measure(case: Case) -> Figures:
     """Bytes and seconds of all runtimes, on this rank; seconds of the slowest rank."""
     node, local = divmod(dist.get_rank(), case.per_node)
-    batch = batch_of(case.model)
+    batch = batch_of(case.model, case.seq)
     steps = {}
     for rival in case.rivals:
         wrapped = sharded(rival, build(case.model), case)
@@ -379,8 +380,11 @@ def parse_case(text: str) -> Kind:
 @click.option("--dtypes", default="bf16,fp32", show_default=True, help=f"of {', '.join(POLICIES)}")
 @click.option("--rates", default="1,0.1", show_default=True, help="Gb/s of each link")
 @click.option("--steps", default=5, show_default=True, help="timed ones; 0: bytes alone")
+@click.option(
+    "--seq", default=_SEQ, show_default=True, help="tokens of each sequence; bytes do not depend on it"
+)
 @click.option("--json", "file", type=click.Path(path_type=Path))
-def main(cases: str, models: str, dtypes: str, rates: str, steps: int, file: Path | None) -> None:
+def main(cases: str, models: str, dtypes: str, rates: str, steps: int, seq: int, file: Path | None) -> None:
     rows: list[Row] = []
     for kind in map(parse_case, cases.split(",")):
         nodes = kind["nodes"]
@@ -394,7 +398,7 @@ def main(cases: str, models: str, dtypes: str, rates: str, steps: int, file: Pat
                         for node in range(nodes):
                             lab.slow(node, mbit=1000 * float(rate))
                         out = Path(folder) / "figures.json"
-                        case = Case(model=model, dtype=dtype, steps=steps, out=str(out), **kind)
+                        case = Case(model=model, dtype=dtype, steps=steps, out=str(out), seq=seq, **kind)
                         lab.run(
                             ["-m", "tools.bench.network"],
                             nproc_per_node=case.per_node,
