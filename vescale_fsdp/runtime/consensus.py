@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 
 ValueT = TypeVar("ValueT")
 _NOTHING = "no more units: the model ends before"  # shown for a rank that has fewer lines than other ranks
+_DIFFERENT = "The ranks have sharded different models, or have sharded one model differently."
+_SAME_ARGUMENTS = (
+    "build and shard the model with the same arguments on every rank, "
+    "and load or replace parameters on all of them"
+)
 
 
 def reach_consensus(units: Mapping[FSDPState, str]) -> None:
@@ -77,13 +82,15 @@ def reach_consensus(units: Mapping[FSDPState, str]) -> None:
     # The sort keys give the meshes the same order on all ranks. The largest mesh comes first: most ranks then name the
     # cause itself, and not that a rank failed elsewhere.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
-        first = f"mesh {ranks_in(mesh)}" if failure is None else str(failure)
+        first = f"mesh {ranks_in(mesh)}"
+        if failure is not None:
+            first = " ".join(str(part) for part in (failure.problem, failure.got, failure.where) if part)
         try:
             # A forward under torch.func or inference mode must not change the tensors of the comparison. Lines are
             # sorted by kind, over all groups: parameters and policies come before the layouts that follow from them,
             # so that the first difference is the cause.
             with outside_modes():
-                per_node = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))])
+                per_node = _compare(mesh, [first, *chain(*zip(*by_mesh[mesh], strict=True))], failure)
             for unit in units:
                 for group in unit.groups:
                     if group.data.mesh == mesh:
@@ -151,8 +158,13 @@ def _lines(where: str, unit: FSDPState, group: ParamGroup, names: Mapping[FSDPSt
     )
 
 
-def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
+def _compare(mesh: DeviceMesh, lines: list[str], failure: LifecycleError | None) -> int:
     """Compare lines over every axis of a mesh.
+
+    Args:
+        mesh: the mesh.
+        lines: this rank's lines; the first is about ``failure``, if there is one.
+        failure: why this rank cannot use the units, whatever other ranks have.
 
     Returns:
         `ranks_per_node`, if the ranks of the last axis, which shards, have the same number; else 0. Nodes of different
@@ -179,7 +191,7 @@ def _compare(mesh: DeviceMesh, lines: list[str]) -> int:
         per_node = most if most == -minus_fewest else 0
         are_apart = high_host != -minus_low_host
     if differing:
-        _raise_difference(lines, groups)
+        _raise_difference(lines, groups, failure)
     if are_apart and not per_node and mesh.device_type == "cpu" and dist.get_rank() == 0:
         warnings.warn(
             "Ranks are on several machines, and how many are on each is unknown, or not the same on all: every slice "
@@ -195,19 +207,27 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None:
-    """Find the first line in which ranks differ, and raise an error with this line on all ranks."""
+def _raise_difference(
+    lines: list[str], groups: list[dist.ProcessGroup], failure: LifecycleError | None
+) -> None:
+    """Find the first line in which ranks differ, and raise an error with this line on all ranks.
+
+    If ranks differ because some of them failed, the error has the problem and the remedy of the first that did.
+    """
     hashes = _collect([_hash(line) for line in lines], groups)
     columns = enumerate(zip_longest(*hashes.values()))  # one rank's model may have fewer lines
     index = next((index for index, column in columns if len(set(column)) > 1), len(lines))
     texts = _collect(lines[index] if index < len(lines) else _NOTHING, groups)
     (expected, here), *others = sides_of(texts)
+    own = None if failure is None else (failure.problem, failure.todo or _SAME_ARGUMENTS)
+    failures = _collect(own, groups) if index == 0 else {}
+    causes = [failures[rank] for rank in sorted(failures)]
+    problem, todo = next((each for each in causes if each is not None), (_DIFFERENT, _SAME_ARGUMENTS))
     raise LifecycleError(
-        "The ranks have sharded different models, or have sharded one model differently.",
+        problem,
         expected=f"the same on all ranks; ranks {here} have: {expected}",
         got="; ".join(f"ranks {ranks} have: {text}" for text, ranks in others),
-        todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
-        "on all of them",
+        todo=todo,
     )
 
 

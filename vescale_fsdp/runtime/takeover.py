@@ -170,8 +170,8 @@ def adopt_replaced_params(group: ParamGroup) -> None:
             expected="parameters of one state",
             got=", ".join(half_loaded_in(group.shard)[:4]),
             where=group.label,
-            todo="load a complete checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and "
-            "initialize",
+            todo="load a complete checkpoint, by vescale_fsdp.checkpoint or load_state_dict; if none is left, call "
+            "to_empty() and initialize, then load its undamaged tensors (docs/faults.md)",
         )
     if group.is_intact():
         return

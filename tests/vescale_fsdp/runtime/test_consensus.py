@@ -168,6 +168,24 @@ def test_every_switch_is_compared() -> None:
     assert set(SETTERS.values()) <= changed
 
 
+def cause_of(difference: str) -> tuple[str, str | None]:
+    """The problem and the remedy of the error of this rank, where rank 1 differs."""
+    model = build(difference, dist.get_rank() == 1, cpu_mesh(3))
+    with pytest.raises(LifecycleError) as caught:
+        model(torch.randn(2, 5))
+    return caught.value.problem, caught.value.todo
+
+
+def test_what_one_rank_cannot_use_is_the_problem_of_all() -> None:
+    """Not that ranks differ: whoever reads any rank's error reads what to do on the one that failed."""
+    cases = ("added", "replaced by what cannot be", "granularity", "policy")
+    found = {}
+    for case, by_rank in zip(cases, run_cases(3, cause_of, [(each,) for each in cases]), strict=True):
+        (found[case],) = set(by_rank)
+    assert found["granularity"] == found["policy"]  # ranks that differ, and no rank that fails
+    assert len({problem for problem, _ in found.values()}) == len({todo for _, todo in found.values()}) == 3
+
+
 def set_late() -> None:
     model: Any = build("none", False, cpu_mesh())
     model.set_narrow_reduction(False)
