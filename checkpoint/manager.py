@@ -65,7 +65,7 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
     shape_of,
 )
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, remove_leftovers
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, list_steps, remove_leftovers
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
@@ -507,7 +507,8 @@ class CheckpointManager:
             changed.write(self._root)
             if start is not None and later:
                 _log.warning(
-                    "%s %s: later steps are abandoned (kept, and skipped by restore): %s",
+                    "%s %s: later steps are abandoned (skipped by restore, and kept until this run saves a step of the "
+                    "same number): %s",
                     self._root.where,
                     start.text,
                     ", ".join(map(str, sorted(later))),
@@ -694,7 +695,8 @@ class CheckpointManager:
 
         Restoring changes nothing on disk. After a rollback with ``step=``, or if the newest steps are damaged, the disk
         contains steps that are later than the restored one. The next `save` of this manager marks these later steps as
-        abandoned before it writes: they are kept and logged, and `restore`, `latest` and `steps` skip them. The first
+        abandoned before it writes: they are logged, and `restore`, `latest` and `steps` skip them. They are kept until
+        the run saves a step of the same number, which replaces the abandoned one. The first
         `save` of a manager that has not called `restore` does the same with later steps, which are an older run's. To
         restore an abandoned step, pass ``step=``; to delete it, call `remove`. Every job locks the root from its first
         save to `close`; no step is marked while another job has the lock.
@@ -768,6 +770,8 @@ class CheckpointManager:
             whole=not read_only,
         )
         self._is_new_run = False
+        if not read_only and wanted is None:
+            self._warn_of_torn_steps(0 if restored is None else restored.step)
         if restored is not None and not read_only:
             self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))
             if restored.tier == "ram" and self._ram is not None and self._ram.replicas:
@@ -782,6 +786,22 @@ class CheckpointManager:
             manifest = read_manifest(ram.step_storage(step))
         assert manifest is not None
         ram.begin_renewal(self._coordinator, self._copying, step, manifest)
+
+    def _warn_of_torn_steps(self, step: int) -> None:
+        """Log the folders of steps later than ``step`` that have no manifest. A collective."""
+        with self._coordinator.together(f"looking for steps without a manifest in {self._root.where}"):
+            if self._coordinator.rank != 0:
+                return
+            torn = [number for number, is_committed in list_steps(self._root) if not is_committed]
+            later = ", ".join(str(number) for number in torn if number > step)
+            if later:
+                _log.warning(
+                    "%s: steps without a manifest were not restored: %s. Their saves were interrupted, or their "
+                    "manifests were deleted. The next save removes their data: if they were complete, put the "
+                    "manifests back first.",
+                    self._root.where,
+                    later,
+                )
 
     def _note_restored(self, step: int, *, is_rollback: bool) -> None:
         """Note which step the run continues from and, on rank 0, which steps on disk are later. A collective."""

@@ -305,7 +305,18 @@ class StepSearch:
     def check_none(self) -> None:
         """Raise if no step was restored although steps existed, or ``wanted`` was given."""
         # Only the first line of each error: its problem, without the details.
-        reasons = "; ".join(f"step {step}: {reason.splitlines()[0]}" for step, reason in self.skipped)
+        reasons = "; ".join(
+            f"step {step}: {reason.splitlines()[0].rstrip('.')}" for step, reason in self.skipped
+        )
+        if self.damaged and self._wanted is not None:
+            raise CorruptCheckpointError(
+                "This step is damaged.",
+                expected=f"step {self._wanted}, undamaged",
+                got=reasons,
+                where=self._root.where,
+                todo="restore without step=, which tries older steps; docs/faults.md shows how to load the undamaged "
+                "tensors of this step",
+            )
         if self.damaged or self.num_vanished:
             kind = CorruptCheckpointError if self.damaged else CheckpointError
             raise kind(

@@ -342,6 +342,8 @@ def _corrupt(where: str, got: str) -> CorruptCheckpointError:
         expected=f"a {FORMAT_NAME} manifest of version {FORMAT_VERSION}",
         got=got,
         where=where,
+        todo="copy the manifest again from where the checkpoint was made, or use an older step: no tensor can be found "
+        "without it",
     )
 
 

@@ -8,6 +8,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "conversion/formats/dcp/source.py": "open_dcp[1] _locate _MetadataReader._record _MetadataReader._checked_name",
         "conversion/formats/huggingface/read.py": "_joined_metadata _odd_shard _disagree",
         "conversion/formats/huggingface/repository.py": "refuse_pointers",
+        "checkpoint/manifest/manifest.py": "_corrupt",
         "checkpoint/native/rank_file_reader.py": "RankFileReader.corrupt",
         "conversion/formats/torch_save/pickle_reader.py": "load_dcp_metadata",
         "conversion/formats/torch_save/read.py": "TorchFile.content TorchFile.flat TorchFile.flat[1] TorchFile.damaged "
@@ -36,7 +37,7 @@ REVIEWED: dict[str, dict[str, str]] = {
         "GroupCoordinator._reaching GroupCoordinator._document",
         "checkpoint/ranks/roll_call.py": "RollCall.absence",
         "checkpoint/ranks/stores.py": "check_exposure interface_of unsign within BoundedStore._call",
-        "checkpoint/restore.py": "StepSearch._error StepSearch.check_none",
+        "checkpoint/restore.py": "StepSearch._error StepSearch.check_none[1]",
         "checkpoint/storage/base.py": "bad_root",
         "conversion/engine/journal.py": "Journal._busy",
         "conversion/engine/output.py": "Output._check_room",

@@ -599,6 +599,22 @@ def test_arguments_in_another_order(tmp_path: Path) -> None:
             assert eval(call, names).step == 5 and _is_filled(names["state"])  # type: ignore[arg-type]
 
 
+@runs("checkpoint/restore.py::StepSearch.check_none")
+def test_a_damaged_step_is_asked_for(tmp_path: Path) -> None:
+    """Without the number an older one is restored."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, _ones("w"))
+    manager.save(2, _zeros("w"))
+    (file,) = (tmp_path / "step-00000002").glob("data-*/*")
+    file.write_bytes(bytes(len(file.read_bytes())))
+    with pytest.warns(UserWarning, match="step 2"):
+        remedy = refused(manager.restore, state := _zeros("w"), step=2, verify="before")
+    assert remedy.startswith("restore without step=,")
+    with pytest.warns(UserWarning, match="step 2"):
+        manager.restore(state)
+    assert _is_filled(state)
+
+
 @runs("checkpoint/steps/retention.py::remove_unpinned")
 def test_a_pinned_step(tmp_path: Path) -> None:
     """It is unpinned by the call of the remedy."""

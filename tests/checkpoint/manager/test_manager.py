@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -176,6 +178,49 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
     ):
         manager.restore(state)
     assert caught.value.overwritten == ("w",) and (_state(0)["w"] != state["w"]).any()
+
+
+def test_a_damaged_step_that_was_asked_for_is_named_alone(tmp_path: Path) -> None:
+    """Other steps may be good, and without ``step=`` one of them is restored."""
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, _state(step))
+    _damage(tmp_path, 3)
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CorruptCheckpointError) as caught:
+        manager.restore(_state(0), step=3, verify="before")
+    with pytest.warns(UserWarning, match="damaged"):
+        restored = manager.restore(_state(0))
+    assert restored is not None and restored.step == 2
+    for step in (1, 2):
+        _damage(tmp_path, step)
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CorruptCheckpointError) as of_all:
+        manager.restore(_state(0), verify="before")
+    assert caught.value.problem != of_all.value.problem and "step=" in str(caught.value.todo)
+    assert "step 2" not in str(caught.value.got) and "step 2" in str(of_all.value.got)
+
+
+def test_steps_without_a_manifest_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By jobs that go on with the run, whose next save removes them; older ones do not concern the restart."""
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3, 4):
+        manager.save(step, _state(step))
+
+    def logged(**options: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            CheckpointManager(tmp_path).restore(_state(0), **options)
+        return [record.getMessage() for record in caplog.records]
+
+    assert logged() == []
+    for step in (1, 4):
+        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    (said,) = logged()
+    assert re.findall(r"\b[1-4]\b", said.removeprefix(str(tmp_path))) == ["4"]
+    assert logged(read_only=True) == logged(step=2) == []
+    for step in (2, 3):
+        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    (said,) = logged()
+    assert re.findall(r"\b[1-4]\b", said.removeprefix(str(tmp_path))) == ["1", "2", "3", "4"]
 
 
 def test_a_step_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
