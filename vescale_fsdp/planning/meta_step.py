@@ -118,6 +118,8 @@ def _measured(
         transformers = sys.modules["transformers"]
         transformers.AttentionInterface.register(_ATTENTION, attention.of_transformers)
         cast(Any, on_meta).set_attn_implementation(_ATTENTION)
+        if recomputed:  # it would append to a cache of keys and values again
+            cast(Any, on_meta).config.get_text_config(decoder=True).use_cache = False
     for name in modules:
         meter.watch(on_meta.get_submodule(name), name)
     for name in recomputed:

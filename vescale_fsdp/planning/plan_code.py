@@ -69,6 +69,9 @@ def code_lines(
         options.append(f"reshard_after_forward={best.keeps or False}")
     inner = ", ".join(options)
     recomputed = set(blocks) if setup.checkpointing else set()
+    if recomputed and is_of_transformers(model):
+        yield "# a block that is recomputed would append to a cache of keys and values again"
+        yield "model.config.get_text_config(decoder=True).use_cache = False"
     for name in blocks:
         if name in recomputed and name not in best.units:
             yield from _recomputed_lines(model, name)

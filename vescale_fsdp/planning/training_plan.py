@@ -619,7 +619,7 @@ def _remedies(planner: _Planner) -> list[_Remedy]:
         changes["steps in the backward, step_in_backward(model, optimizer)"] = {"steps_early": True}
     if planner.batch is not None:
         changes[f"half the tokens per {setup.cluster.rank_name}"] = {"scale": 0.5}
-    counts = [setup.cluster.gpus * factor for factor in (2, 4, 8, 16)]
+    counts = [setup.cluster.gpus * factor // 2 for factor in (3, 4, 6, 8, 16, 32)]
     per_node = setup.cluster.per_node
     clusters = [
         replace(setup.cluster, gpus=count) for count in counts if count <= per_node or not count % per_node
@@ -695,7 +695,10 @@ def _notes(planner: _Planner) -> Iterator[str]:
         yield f"{flops} per {cluster.rank_name} and step; operators one by one, as without a compiler"
         tensors = [each for each in pytree.tree_leaves(planner.batch) if isinstance(each, torch.Tensor)]
         kinds = dict.fromkeys(f"{each.dtype} {list(each.shape)}".removeprefix("torch.") for each in tensors)
-        yield f"micro-batch of each {cluster.rank_name}: {', '.join(kinds)}; {setup.micro_batches} per step"
+        text = f"micro-batch of each {cluster.rank_name}: {', '.join(kinds)}; {setup.micro_batches} per step"
+        if len(kinds) == 1 and tensors[0].dtype == torch.int64:  # indices of tokens
+            text += f", {tensors[0].numel() * setup.micro_batches * cluster.gpus:,} tokens on all"
+        yield text
     if setup.micro_batches > 1:
         yield "the last micro-batch also reduces over replicas and nodes, where the sharding has them"
     if cluster.on_cpu:

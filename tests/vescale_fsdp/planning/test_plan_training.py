@@ -190,13 +190,26 @@ def test_advice_is_planned_again() -> None:
     hopeless = plan_of(model, Cluster(8, memory_bytes=1000), tokens)
     assert len(hopeless.advice) == 2 and hopeless.code.endswith(hopeless.candidates[0].code)
 
-    peak = hopeless.candidates[
-        0
-    ].peak  # what is too large, is named: weights and states alone, or what comes to them
+    # What is too large, is named: weights and states alone, or what comes to them.
+    peak = hopeless.candidates[0].peak
     kept = peak.weights + peak.states
     assert format_bytes(kept) in hopeless.advice[1]
     larger = plan_of(model, Cluster(8, memory_bytes=kept), tokens)
     assert not larger.fits and not any(format_bytes(kept) in line for line in larger.advice)
+
+
+def test_advice_has_the_least_number_of_gpus_that_was_tried() -> None:
+    """Also one and a half times as many, if these fill whole nodes."""
+    model = on_meta(Model, 4096)
+    needs = [
+        min(each.needed_bytes for each in plan_of(model, Cluster(gpus, 8)).candidates) for gpus in (16, 24)
+    ]
+    assert needs[1] < needs[0]
+    for memory_bytes, gpus in ((needs[1], 24), (needs[1] - 1, 32)):
+        advice = plan_of(model, Cluster(16, 8, memory_bytes=memory_bytes)).advice
+        assert [line.split()[0] for line in advice if "GPUs:" in line] == [str(gpus)]
+    advice = plan_of(model, Cluster(8, 8, memory_bytes=needs[1])).advice  # 12 GPUs are no whole nodes
+    assert [line.split()[0] for line in advice if "GPUs:" in line] == ["24"]
 
 
 @pytest.mark.parametrize("gpus", [3, 6])
@@ -457,6 +470,53 @@ def test_the_lines_in_comments_load_the_weights(make: Any, stored: torch.dtype, 
     for logits in run_ranks(2, logits_of_plan, plan.code, str(tmp_path)):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
     assert expected.abs().max() > 0.1
+
+
+def grads_of_plan(code: str, make: Any) -> list[torch.Tensor]:
+    """Run the lines of a plan on a seeded model; the gradients of the embedding and of the first layer."""
+    torch.manual_seed(0)
+    lines: dict[str, Any] = {"model": make().train()}
+    exec(code, lines)  # noqa: S102
+    model, tokens = lines["model"], torch.arange(32)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    q_proj = model.model.layers[0].self_attn.q_proj
+    return [param.grad.full_tensor() for param in (model.model.embed_tokens.weight, q_proj.weight)]
+
+
+def eager_llama() -> Any:
+    """A model whose recomputed blocks raise an error if they append to a cache of keys and values again."""
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_models_with_a_cache_are_recomputed() -> None:
+    """The plan is that of a forward without a cache, and the printed lines train like the plain model."""
+    batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(1, 32, dtype=torch.int64, device="meta"))
+    cluster = Cluster(2, on_cpu=True)
+    plan, without = (
+        plan_training(
+            on_meta(eager_llama), cluster, batch=each, checkpointing=True, param_dtype=torch.float32
+        )
+        for each in (batch, batch | {"use_cache": False})
+    )
+    assert plan.candidates == without.candidates
+    torch.manual_seed(0)
+    plain = eager_llama().train()
+    assert plain.config.use_cache
+    tokens = torch.arange(32)[None]
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    expected = [plain.model.embed_tokens.weight.grad, plain.model.layers[0].self_attn.q_proj.weight.grad]
+    for grads in run_ranks(2, grads_of_plan, plan.code, eager_llama):
+        torch.testing.assert_close(grads, expected)
+    assert all(grad.abs().max() > 0 for grad in expected)
 
 
 def train_counting(code: str) -> tuple[int, int]:
