@@ -609,7 +609,7 @@ def test_a_damaged_step_is_asked_for(tmp_path: Path) -> None:
     file.write_bytes(bytes(len(file.read_bytes())))
     with pytest.warns(UserWarning, match="step 2"):
         remedy = refused(manager.restore, state := _zeros("w"), step=2, verify="before")
-    assert remedy.startswith("restore without step=,")
+    assert text_in(remedy, r"without step=")
     with pytest.warns(UserWarning, match="step 2"):
         manager.restore(state)
     assert _is_filled(state)
