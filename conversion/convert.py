@@ -210,7 +210,8 @@ def convert(
     """Write ``source`` to ``target`` in another format.
 
     Args:
-        source: an opened checkpoint.
+        source: an opened checkpoint; opened with ``checks_files=False``, it may lack the files of tensors that are not
+            written.
         target: local path or fsspec URL.
         kind: ``"native"``, ``"dcp"``, ``"zarr"``, ``"hf"``, ``"adapter"`` or ``"torch"``.
         options: None for the defaults.
@@ -221,7 +222,7 @@ def convert(
         ArgumentError: if ``source`` is not an opened checkpoint, such as a path.
         ConversionError: if the target is refused, the format cannot store the state, or the model class that
             config.json names does not load the resulting Hugging Face folder. No file has its final name then.
-        CorruptCheckpointError: if the source is damaged.
+        CorruptCheckpointError: if the source is damaged. If it lacks a file that is needed, nothing has been written.
 
     Examples:
         >>> import torch
@@ -354,7 +355,8 @@ def plan_conversion(
 
     Raises:
         ConversionError: if the target or an option is refused, or the format cannot store the state.
-        CorruptCheckpointError: if a tensor that is read for the plan is damaged.
+        CorruptCheckpointError: if a tensor that is read for the plan is damaged, or a file of a chosen tensor is
+            missing.
     """
     if kind not in TARGETS:
         raise ConversionError(
@@ -382,6 +384,8 @@ def plan_conversion(
     # Only now, because ties and scales can only be found among all names.
     state = state.filtered(options.include, options.exclude, unmatched)
     _check_names([*state.views, *state.values])
+    for each in (source, *others):
+        each.check_files(name for view in state.views.values() for of, name in view.sources() if of is each)
     _check_growth(state, source, keeps_repeats=TARGETS[kind].keeps_repeats)
     state, casts = _with_casts(state, kind, options, assets, quantized)
     if options.merge is not None:  # which has cast to wider types before

@@ -101,6 +101,17 @@ def _open(src: str, step: int | None, **options: Any) -> Source:
     return conversion.open_source(src, step="newest" if step is None else step, **options)
 
 
+def _open_to_convert(src: str, fields: Mapping[str, Any], **options: Any) -> Source:
+    """Open a checkpoint to convert. If names are chosen, the files of others may be missing: see `Source.check_files`.
+
+    Args:
+        fields: fields of `ConvertOptions`.
+        options: further arguments of `open_source`.
+    """
+    is_chosen = fields["include"] or fields["exclude"]
+    return conversion.open_source(src, checks_files=not is_chosen, **options)
+
+
 @cli.command("inspect")
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
@@ -528,7 +539,7 @@ def _convert(
         from vescale_fsdp.conversion.formats.huggingface.push import check_push, push
 
         check_push(repository)
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
+    source = _open_to_convert(src, fields, kind=kind, trust_pickle=trust_pickle, step=step)
     _write(partial(conversion.convert, source, out, target_kind, options), [source], as_json, quiet)
     if repository is not None and not options.dry_run:
         url = push(out, repository)
@@ -668,7 +679,7 @@ def average_command(
     steps = [step] * len(paths) if last is None else last_steps(paths[0], last)
     urls = paths if last is None else paths * last
     sources = [
-        conversion.open_source(url, kind=kind, trust_pickle=trust_pickle, step=number)
+        _open_to_convert(url, rest, kind=kind, trust_pickle=trust_pickle, step=number)
         for url, number in zip(urls, steps, strict=True)
     ]
     _combine(partial(partial, conversion.average, sources), sources, **rest)
@@ -699,8 +710,8 @@ def combine_command(
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise click.UsageError("Two checkpoints have the same name.")
     sources = {
-        name: conversion.open_source(
-            os.path.expanduser(path), kind=kind, trust_pickle=trust_pickle, step=step
+        name: _open_to_convert(
+            os.path.expanduser(path), rest, kind=kind, trust_pickle=trust_pickle, step=step
         )
         for name, _, path in pairs
     }

@@ -22,7 +22,14 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.checksums import hex_checksum_of
 from vescale_fsdp.conversion.engine.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.engine.verified_reads import StripedFile, VerifiedReads
-from vescale_fsdp.errors import ArgumentError, ConversionError, CorruptCheckpointError, format_bytes
+from vescale_fsdp.errors import (
+    ArgumentError,
+    ConversionError,
+    CorruptCheckpointError,
+    DamagedFiles,
+    format_bytes,
+    some,
+)
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.extent import Extent
 from vescale_fsdp.layout.geometry import Box, run_start, whole_box
@@ -85,6 +92,8 @@ class Source(OpenSource):
         locate: reads the location of a chunk's items from its file, for formats whose metadata lacks it (the records
             of torch archives); None if the metadata contains all locations.
         sums: name -> byte sums (`vescale_fsdp.byte_sums`) that the save has recorded, as hex.
+        unchecked: file of a chunk -> names and sizes of the files that its items are read from; only those that were
+            not checked when the checkpoint was opened. See `check_files`.
 
     Examples:
         >>> import torch
@@ -114,6 +123,7 @@ class Source(OpenSource):
     folder_problems: Callable[[], Iterable[str]] = tuple  # `tuple()` returns no problems
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
     sums: Mapping[str, str] = field(default_factory=dict)
+    unchecked: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     _located: dict[Extent, StoredChunk] = field(default_factory=dict)
     _runs: dict[str, list[tuple[int, Extent]] | None] = field(default_factory=dict)
     reads: VerifiedReads = field(init=False)
@@ -209,8 +219,11 @@ class Source(OpenSource):
     def metadata_digest(self) -> str:
         """A digest of the files' names, sizes and modification times, which changes when a file is replaced."""
         files = {chunk.extent.file for tensor in self.tensors.values() for chunk in tensor.chunks} - {""}
-        # Sorted, because sets differ in order between processes.
-        stamps = [f"{file} {self.store.required_info(file).stamp}" for file in sorted(files)]
+        stamps = []
+        for file in sorted(files):  # sorted, because sets differ in order between processes
+            # Files that were not checked may be missing.
+            info = self.store.info(file) if file in self.unchecked else self.store.required_info(file)
+            stamps.append(f"{file} {info.stamp if info else 'missing'}")
         # A path may have bytes that are not UTF-8, which Python keeps as lone surrogates.
         return hex_checksum_of("\n".join([self.url, *stamps]).encode(errors="surrogatepass"))
 
@@ -235,6 +248,38 @@ class Source(OpenSource):
                 where=self.url,
                 todo="convert again when no job writes to the source",
             )
+
+    def check_files(self, names: Iterable[str]) -> None:
+        """Check that the files that these tensors are read from exist and have the right sizes.
+
+        Reads nothing if all files were checked when the checkpoint was opened, as they are by default.
+
+        Raises:
+            CorruptCheckpointError: if a file is missing or has another size; names the file and its tensors.
+        """
+        sizes: dict[str, int] = {}
+        # File -> the tensors that need it, as keys, so that each is named once.
+        tensors: dict[str, dict[str, None]] = {}
+        for name in names if self.unchecked else ():
+            # A chunk of an empty tensor is read from no file.
+            for extent in (chunk.extent for chunk in self.tensors[name].chunks if chunk.extent.nbytes):
+                needed = self.unchecked.get(extent.file, {})
+                sizes |= needed
+                for file in needed:
+                    tensors.setdefault(file, {})[name] = None
+        damaged = DamagedFiles()
+        for file, its_tensors in tensors.items():
+            with damaged.noted():
+                try:
+                    self.store.check_size(file, sizes[file])
+                except CorruptCheckpointError as error:
+                    raise CorruptCheckpointError(
+                        error.problem,
+                        expected=error.expected,
+                        got=f"{error.got}; the file is needed for {some(its_tensors)}",
+                        where=error.where,
+                    ) from error
+        damaged.raise_any()
 
     def info(self, name: str) -> TensorInfo:
         """Return name, shape and dtype of a tensor.

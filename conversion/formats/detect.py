@@ -152,6 +152,7 @@ def open_source(
     kind: str | None = None,
     trust_pickle: bool = False,
     step: int | Literal["newest"] | None = None,
+    checks_files: bool = True,
 ) -> Source:
     """Open a checkpoint. Only metadata is read.
 
@@ -161,6 +162,9 @@ def open_source(
         trust_pickle: whether pickles may import and run code.
         step: the step to open if ``url`` is a run folder. ``"newest"`` opens the newest step of a run folder, or the
             checkpoint at ``url``. None requires a checkpoint.
+        checks_files: False also opens a native checkpoint of which files are missing or have another size, to
+            `convert` those of its tensors that ``include`` and ``exclude`` choose: only their files are checked then,
+            before anything is written.
 
     Raises:
         ConversionError: if the path contains no known format, or if a step is needed or does not exist.
@@ -186,7 +190,7 @@ def open_source(
             store, file = open_parent(url) if form.is_file else (folder, "")
             source, damaged = Source(detected, store, {}), DamagedFiles()
             with damaged.noted():
-                source = form.open(store, file, trust_pickle)
+                source = form.open(store, file, trust_pickle, checks_files=checks_files)
             if detected in _TRAINED:
                 with damaged.noted():
                     source = _with_side_files(source, trust_pickle=trust_pickle)

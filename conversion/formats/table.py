@@ -59,8 +59,9 @@ class Format(NamedTuple):
         opener: ``module:function``; called with the folder's storage and the arguments of ``takes``, it returns a
             `Source` after reading metadata only.
         is_file: whether the checkpoint is the file itself, not the folder around it.
-        takes: names of the opener's keyword arguments: ``file`` (name of the file; empty for a folder) and
-            ``trust_pickle`` (whether pickles may import the classes and functions that they name).
+        takes: names of the opener's keyword arguments: ``file`` (name of the file; empty for a folder),
+            ``trust_pickle`` (whether pickles may import the classes and functions that they name) and
+            ``checks_files`` (as in `open_source`).
         target: how the format is written; None if it is only read.
 
     Examples:
@@ -76,9 +77,9 @@ class Format(NamedTuple):
     takes: tuple[str, ...] = ("file", "trust_pickle")
     target: Target | None = None
 
-    def open(self, store: Storage, file: str, trust_pickle: bool) -> Source:
+    def open(self, store: Storage, file: str, trust_pickle: bool, *, checks_files: bool = True) -> Source:
         """Return the `Source` of a checkpoint of this format; only metadata is read."""
-        arguments = {"file": file, "trust_pickle": trust_pickle}
+        arguments = {"file": file, "trust_pickle": trust_pickle, "checks_files": checks_files}
         opened: Source = function_named(self.opener)(store, **{name: arguments[name] for name in self.takes})
         return opened
 
@@ -97,7 +98,7 @@ FORMATS = {
     "native": Format(
         r"(vescale-checkpoint/)?manifest\.json",  # the native form, the zarr form
         "vescale_fsdp.conversion.formats.native.source:open_native",
-        takes=(),
+        takes=("checks_files",),
         target=Target(
             "to-native",
             "Write SRC to OUT as a native checkpoint.",
@@ -125,7 +126,7 @@ FORMATS = {
         # zarr 3, then zarr 2
         r"zarr\.json|\.z(group|array|metadata)",
         "vescale_fsdp.conversion.formats.table:open_zarr",
-        takes=(),
+        takes=("checks_files",),
         target=Target(
             "to-zarr",
             "Write SRC to OUT as a native checkpoint in its zarr v3 form, one array per tensor.",
@@ -243,8 +244,11 @@ def is_known(files: Collection[str]) -> bool:
     )
 
 
-def open_zarr(store: Storage) -> Source:
+def open_zarr(store: Storage, *, checks_files: bool = True) -> Source:
     """Open a zarr hierarchy. If it has a manifest, it is a native checkpoint in zarr form, and opened as such.
+
+    Args:
+        checks_files: as in `open_source`.
 
     Raises:
         CorruptCheckpointError: if the hierarchy is damaged.
@@ -253,4 +257,6 @@ def open_zarr(store: Storage) -> Source:
     from vescale_fsdp.conversion.formats.native.source import open_native
     from vescale_fsdp.conversion.formats.zarr import hierarchy
 
-    return open_native(store) if hierarchy.has_manifest(store) else hierarchy.open_zarr(store)
+    if hierarchy.has_manifest(store):
+        return open_native(store, checks_files=checks_files)
+    return hierarchy.open_zarr(store)

@@ -14,7 +14,13 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, manifest_
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.structure import Structure
-from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunk_boxes, chunk_file, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    Chunk,
+    chunk_boxes,
+    chunk_file,
+    clipped,
+    holders_of,
+)
 from vescale_fsdp.checkpoint.native.leaves import NativeLeaves
 from vescale_fsdp.checkpoint.native.rank_file_reader import RankFileReader
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -34,7 +40,8 @@ def open_native(store: Storage, *, checks_files: bool = True) -> Source:
     """Open a native checkpoint as a `Source`. Reads the manifest and the sizes of files.
 
     Args:
-        checks_files: False reads the manifest alone, for a description of a checkpoint that lacks files.
+        checks_files: False opens a checkpoint that lacks files, too; `Source.check_files` then checks those of the
+            chosen tensors.
 
     Raises:
         CheckpointError: if a newer version of this library wrote the checkpoint.
@@ -48,7 +55,10 @@ def open_native(store: Storage, *, checks_files: bool = True) -> Source:
         store.required_info(manifest.file_name(manifest.world_size - 1))
     pieces = manifest.pieces
     files = [RankFile(manifest, rank, its_pieces) for rank, its_pieces in enumerate(pieces)]
-    chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files, checks_files)
+    unchecked: dict[str, dict[str, int]] = {}
+    chunks = (_array_chunks if manifest.is_zarr else _pieces)(
+        store, manifest, files, None if checks_files else unchecked
+    )
     ranks = {file.name: file.rank for file in files}
     del files  # frees the pieces and headers of all files, which `chunks` no longer needs
     leaves = NativeLeaves(manifest.structure, store.where)
@@ -82,6 +92,7 @@ def open_native(store: Storage, *, checks_files: bool = True) -> Source:
         checked=checked,
         metadata=manifest.metadata,
         sums={} if sums is None else {name: sums[place] for name, place in leaves.tensors.items()},
+        unchecked=unchecked,
     )
 
 
@@ -99,57 +110,71 @@ def constants_of(leaves: NativeLeaves) -> dict[str, StoredValue]:
 
 
 def _pieces(
-    store: Storage, manifest: Manifest, files: Sequence[RankFile], checks_files: bool
+    store: Storage,
+    manifest: Manifest,
+    files: Sequence[RankFile],
+    unchecked: dict[str, dict[str, int]] | None,
 ) -> list[list[StoredChunk]]:
     """Return the pieces of every tensor in ranks' files; a piece that several replicas store is listed once.
 
     In storage that ranks do not share, every replica stores its whole region. One replica is then enough, and files of
     the others may be missing.
+
+    Args:
+        unchecked: gets the sizes of files, as in `Source`; None to check the files.
     """
     found: list[dict[Region, list[StoredChunk]]] = [{} for _ in manifest.entries]
     itemsizes = [entry.itemsize for entry in manifest.entries]
-    lost: list[RankFile] = []
+    has_copies = manifest.split_bytes is None
+    if has_copies:  # the good files first, so that pieces are read from them
+        files = sorted(files, key=lambda file: store.size(file.name) != file.total_bytes)
     for file in files:
-        if checks_files and manifest.split_bytes is None and store.size(file.name) is None:
-            lost.append(file)
-            continue
-        if checks_files:
+        pieces = [
+            (place, region, start)
+            for (place, region), start in zip(file.pieces.items(), file.starts.values(), strict=True)
+            if region not in found[place]  # else listed already: an earlier replica stores it too
+        ]
+        if unchecked is not None:
+            unchecked[file.name] = {file.name: file.total_bytes}
+        elif pieces or not has_copies or store.size(file.name) is not None:
             store.check_size(file.name, file.total_bytes)
-        for (place, region), start in zip(file.pieces.items(), file.starts.values(), strict=True):
-            if region not in found[place]:  # else listed already: an earlier replica stores it too
-                itemsize = itemsizes[place]
-                # A piece consists of boxes that follow each other in the file.
-                found[place][region] = [
-                    StoredChunk(box, Extent(file.name, start + first * itemsize, box.numel * itemsize))
-                    for box, first in region.pieces()
-                ]
-    for file in lost:
-        if any(region not in found[place] for place, region in file.pieces.items()):
-            store.required_info(file.name)  # raises: the file is missing
+        for place, region, start in pieces:
+            itemsize = itemsizes[place]
+            # A piece consists of boxes that follow each other in the file.
+            found[place][region] = [
+                StoredChunk(box, Extent(file.name, start + first * itemsize, box.numel * itemsize))
+                for box, first in region.pieces()
+            ]
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
 def _array_chunks(
-    store: Storage, manifest: Manifest, files: Sequence[RankFile], checks_files: bool
+    store: Storage,
+    manifest: Manifest,
+    files: Sequence[RankFile],
+    unchecked: dict[str, dict[str, int]] | None,
 ) -> list[list[StoredChunk]]:
-    """Return the chunks of every tensor's array."""
+    """Return the chunks of every tensor's array; ``unchecked`` as in `_pieces`."""
     # Imported here, because it imports numpy, which the native form does not need.
     from vescale_fsdp.checkpoint.native.zarr_chunks import ChunkTables
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
-    for file in files if checks_files else ():
+    for file in files if unchecked is None else ():
         store.check_size(file.name, file.total_bytes)
     tables = ChunkTables(store, manifest)
     for places in manifest.indices_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunk_sizes[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
-            name = chunk_file(manifest, places[0], box)
-            if checks_files:
+            chunk = Chunk(places[0], box)
+            name = chunk_file(manifest, *chunk)
+            if unchecked is None:
                 store.check_size(name, nbytes + CRC_BYTES)
+            else:
+                owner = files[holders_of(manifest, chunk)[0][0]]  # its file has the chunk's checksum
+                unchecked[name] = {name: nbytes + CRC_BYTES, owner.name: owner.total_bytes}
             where = f"tensor {entry.label} in {store.where}/{name}"
-            saved = partial(tables.checksum, Chunk(places[0], box))
-            checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)
+            checked_range = CheckedRange(name, 0, nbytes, CRC32C, partial(tables.checksum, chunk), where)
             strides = contiguous_strides(sizes)
             found[places[0]].append(
                 StoredChunk(clipped(box, entry.shape), Extent(name, 0, nbytes), strides, checked_range)
