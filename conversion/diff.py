@@ -26,7 +26,7 @@ from vescale_fsdp.conversion.formats.huggingface.class_names import in_memory
 from vescale_fsdp.conversion.formats.huggingface.repository import NAMES_OF_FILES, config_class, own_config
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import tied_aliases_of
 from vescale_fsdp.conversion.quantization.float_codes import cast_array
-from vescale_fsdp.errors import ConversionError, format_bytes, option, some
+from vescale_fsdp.errors import ConversionError, counted, format_bytes, option, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.model_shapes import natural_key
 
@@ -115,9 +115,9 @@ class LeftOut(NamedTuple):
 
     def __str__(self) -> str:
         kinds = ((self.num_tensors, "tensor"), (self.num_values, "other value"))
-        counted = " and ".join(f"{count} {kind}{'s' * (count > 1)}" for count, kind in kinds if count)
+        left_out = " and ".join(counted(count, kind) for count, kind in kinds if count)
         groups = some([f"{prefix} ({count})" for prefix, count in self.groups.items()])
-        return f"not compared: {counted} of {self.side.upper()}, because {self.reason}: {groups}"
+        return f"not compared: {left_out} of {self.side.upper()}, because {self.reason}: {groups}"
 
 
 class Comparison(NamedTuple):

@@ -158,7 +158,7 @@ class CorruptCheckpointError(CheckpointError):
     def __str__(self) -> str:
         # The last part of the message is what to do.
         number = len(self.others)
-        more = f"; verify lists {number} more problem{'s' * (number > 1)}" if number else ""
+        more = f"; verify lists {counted(number, 'more problem')}" if number else ""
         return super().__str__() + more
 
 
@@ -448,6 +448,15 @@ def some(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(listed[:most]) or "none") + (
         f" and {len(listed) - most} more" if len(listed) > most else ""
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, which gets an s unless the number is 1.
+
+    >>> counted(1, "tensor"), counted(0, "tensor")
+    ('1 tensor', '0 tensors')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def sides_of(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:

@@ -40,7 +40,7 @@ from vescale_fsdp.conversion.cli.options import (
     with_options,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS, Target
-from vescale_fsdp.errors import CorruptCheckpointError, flags_in_messages, format_bytes, some
+from vescale_fsdp.errors import CorruptCheckpointError, counted, flags_in_messages, format_bytes, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint import Fingerprint, VerifyReport
@@ -200,17 +200,13 @@ def ls_command(run: str, as_json: bool) -> None:
 def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_options: Any) -> None:
     """Check that SRC is complete and undamaged: whole tensors, headers, index, and checksums of the data.
 
-    If SRC is a run folder, its latest step is used unless --step names one.
+    If SRC is a run folder, its latest step is used unless --step names one. A problem's text names few of the tensors
+    with damaged bytes; damaged_tensors of --json lists all.
     """
     try:
         source = _open(src, **source_options)
     except CorruptCheckpointError as damage:
-        from vescale_fsdp.checkpoint.verify_report import (
-            damage_report,  # loads much, and --help needs none of it
-        )
-
-        unopened = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet)
-        url, report = unopened or (src, damage_report(damage, src))
+        url, report = _verify_files(src, source_options["step"], source_options["kind"], quick, quiet, damage)
     else:
         url = source.url  # that of the step, if SRC is a run folder
         with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
@@ -229,28 +225,31 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         click.echo(json.dumps(numbers | found, indent=2))
     else:
         _echo_problems(report.problems)
-        read = f"{format_bytes(report.num_bytes)} read, {report.num_checksums} checksums compared"
-        number = len(report.problems)
-        click.echo(f"{url}: {report.num_tensors} tensors, {read}: {number} problem{'s' * (number != 1)}")
+        read = f"{format_bytes(report.num_bytes)} read, {counted(report.num_checksums, 'checksum')} compared"
+        number = counted(len(report.problems), "problem")
+        click.echo(f"{url}: {counted(report.num_tensors, 'tensor')}, {read}: {number}")
+        if names := report.damaged_tensors:
+            click.echo(f"{counted(len(names), 'tensor')} with damaged bytes; all names: --json")
     sys.exit(1 if report.problems else 0)
 
 
 def _verify_files(
-    src: str, step: int | None, kind: str | None, quick: bool, quiet: bool
-) -> tuple[str, VerifyReport] | None:
-    """Verify a native checkpoint that cannot be opened, because its manifest lists all files.
+    src: str, step: int | None, kind: str | None, quick: bool, quiet: bool, damage: CorruptCheckpointError
+) -> tuple[str, VerifyReport]:
+    """Verify a checkpoint that cannot be opened because of ``damage``: a native one's manifest lists all files.
 
-    Returns its path, that of the step if ``src`` is a run folder, and the report; None if it is of another format.
+    Returns:
+        Its path, as `Source.url` has it, and the report; in other formats ``damage`` is all that is known.
     """
     from vescale_fsdp.checkpoint.manifest.file_names import manifest_file
+    from vescale_fsdp.checkpoint.verify_report import damage_report
     from vescale_fsdp.conversion.formats.detect import locate
 
     url, folder = locate(src, "newest" if step is None else step)
     if kind not in {None, "native"} or manifest_file(folder) is None:
-        return None
+        return folder.where, damage_report(damage, folder.where)
     with ProgressBar(0, quiet=quiet) as progress:
-        report = checkpoint.verify(url, deep=not quick, progress=progress.advance)
-    return url, report
+        return folder.where, checkpoint.verify(url, deep=not quick, progress=progress.advance)
 
 
 @cli.command("diff")

@@ -113,6 +113,44 @@ def test_the_command_lists_every_missing_or_cut_file(
         assert json.loads(result.stdout)["problems"] == expected and result.exit_code == 1
 
 
+def test_the_text_counts_and_says_how_to_list_the_damaged_tensors(tmp_path: Path) -> None:
+    """Of a tensor and a checksum without a plural; the number of damaged tensors only if there are any."""
+    save(tmp_path / "one", {"w": torch.ones(4)})
+    good = vescale_convert("verify", tmp_path / "one").stdout
+    assert "1 tensor," in good and "1 checksum " in good and "--json" not in good
+    save(tmp_path / "c", {f"w{number}": torch.ones(4) for number in range(27)})
+    next((tmp_path / "c").glob("data-*/*")).unlink()
+    *_, last = vescale_convert("verify", tmp_path / "c").stdout.splitlines()
+    assert "27" in last and "--json" in last
+
+
+@pytest.mark.parametrize("name", ["native", "zarr", "torch.pt"])
+def test_the_path_is_that_of_the_opened_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Given relative to the working folder, and printed alike whether a file is missing, short or good."""
+    monkeypatch.chdir(tmp_path)
+    if name == "torch.pt":
+        torch.save({"w": torch.ones(400)}, name)
+    else:
+        save(name, {"w": torch.ones(400)}, format="zarr" if name == "zarr" else "native")
+
+    def printed() -> str:
+        shown, listed = vescale_convert("verify", name), vescale_convert("verify", name, "--json")
+        url = str(json.loads(listed.stdout)["url"])
+        assert f"{url}: " in shown.stdout
+        return url
+
+    url = printed()
+    assert url == open_source(name).url == str(tmp_path / name)
+    file = tmp_path / name if name == "torch.pt" else next((tmp_path / name).rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert printed() == url
+    if name != "torch.pt":
+        file.unlink()
+        assert printed() == url
+
+
 def test_the_command_prints_the_first_problems_and_their_number(tmp_path: Path) -> None:
     """Of 30 missing files 20; all of them with --json, quick or not."""
     save(tmp_path / "one", {f"w{number}": torch.ones(30) for number in range(30)})
