@@ -94,6 +94,8 @@ class CarriedState:
     ) -> CarriedState:
         """Return the state with only the entries that match an ``include`` pattern, if any, and no ``exclude`` pattern.
 
+        An ``exclude`` pattern may match ``dropped`` names alone, such as those of an optimizer that is not written.
+
         Args:
             others: names that this state lacks, and that patterns may match.
 
@@ -103,9 +105,11 @@ class CarriedState:
         if not include and not exclude:
             return self
         names = [*self.views, *self.values]
-        for pattern in (*include, *exclude):
-            if not any(fnmatchcase(name, pattern) for name in (*names, *others)):  # probably misspelled
-                raise _no_match(pattern, names)
+        included, excluded = (*names, *others), (*names, *others, *self.dropped)
+        for patterns, known in ((include, included), (exclude, excluded)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in known):  # probably misspelled
+                    raise _no_match(pattern, names)
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):
             raise _no_match(" ".join((*include, *exclude)), names)

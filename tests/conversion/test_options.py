@@ -20,6 +20,19 @@ def _convert(source: Path, target: Path, kind: str, **options: Any) -> ConvertRe
     return convert(open_source(str(source)), str(target), kind, ConvertOptions(**options))
 
 
+@pytest.mark.parametrize("kind", ["torch", "hf"])
+def test_a_dropped_optimizer_may_be_excluded_too(tmp_path: Path, kind: str) -> None:
+    """Names that another option or the target has dropped are no misspelling; including them selects nothing."""
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {"w": {"m": torch.ones(2)}}}, "step": 1}
+    torch.save(state, tmp_path / "a.pt")
+    options = {"optimizer": "drop"} if kind == "torch" else {}
+    report = _convert(tmp_path / "a.pt", tmp_path / "out", kind, exclude=["optimizer.*"], **options)
+    assert report.state.views.keys() == {"model.w" if kind == "torch" else "w"}
+    for wrong in ({"exclude": ["optimiser.*"]}, {"include": ["optimizer.*"]}):
+        with pytest.raises(ConversionError, check=lambda error: error.got.startswith("optimi")):
+            _convert(tmp_path / "a.pt", tmp_path / "none", kind, **wrong, **options)
+
+
 def test_prefix_moves_the_model(tmp_path: Path) -> None:
     """--prefix '' puts a model at the root (torchtitan), any other prefix where accelerate wants it."""
     state = {"model": {"layers.0.w": torch.ones(2)}, "step": 1}
