@@ -39,7 +39,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.checkpoint.state.matching.result import Strict
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, list_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import (
@@ -333,8 +333,10 @@ class StepSearch:
 
 
 def no_such_step(root: Storage, got: object) -> CheckpointError:
-    """Return the error for a step that does not exist."""
+    """Return the error for a step that does not exist, or whose folder is incomplete."""
     steps = committed_steps(root)
+    if (got, False) in list_steps(root):
+        got = f"{got}, whose folder is incomplete: it has no manifest, which is written last"
     return CheckpointError("There is no such step.", expected=f"one of {steps}", got=got, where=root.where)
 
 

@@ -141,7 +141,9 @@ def locate(
     if isinstance(step, int) or (steps and "latest" not in files):
         # Only a run of this package records abandoned steps.
         own = [number for number, name in steps.items() if name == step_name(number)]
-        url = step_url(url, steps, abandoned_steps(folder, own), step)
+        is_missing = isinstance(step, int) and step not in steps
+        folders = folder.list_folder("") if is_missing else steps.values()
+        url = step_url(url, steps, abandoned_steps(folder, own), step, folders)
         folder = open_store(url)
     return url, folder
 
@@ -390,7 +392,11 @@ def last_steps(url: str, count: int) -> list[int]:
 
 
 def step_url(
-    url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
+    url: str,
+    steps: Mapping[int, str],
+    abandoned: Collection[int],
+    step: int | Literal["newest"] | None,
+    folders: Collection[str],
 ) -> str:
     """Return the URL of a step's folder in the run folder ``url``.
 
@@ -399,6 +405,7 @@ def step_url(
         steps: the folders of the run's finished checkpoints, by step.
         abandoned: steps that a rollback has abandoned. Users can pass their numbers, but none of them is the newest.
         step: the step that the user passed.
+        folders: names in the run folder, for an error that says that the step's folder is incomplete.
 
     Raises:
         ConversionError: if ``step`` is None or does not exist.
@@ -421,10 +428,14 @@ def step_url(
         todo = f"pass {option('step')} with one of these steps: a rollback has abandoned all of them"
     else:
         todo = f"leave out {option('step')}"
+    got: object = "no step was named" if wanted is None else wanted
+    numbered = ((name, _STEP.fullmatch(name)) for name in folders)
+    if torn := [name for name, match in numbered if match and int(match[2]) == wanted]:
+        got = f"{wanted}, whose folder {torn[0]} is incomplete: it lacks the file that is written last, its manifest"
     raise ConversionError(
         "This folder contains the steps of a run." if wanted is None else "There is no such step.",
         expected=f"one of the steps {last_steps}" if steps else "a folder around the steps of a run",
-        got="no step was named" if wanted is None else wanted,
+        got=got,
         where=url,
         todo=todo,
     )

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from tests.support.command import vescale_convert
 from tests.support.dtype_zoo import zoo
-from vescale_fsdp.checkpoint import save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, save, verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion import ConvertOptions, Source, convert, diff, open_source
 from vescale_fsdp.conversion.cli.main import cli
+from vescale_fsdp.errors import CheckpointError, ConversionError
 
 
 def _dcp(path: Path, tensors: dict[str, Any]) -> Path:
@@ -149,6 +150,26 @@ def test_the_path_is_that_of_the_opened_checkpoint(
     if name != "torch.pt":
         file.unlink()
         assert printed() == url
+
+
+def test_an_incomplete_step_is_not_called_missing(tmp_path: Path) -> None:
+    """The folder of a step that `ls` shows as incomplete is named; of a step without a folder, only the number."""
+    save(tmp_path / "run/step-00000003", {"w": torch.ones(4)})
+    save(tmp_path / "run/step-00000009", {"w": torch.ones(4)})
+    (tmp_path / "run/step-00000009/manifest.json").unlink()
+    (tmp_path / "run/step-00000010").mkdir()
+    for step in (9, 10):
+        refused = vescale_convert("verify", tmp_path / "run", "--step", step).exception
+        assert isinstance(refused, ConversionError) and f"step-{step:08d}" in str(refused.got)
+    absent = vescale_convert("verify", tmp_path / "run", "--step", 8).exception
+    assert isinstance(absent, ConversionError) and absent.got == 8
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(CheckpointError, check=lambda error: error.got == 8):
+            manager.pin(8)
+        with pytest.raises(
+            CheckpointError, check=lambda error: str(error.got).startswith("9") and error.got != 9
+        ):
+            manager.pin(9)
 
 
 def test_the_command_prints_the_first_problems_and_their_number(tmp_path: Path) -> None:
