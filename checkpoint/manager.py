@@ -796,9 +796,9 @@ class CheckpointManager:
             later = ", ".join(str(number) for number in torn if number > step)
             if later:
                 _log.warning(
-                    "%s: steps without a manifest were not restored: %s. Their saves were interrupted, or their "
-                    "manifests were deleted. The next save removes their data: if they were complete, put the "
-                    "manifests back first.",
+                    "%s: steps without a manifest were not restored: %s. Their saves were interrupted or still run "
+                    "in another job, or their manifests were deleted. The next save removes old ones: if they were "
+                    "complete, put the manifests back first.",
                     self._root.where,
                     later,
                 )
