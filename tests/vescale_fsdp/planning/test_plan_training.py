@@ -438,6 +438,18 @@ def test_the_printed_lines_run(optimizer: Any, memory_bytes: int, checkpointing:
     assert numels == [param.numel() for param in Model().parameters()]
 
 
+def small_llama(**options: Any) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        **options,
+    )
+
+
 class OwnLlama(transformers.LlamaForCausalLM):
     """A subclass of a user, which transformers does not have."""
 
@@ -454,14 +466,7 @@ def logits_of_plan(code: str, folder: str) -> torch.Tensor:
 )
 def test_the_lines_in_comments_load_the_weights(make: Any, stored: torch.dtype, tmp_path: Path) -> None:
     """On two ranks, of files in either dtype, into fp32: the logits are those of transformers' own loading."""
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    config = small_llama()
     torch.manual_seed(0)
     make(config).to(stored).save_pretrained(tmp_path)
     plan = plan_training(on_meta(make, config), Cluster(2, on_cpu=True), param_dtype=torch.float32)
@@ -485,16 +490,7 @@ def grads_of_plan(code: str, make: Any) -> list[torch.Tensor]:
 
 def eager_llama() -> Any:
     """A model whose recomputed blocks raise an error if they append to a cache of keys and values again."""
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        attn_implementation="eager",
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(small_llama(attn_implementation="eager"))
 
 
 def test_models_with_a_cache_are_recomputed() -> None:
