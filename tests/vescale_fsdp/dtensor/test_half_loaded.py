@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import CheckpointManager, load, save
+from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
 from vescale_fsdp.dtensor.half_loaded import _marks
 from vescale_fsdp.errors import DamagedLoadError, LifecycleError
 
@@ -89,6 +89,22 @@ def _every_ending(root: Path) -> str:
     _refuses(model)
     model.load_state_dict(_model(3).state_dict())
     model(torch.ones(1, _WIDTH))
+
+    with pytest.raises(DamagedLoadError):
+        load(root / "step-00000002", state)
+    _refuses(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(4)
+    damaged = verify(root / "step-00000002").damaged_tensors
+    undamaged = [name for name in read_state(root / "step-00000002") if name not in damaged]
+    load(root / "step-00000002", state, include=undamaged)
+    model(torch.ones(1, _WIDTH))
+    for name, param in model.named_parameters():
+        value = 4.0 if f"model.{name}" in damaged else 2.0
+        assert {*param.full_tensor().flatten().tolist()} == {value}  # type: ignore[operator]
+    assert damaged == ("model.0.bias",) and "model.0.weight" in undamaged
 
     with pytest.raises(DamagedLoadError):
         load(root / "step-00000002", state)
