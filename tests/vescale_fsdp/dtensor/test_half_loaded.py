@@ -92,6 +92,16 @@ def _every_ending(root: Path) -> str:
 
     with pytest.raises(DamagedLoadError):
         load(root / "step-00000002", state)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        restored = CheckpointManager(root).restore(state)
+    assert restored is not None and (restored.step, [step for step, _ in restored.skipped]) == (1, [2])
+    assert [str(one.message)[:13] for one in told] == ["step 2 (disk)"] * (dist.get_rank() == 0)
+    model(torch.ones(1, _WIDTH))
+    assert _values(model) == {1.0} and state["other"].tolist() == [1.0] * 3 and not _marks
+
+    with pytest.raises(DamagedLoadError):
+        load(root / "step-00000002", state)
     _refuses(model)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -105,16 +115,6 @@ def _every_ending(root: Path) -> str:
         value = 4.0 if f"model.{name}" in damaged else 2.0
         assert {*param.full_tensor().flatten().tolist()} == {value}  # type: ignore[operator]
     assert damaged == ("model.0.bias",) and "model.0.weight" in undamaged
-
-    with pytest.raises(DamagedLoadError):
-        load(root / "step-00000002", state)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        restored = CheckpointManager(root).restore(state)
-    assert restored is not None and (restored.step, [step for step, _ in restored.skipped]) == (1, [2])
-    assert [str(one.message)[:13] for one in told] == ["step 2 (disk)"] * (dist.get_rank() == 0)
-    model(torch.ones(1, _WIDTH))
-    assert _values(model) == {1.0} and state["other"].tolist() == [1.0] * 3 and not _marks
     return refused
 
 
