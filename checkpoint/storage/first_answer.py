@@ -104,20 +104,23 @@ def _check_address(answer: Future[Any], filesystem: Any, protocol: str, url: str
     """Wait until there is an answer, or a connection to the endpoint.
 
     Raises:
-        NoAnswer: if there is neither within `CONNECT_S`.
+        NoAnswer: if there is neither within `CONNECT_S` after the endpoint is known.
     """
     # In a thread, because a client that still asks for credentials answers late, or raises.
     looked_up = _in_thread(lambda: _without_secrets(_ENDPOINTS[protocol](filesystem, url)))
     wait([looked_up], _SOON_S)
-    endpoint = looked_up.result() if looked_up.done() and not looked_up.exception() else ""
-    connection = _in_thread(lambda: _connect(endpoint))
+    connection = _in_thread(lambda: _connect(looked_up.result()))
     wait([answer, connection], _SOON_S, FIRST_COMPLETED)
-    if not answer.done() and not (connection.done() and connection.exception()):
-        at = f" at {endpoint}" if endpoint else ""
+    is_known = looked_up.done() and not looked_up.exception()
+    if not answer.done() and not (is_known and connection.done() and connection.exception()):
+        at = f" at {looked_up.result()}" if is_known else ""
         _log.warning("%s: the store%s has not answered for %.0f s; still trying", url, at, SILENCE_S)
+        # On a busy machine, a client may be made only now: its endpoint is still checked.
+        wait([answer, looked_up], return_when=FIRST_COMPLETED)
         wait([answer, connection], CONNECT_S - _SOON_S, FIRST_COMPLETED)
-    if answer.done():
+    if answer.done() or looked_up.exception():
         return
+    endpoint = looked_up.result()
     if not connection.done():
         raise NoAnswer(f"no connection to {endpoint} within {SILENCE_S + CONNECT_S:.0f} s")
     if isinstance(error := connection.exception(), OSError):

