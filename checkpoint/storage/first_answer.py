@@ -116,9 +116,9 @@ def _check_address(answer: Future[Any], filesystem: Any, protocol: str, url: str
         at = f" at {looked_up.result()}" if is_known else ""
         _log.warning("%s: the store%s has not answered for %.0f s; still trying", url, at, SILENCE_S)
         # On a busy machine, a client may be made only now: its endpoint is still checked.
-        wait([answer, looked_up], return_when=FIRST_COMPLETED)
+        wait([answer, looked_up], CONNECT_S, FIRST_COMPLETED)
         wait([answer, connection], CONNECT_S - _SOON_S, FIRST_COMPLETED)
-    if answer.done() or looked_up.exception():
+    if answer.done() or not looked_up.done() or looked_up.exception():
         return
     endpoint = looked_up.result()
     if not connection.done():

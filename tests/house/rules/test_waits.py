@@ -65,7 +65,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "answer.result()": SAVE,
         "connection.exception()": DONE,
         "looked_up.exception()": DONE,
-        "looked_up.result()": DONE,
+        "looked_up.result()": SAVE,
         "made.result()": DONE,
     },
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
