@@ -114,12 +114,12 @@ def _measured(
             param.data = param.data.to(dtype)
     meter = _Meter()
     attention = _Attention(meter)
-    if is_of_transformers(on_meta):
+    for inner in map(on_meta.get_submodule, models_of_transformers(on_meta)):
         transformers = sys.modules["transformers"]
         transformers.AttentionInterface.register(_ATTENTION, attention.of_transformers)
-        cast(Any, on_meta).set_attn_implementation(_ATTENTION)
+        cast(Any, inner).set_attn_implementation(_ATTENTION)
         if recomputed:  # it would append to a cache of keys and values again
-            cast(Any, on_meta).config.get_text_config(decoder=True).use_cache = False
+            cast(Any, inner).config.get_text_config(decoder=True).use_cache = False
     for name in modules:
         meter.watch(on_meta.get_submodule(name), name)
     for name in recomputed:
@@ -162,6 +162,20 @@ def is_of_transformers(model: nn.Module) -> bool:
     """Return whether a model is a `PreTrainedModel` of transformers."""
     transformers = sys.modules.get("transformers")  # not imported: then the model is none of its
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def models_of_transformers(model: nn.Module) -> list[str]:
+    """Return the names of the outermost models of transformers: "" for the model itself, or those that it wraps.
+
+    A model of peft wraps one, for example.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():  # outer modules come first
+        if is_of_transformers(module) and not any(
+            f"{name}.".startswith(f"{each}.") or not each for each in found
+        ):
+            found.append(name)
+    return found
 
 
 def _loss_of(output: Any) -> torch.Tensor:

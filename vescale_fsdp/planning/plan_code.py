@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule
-from vescale_fsdp.planning.meta_step import is_of_transformers
+from vescale_fsdp.planning.meta_step import is_of_transformers, models_of_transformers
 
 if TYPE_CHECKING:
     from vescale_fsdp.planning.training_plan import PlanSetup, ShardingCandidate
@@ -69,9 +69,11 @@ def code_lines(
         options.append(f"reshard_after_forward={best.keeps or False}")
     inner = ", ".join(options)
     recomputed = set(blocks) if setup.checkpointing else set()
-    if recomputed and is_of_transformers(model):
+    caching = models_of_transformers(model) if recomputed else []
+    if caching:
         yield "# a block that is recomputed would append to a cache of keys and values again"
-        yield "model.config.get_text_config(decoder=True).use_cache = False"
+    for name in caching:
+        yield f"{_path(model, name)}.config.get_text_config(decoder=True).use_cache = False"
     for name in blocks:
         if name in recomputed and name not in best.units:
             yield from _recomputed_lines(model, name)
@@ -93,16 +95,20 @@ def code_lines(
             yield f"fully_shard({_path(model, name)}, {inner})"
     yield f"fully_shard(model, {root})"
     if is_of_transformers(model):
+        yield "# from vescale_fsdp.checkpoint import load"
         yield "# load(FOLDER, model, dtype='state')  # each rank reads its shards, in the model's dtype"
     count = setup.micro_batches
     if count > 1 and (best.is_hybrid or best.replicas > 1):
         yield f"# before backward number i of {count}: model.set_requires_all_reduce(i == {count})"
+    params = "model.parameters()"
+    if not all(param.requires_grad for param in model.parameters()):
+        params = "(param for param in model.parameters() if param.requires_grad)"
     if setup.optimizer == "adamw":
-        yield "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)"
+        yield f"optimizer = torch.optim.AdamW({params}, lr=1e-4, fused=True)"
         if setup.steps_early:
             yield "step_in_backward(model, optimizer)"
     elif setup.optimizer == "adamw8bit":
-        yield "optimizer = AdamW8bit(model.parameters(), lr=1e-4)"
+        yield f"optimizer = AdamW8bit({params}, lr=1e-4)"
     elif setup.optimizer == "muon":
         yield "matrices, others = Muon.split_params(model)"
         yield "optimizer = Muon(matrices, lr=0.02, adamw_params=others)"
@@ -128,7 +134,6 @@ def _dtype_lines(model: nn.Module) -> Iterator[str]:
         else:
             yield f"# from {home} import {cls}"
             yield "# from transformers import AutoConfig"
-        yield "# from vescale_fsdp.checkpoint import load"
         yield "# with torch.device('meta'):  # from_pretrained would read all weights on each rank"
         yield f"#     model = {cls}(AutoConfig.from_pretrained(FOLDER)).to({name})"
     yield "dtypes = {param.dtype for param in model.parameters()}"

@@ -39,6 +39,7 @@ from vescale_fsdp.torch_private import pytree
 
 OptimizerName = Literal["adamw", "adamw8bit", "muon", "none"]
 _REDUCED = 4  # bytes per element of reductions, which are in fp32
+_VERDICTS = ("fits", "tight", "does not fit")  # from best to worst
 _TIGHT = 0.9  # a fuller memory than this leaves no room for fragments, which are not planned
 _END_SHARE = 0.01  # a module of the root with more of the root's bytes may be a unit
 
@@ -148,7 +149,7 @@ class ShardingCandidate:
 
         What fits tightly, or not at all, is sorted by memory: the next error of a run would be one of memory.
         """
-        order = ("fits", "tight", "does not fit").index(self.verdict)
+        order = _VERDICTS.index(self.verdict)
         if order:
             return (order, self.needed_bytes)
         return (order, float(f"{self.step_s:.2g}"), self.network_s + self.link_s, self.needed_bytes)
@@ -283,8 +284,10 @@ def plan_training(
     candidates = [replace(each, code="\n".join(planner.code_of(each))) for each in candidates]
     best, advice = candidates[0], list[str]()
     code = best.code
+    remedies = _remedies(planner, best) if best.verdict != "fits" else []
+    if best.verdict == "tight" and remedies:
+        advice = ["What leaves more free:", *(each.text for each in remedies)]
     if best.verdict == "does not fit":
-        remedies = _remedies(planner)
         advice = ["What helps:", *([each.text for each in remedies] or [_too_large(planner, best)])]
         comment = (
             "# No change that was tried makes this model fit. These lines are for the closest candidate."
@@ -607,8 +610,11 @@ class _Remedy(NamedTuple):
         )
 
 
-def _remedies(planner: _Planner) -> list[_Remedy]:
-    """Return what helps a model that does not fit: single changes, or else pairs of changes, each planned again."""
+def _remedies(planner: _Planner, best: ShardingCandidate) -> list[_Remedy]:
+    """Return what helps a model that does not fit, or fits tightly, as its ``best`` candidate does.
+
+    Single changes, or else pairs of changes, each planned again.
+    """
     setup = planner.setup
     changes: dict[str, dict[str, Any]] = {}
     if planner.batch is not None and planner.blocks and not setup.checkpointing:
@@ -627,12 +633,12 @@ def _remedies(planner: _Planner) -> list[_Remedy]:
     for count in (1, 2):
         found = []
         for chosen in combinations(changes, count):
-            found += _helping(planner, "; ".join(chosen), [changes[name] for name in chosen])
+            found += _helping(planner, best, "; ".join(chosen), [changes[name] for name in chosen])
         for chosen in combinations(changes, count - 1):
             for cluster in clusters:  # the least number that helps
                 name = "; ".join((f"{cluster.gpus} {cluster.rank_name}s", *chosen))
-                helping = _helping(planner, name, [{"cluster": cluster}, *(changes[each] for each in chosen)])
-                if helping:
+                both = [{"cluster": cluster}, *(changes[each] for each in chosen)]
+                if helping := _helping(planner, best, name, both):
                     found += helping
                     break
         if found:
@@ -640,14 +646,20 @@ def _remedies(planner: _Planner) -> list[_Remedy]:
     return []
 
 
-def _helping(planner: _Planner, name: str, changes: Sequence[Mapping[str, Any]]) -> list[_Remedy]:
-    """Return the remedy of some changes of the setup, if the model fits with them."""
+def _helping(
+    planner: _Planner, before: ShardingCandidate, name: str, changes: Sequence[Mapping[str, Any]]
+) -> list[_Remedy]:
+    """Return the remedy of some changes of the setup, if the model's verdict is better with them than ``before``."""
     merged = {key: value for each in changes for key, value in each.items()}
     if "steps_early" in merged and "optimizer" in merged:  # only torch's optimizers step in the backward
         return []
     changed = planner.variant(**merged)
     best = changed.candidates()[0]
-    return [_Remedy(name, changed, best)] if best.verdict != "does not fit" else []
+    return (
+        [_Remedy(name, changed, best)]
+        if _VERDICTS.index(best.verdict) < _VERDICTS.index(before.verdict)
+        else []
+    )
 
 
 def _too_large(planner: _Planner, best: ShardingCandidate) -> str:

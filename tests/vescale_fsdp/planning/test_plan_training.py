@@ -198,6 +198,17 @@ def test_advice_is_planned_again() -> None:
     assert not larger.fits and not any(format_bytes(kept) in line for line in larger.advice)
 
 
+def test_what_fits_tightly_gets_advice_too() -> None:
+    """Each line of it is of a plan that fits; the printed lines are those of the best candidate, without a change."""
+    model, tokens = on_meta(Model, 64, 8), 16_384
+    rich = plan_of(model, Cluster(8), tokens)
+    assert rich.candidates[0].verdict == "fits" and not rich.advice
+    least = min(each.needed_bytes for each in rich.candidates)
+    tight = plan_of(model, Cluster(8, memory_bytes=int(least * 1.01)), tokens)
+    assert tight.candidates[0].verdict == "tight" and tight.code == tight.candidates[0].code
+    assert tight.advice[1:] and all(": fits, " in line for line in tight.advice[1:])
+
+
 def test_advice_has_the_least_number_of_gpus_that_was_tried() -> None:
     """Also one and a half times as many, if these fill whole nodes."""
     model = on_meta(Model, 4096)
@@ -477,15 +488,20 @@ def test_the_lines_in_comments_load_the_weights(make: Any, stored: torch.dtype, 
     assert expected.abs().max() > 0.1
 
 
+def grads_of(model: Any) -> list[Any]:
+    """Train a step; the gradients of the embedding and of the first layer."""
+    tokens = torch.arange(32)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    chosen = ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight")
+    return [param.grad for name, param in model.named_parameters() if name.endswith(chosen)]
+
+
 def grads_of_plan(code: str, make: Any) -> list[torch.Tensor]:
-    """Run the lines of a plan on a seeded model; the gradients of the embedding and of the first layer."""
+    """Run the lines of a plan on a seeded model; its gradients."""
     torch.manual_seed(0)
     lines: dict[str, Any] = {"model": make().train()}
     exec(code, lines)  # noqa: S102
-    model, tokens = lines["model"], torch.arange(32)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    q_proj = model.model.layers[0].self_attn.q_proj
-    return [param.grad.full_tensor() for param in (model.model.embed_tokens.weight, q_proj.weight)]
+    return [grad.full_tensor() for grad in grads_of(lines["model"])]
 
 
 def eager_llama() -> Any:
@@ -493,26 +509,58 @@ def eager_llama() -> Any:
     return transformers.LlamaForCausalLM(small_llama(attn_implementation="eager"))
 
 
-def test_models_with_a_cache_are_recomputed() -> None:
+def trained_params(code: str) -> list[int]:
+    """Run the lines of a plan on a model with a frozen embedding; the numbers of parameters that the optimizer gets."""
+    lines: dict[str, Any] = {"model": half_frozen()}
+    exec(code, lines)  # noqa: S102
+    (group,) = lines["optimizer"].param_groups
+    return [sum(param.requires_grad is wanted for param in group["params"]) for wanted in (True, False)]
+
+
+def half_frozen() -> Model:
+    model = Model()
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_frozen_parameters_are_not_given_to_the_optimizer(optimizer: Any) -> None:
+    """A checkpoint can then leave them out, as under LoRA."""
+    plan = plan_of(on_meta(half_frozen), Cluster(2, on_cpu=True), optimizer=optimizer)
+    expected = [len([*Model().parameters()]) - 1, 0]
+    assert run_ranks(2, trained_params, plan.code) == [expected, expected]
+
+
+class Wrapped(nn.Module):
+    """A module around a model of transformers, as peft's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = eager_llama()
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner(**batch)
+
+
+@pytest.mark.parametrize("make", [eager_llama, Wrapped])
+def test_models_with_a_cache_are_recomputed(make: Any) -> None:
     """The plan is that of a forward without a cache, and the printed lines train like the plain model."""
     batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(1, 32, dtype=torch.int64, device="meta"))
     cluster = Cluster(2, on_cpu=True)
     plan, without = (
-        plan_training(
-            on_meta(eager_llama), cluster, batch=each, checkpointing=True, param_dtype=torch.float32
-        )
+        plan_training(on_meta(make), cluster, batch=each, checkpointing=True, param_dtype=torch.float32)
         for each in (batch, batch | {"use_cache": False})
     )
     assert plan.candidates == without.candidates
     torch.manual_seed(0)
-    plain = eager_llama().train()
-    assert plain.config.use_cache
-    tokens = torch.arange(32)[None]
-    plain(input_ids=tokens, labels=tokens).loss.backward()
-    expected = [plain.model.embed_tokens.weight.grad, plain.model.layers[0].self_attn.q_proj.weight.grad]
-    for grads in run_ranks(2, grads_of_plan, plan.code, eager_llama):
+    plain = make().train()
+    assert any(
+        isinstance(each, transformers.LlamaForCausalLM) and each.config.use_cache for each in plain.modules()
+    )
+    expected = grads_of(plain)
+    for grads in run_ranks(2, grads_of_plan, plan.code, make):
         torch.testing.assert_close(grads, expected)
-    assert all(grad.abs().max() > 0 for grad in expected)
+    assert len(expected) == 2 and all(grad.abs().max() > 0 for grad in expected)
 
 
 def train_counting(code: str) -> tuple[int, int]:
