@@ -65,7 +65,7 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
     shape_of,
 )
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, list_steps, remove_leftovers
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, remove_leftovers, torn_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage, path_text
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
@@ -508,9 +508,10 @@ class CheckpointManager:
             if start is not None and later:
                 _log.warning(
                     "%s %s: later steps are abandoned (skipped by restore, and kept until this run saves a step of the "
-                    "same number): %s",
+                    "same number%s): %s",
                     self._root.where,
                     start.text,
+                    f", as it does now with step {step}" if step in later else "",
                     ", ".join(map(str, sorted(later))),
                 )
         return changed
@@ -792,15 +793,13 @@ class CheckpointManager:
         with self._coordinator.together(f"looking for steps without a manifest in {self._root.where}"):
             if self._coordinator.rank != 0:
                 return
-            torn = [number for number, is_committed in list_steps(self._root) if not is_committed]
-            later = ", ".join(str(number) for number in torn if number > step)
-            if later:
+            if later := torn_steps(self._root, after=step):
                 _log.warning(
                     "%s: steps without a manifest were not restored: %s. Their saves were interrupted or still run "
                     "in another job, or their manifests were deleted. The next save removes old ones: if they were "
                     "complete, put the manifests back first.",
                     self._root.where,
-                    later,
+                    ", ".join(map(str, later)),
                 )
 
     def _note_restored(self, step: int, *, is_rollback: bool) -> None:

@@ -229,6 +229,9 @@ class StepSearch:
         """Skip a damaged step for the rest of the search."""
         self.damaged.append(step)
         then = "" if self._wanted is not None else "; the next older one is tried"
+        if then and not step.in_memory:
+            then += f". When the run saves step {step.number} again, it replaces this one: copy the folder before, to "
+            then += "keep what is left of it"
         self._skip(step, error, f"{step} is damaged and was skipped{then}: {error}")
 
     def skip_lost(self, step: StoredStep, error: Exception) -> None:
@@ -314,8 +317,8 @@ class StepSearch:
                 expected=f"step {self._wanted}, undamaged",
                 got=reasons,
                 where=self._root.where,
-                todo="restore without step=, which tries older steps; docs/faults.md shows how to load the undamaged "
-                "tensors of this step",
+                todo="restore without step=, which tries older steps; the page 'When something breaks' "
+                "(docs/faults.md) shows how to load the undamaged tensors of this step",
             )
         if self.damaged or self.num_vanished:
             kind = CorruptCheckpointError if self.damaged else CheckpointError

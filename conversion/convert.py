@@ -41,7 +41,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.quantization.names import find_quantized
-from vescale_fsdp.errors import ConversionError, as_pattern, format_bytes, option, some
+from vescale_fsdp.errors import ConversionError, as_pattern, counted, format_bytes, option, some
 
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.formats.huggingface.tied_weights import Compare
@@ -107,10 +107,11 @@ class ConvertReport:
         verb = "would write" if self.dry_run else "wrote"
         model = self.state.model
         prefixes = ", ".join(f"{prefix}." for prefix in model.candidates) or model.prefix or "(root)"
+        tensors = counted(len(self.state.views), "tensor")
         lines = [
             f"source: {self.source.kind} at {self.source.url}, model prefix {prefixes}",
             *(f"source: {source.kind} at {source.url}" for source in self.others),
-            f"{verb} {len(self.state.views)} tensors, {format_bytes(self.plan.tensor_nbytes)}, to {self.target}",
+            f"{verb} {tensors}, {format_bytes(self.plan.tensor_nbytes)}, to {self.target}",
             f"files: {len(self.plan.files)} with tensors, {len(self.plan.closing)} others",
         ]
         index, count = self.part
@@ -152,7 +153,7 @@ class ConvertReport:
 
     def __repr__(self) -> str:
         verb = "would write" if self.dry_run else "wrote"
-        return f"ConvertReport({verb} {len(self.state.views)} tensors of {self.source.url} to {self.target})"
+        return f"ConvertReport({verb} {counted(len(self.state.views), 'tensor')} of {self.source.url} to {self.target})"
 
     def _repr_html_(self) -> str:
         """Return the text, as a notebook shows it."""

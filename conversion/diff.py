@@ -262,7 +262,7 @@ def format_comparison(found: Comparison, most: int | None, how_to_list_all: str 
     """
     differences = found.differences
     lines = [
-        f"{found.num_compared} tensors compared, {len(differences)} differences",
+        f"{counted(found.num_compared, 'tensor')} compared, {counted(len(differences), 'difference')}",
         *map(str, found.left_out),
     ]
     if most is not None:
@@ -276,7 +276,7 @@ def format_comparison(found: Comparison, most: int | None, how_to_list_all: str 
         differences = tuple(each for each in differences if each.kind not in ("only_a", "only_b"))
     lines += [f"{each.kind:<7} {each.name}: {each.text}" for each in differences[:most]]
     if most is not None and (more := len(differences) - most) > 0:
-        lines.append(f"and {more} more differences of tensors and values{how_to_list_all}")
+        lines.append(f"and {counted(more, 'more difference')} of tensors and values{how_to_list_all}")
     return "\n".join(lines)
 
 

@@ -151,7 +151,7 @@ class CorruptCheckpointError(CheckpointError):
 
     usual_todo: ClassVar[str | None] = (
         "copy or download the checkpoint again from where it was made, or use an older one; if it is the only one, "
-        "docs/faults.md shows how to load its undamaged tensors"
+        "the page 'When something breaks' (docs/faults.md) shows how to load its undamaged tensors"
     )
     others: tuple[CorruptCheckpointError, ...] = ()
 

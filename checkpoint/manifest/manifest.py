@@ -441,6 +441,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for before, entry in pairwise(manifest.entries):
         if before.itemsize < entry.itemsize:  # a piece in a rank's file would not be aligned
             yield f"tensor {entry.label!r} of {entry.dtype} after {before.dtype}"
+    for index, entry in enumerate(manifest.entries):
+        if entry.numel and (missing := manifest.holders_of(index).missing_cell()) is not None:
+            yield f"tensor {entry.label!r}: no rank has cell {missing} of its mesh"
 
 
 def _are_valid_sums(sums: Sequence[object], count: int) -> bool:

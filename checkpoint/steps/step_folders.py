@@ -54,6 +54,11 @@ def list_steps(root: Storage) -> list[StepFolder]:
     return _step_folders(root, _names(root))
 
 
+def torn_steps(root: Storage, after: int) -> list[int]:
+    """Return the steps later than ``after`` whose folders have no manifest, in ascending order."""
+    return [step for step, is_committed in list_steps(root) if step > after and not is_committed]
+
+
 def committed_steps(root: Storage, *, abandoned: bool = False) -> list[int]:
     """Return the numbers of the committed steps in ascending order.
 

@@ -98,7 +98,7 @@ _PIECE_BYTES = 4 << 20  # 4 MiB: bounds the memory of `read_pieces`
 # Advice in errors about damaged bytes.
 RESTORE_OLDER = (
     "restore an older step: CheckpointManager.restore(state) does so by itself if step= is not passed; if there is "
-    "none, docs/faults.md shows how to read the undamaged elements"
+    "none, the page 'When something breaks' (docs/faults.md) shows how to read the undamaged elements"
 )
 ALL_PROBLEMS = "; verify(path) lists all problems"  # end of the advice in errors of loads; `verify` omits it
 

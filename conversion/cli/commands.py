@@ -230,7 +230,28 @@ def verify_command(src: str, quick: bool, as_json: bool, quiet: bool, **source_o
         click.echo(f"{url}: {counted(report.num_tensors, 'tensor')}, {read}: {number}")
         if names := report.damaged_tensors:
             click.echo(f"{counted(len(names), 'tensor')} with damaged bytes; all names: --json")
+    if source_options["step"] is None:
+        _note_later_steps(src, url)
     sys.exit(1 if report.problems else 0)
+
+
+def _note_later_steps(src: str, url: str) -> None:
+    """Say on stderr which steps of the run ``src`` are later than its step at ``url``, and have no manifest."""
+    from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+    from vescale_fsdp.checkpoint.steps.step_folders import torn_steps
+    from vescale_fsdp.checkpoint.storage.open import open_storage
+
+    root, _, name = url.rpartition("/")
+    found = parse_step_name(name)
+    if found is None or root != src.rstrip("/"):  # SRC is no folder of a run
+        return
+    if torn := torn_steps(open_storage(root), after=found[0]):
+        click.echo(
+            f"not verified: later steps without a manifest: {some(map(str, torn))}. Their saves run or were "
+            "interrupted, or their manifests were deleted: then put these back before the next save, which removes old "
+            "data without a manifest",
+            err=True,
+        )
 
 
 def _verify_files(
@@ -353,9 +374,10 @@ def fingerprint_command(
         click.echo(json.dumps({"sides": sides, "differing": differing}, indent=2))
     else:
         for source, each in zip(sources, found, strict=True):
-            click.echo(f"{each}  {source.url}: {len(each.tensors)} tensors")
+            click.echo(f"{each}  {source.url}: {counted(len(each.tensors), 'tensor')}")
         if other is not None:
-            click.echo(f"{len(differing)} tensors differ: {some(differing, _MOST)}" if differing else "equal")
+            differ = f"{counted(len(differing), 'tensor')} differ{'s' * (len(differing) == 1)}"
+            click.echo(f"{differ}: {some(differing, _MOST)}" if differing else "equal")
     sys.exit(1 if differing else 0)
 
 
@@ -406,7 +428,7 @@ def report_command(
     # backslashreplace: tensor names from pickles may contain characters that UTF-8 cannot encode.
     folder.commit(name, page.encode(errors="backslashreplace"), replace=True)
     if not quiet:
-        click.echo(f"wrote {out}: {len(source.tensors)} tensors, {format_bytes(source.nbytes)}")
+        click.echo(f"wrote {out}: {counted(len(source.tensors), 'tensor')}, {format_bytes(source.nbytes)}")
 
 
 @cli.command("plan")

@@ -36,7 +36,7 @@ from vescale_fsdp.checkpoint.state.nesting import Path, flatten, name_of, nest
 from vescale_fsdp.checkpoint.state.optimizer_forms import optimizer_state
 from vescale_fsdp.conversion.engine.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.engine.tensor_view import RenamedView, SourceView, TensorView
-from vescale_fsdp.errors import ConversionError, option, some
+from vescale_fsdp.errors import ConversionError, as_pattern, option, some
 
 
 def find_model(source: Source, prefix: str | None = None) -> ModelNames:
@@ -109,11 +109,28 @@ class CarriedState:
         for patterns, known in ((include, included), (exclude, excluded)):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in known):  # probably misspelled
-                    raise _no_match(pattern, names)
+                    raise self._no_match(pattern)
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):
-            raise _no_match(" ".join((*include, *exclude)), names)
+            raise self._no_match(" ".join((*include, *exclude)))
         return self.restricted_to(kept)
+
+    def _no_match(self, pattern: str) -> ConversionError:
+        """Return the error for a name pattern that matches none of the names."""
+        names = [*self.views, *self.values]
+        renamed = [
+            as_pattern(name)
+            for name, view in self.views.items()
+            if any(fnmatchcase(old, pattern) for _, old in view.sources())
+        ]
+        return ConversionError(
+            "A name pattern selects no tensor to convert.",
+            expected=f"patterns that match names such as {', '.join(names[:3])}",
+            got=pattern,
+            todo=f"use the names that the result has: {some(renamed)}"
+            if renamed
+            else "list the names with: vescale-convert inspect SRC",
+        )
 
     def restricted_to(self, kept: Set[str]) -> CarriedState:
         """Return the state with only these entries; the names of all other entries are added to ``dropped``."""
@@ -231,16 +248,6 @@ def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bo
     """Return whether a name matches any of the patterns; ``default`` if there are none."""
     # Not `fnmatch`, which ignores case on some operating systems.
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
-
-
-def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
-    """Return the error for a name pattern that matches none of the names."""
-    return ConversionError(
-        "A name pattern selects no tensor to convert.",
-        expected=f"patterns that match names such as {', '.join(names[:3])}",
-        got=pattern,
-        todo="list the names with: vescale-convert inspect SRC",
-    )
 
 
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:

@@ -27,6 +27,7 @@ from vescale_fsdp.errors import (
     ConversionError,
     CorruptCheckpointError,
     DamagedFiles,
+    counted,
     format_bytes,
     some,
 )
@@ -190,7 +191,7 @@ class Source(OpenSource):
         )
 
     def __repr__(self) -> str:
-        return f"Source({self.kind} at {self.url}: {len(self.tensors)} tensors, {format_bytes(self.nbytes)})"
+        return f"Source({self.kind} at {self.url}: {counted(len(self.tensors), 'tensor')}, {format_bytes(self.nbytes)})"
 
     def _repr_html_(self) -> str:
         """Return a table of the tensors and the largest layouts, as a notebook shows them."""
@@ -202,7 +203,7 @@ class Source(OpenSource):
             for row in shown
         ]
         rows += [f"... {len(infos) - _SHOWN} more tensors"] if len(infos) > _SHOWN else []
-        head = f"{self.kind} at {self.url}: {len(infos)} tensors, {format_bytes(self.nbytes)}"
+        head = f"{self.kind} at {self.url}: {counted(len(infos), 'tensor')}, {format_bytes(self.nbytes)}"
         return f"<pre>{escape(chr(10).join([head, '', *rows]))}</pre>\n{layouts_html(self.layouts)}"
 
     @property

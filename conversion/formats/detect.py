@@ -96,7 +96,7 @@ _UNFINISHED = (
         r"(.*/)?\d{5,}-of-\d{5,}\.safetensors",
         rf"(.*/)?{re.escape(MANIFEST_NAME)}",
         f"A native save did not finish: its {MANIFEST_NAME}, which is written last, is missing.",
-        "take an older step, or save again",
+        "put the manifest back if it was deleted, before the next save removes the data; else take an older step",
     ),
     (
         r"(.*/)?\.?[^/]*\.(vescale-convert\.jsonl|partial)",

@@ -208,6 +208,10 @@ def format_description(description: dict[str, Any]) -> str:
     # Fewer bytes are stored if a stride of 0 repeats items, or if chunks of zeros are absent.
     sizes = format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
     metadata = description["metadata"]
+    # `load` restores a `PerRank` value; no other format has one.
+    label = (
+        "not converted, as each rank has its own" if description["kind"] == "native" else "not convertible"
+    )
     head = {
         "kind": description["kind"],
         "where": description["url"],
@@ -218,7 +222,7 @@ def format_description(description: dict[str, Any]) -> str:
         **({"fingerprint": description["fingerprint"]} if description["fingerprint"] else {}),
         **({} if metadata is None else {"metadata": _short(metadata)}),
         "other values": str(len(description["values"])),
-        **({"unsupported": ", ".join(description["unsupported"])} if description["unsupported"] else {}),
+        **({label: ", ".join(description["unsupported"])} if description["unsupported"] else {}),
         **description["facts"],
     }
     width = max(map(len, head)) + 2

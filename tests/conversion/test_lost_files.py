@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -18,7 +19,7 @@ from tests.support.distributed import run_ranks
 from tests.support.striped_saves import save_striped
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 MODEL = {f"w{i}": torch.arange(128.0).reshape(8, 16) + 1000 * i for i in range(6)}
 
@@ -163,3 +164,15 @@ def test_one_replica_is_enough(tmp_path: Path, rank: int, damage: Callable[[Path
     with pytest.raises(CorruptCheckpointError):
         convert(open_source(path, checks_files=False), tmp_path / "none.pt", "torch", options)
     assert not (tmp_path / "none.pt").exists()
+
+
+def test_a_name_of_the_source_gets_the_name_in_the_result(tmp_path: Path) -> None:
+    """A Hugging Face folder drops the prefix of the model: the error for its full name has the one to pass."""
+    path = _native(tmp_path / "c")
+    with pytest.raises(ConversionError) as caught:
+        convert(
+            open_source(path), tmp_path / "hf", "hf", ConvertOptions(no_assets=True, exclude=("model.w[23]",))
+        )
+    assert str(caught.value.todo).endswith(" w2, w3")
+    convert(open_source(path), tmp_path / "hf", "hf", ConvertOptions(no_assets=True, exclude=("w2", "w3")))
+    assert _equal(load_file(tmp_path / "hf/model.safetensors"), MODEL.keys() - {"w2", "w3"})

@@ -61,13 +61,13 @@ def test_names_that_wrappers_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("site", "options"),
     [
-        ("conversion/engine/carried_state.py::_no_match", ("--include", "x.*")),
+        ("conversion/engine/carried_state.py::CarriedState._no_match", ("--include", "x.*")),
         ("conversion/engine/casting.py::_bad", ("--dtype", "x.*=bf16")),
         ("conversion/quantization/quantize.py::newly_quantized[1]", ("--quantize", "x=fp8-128x128")),
     ],
 )
 @runs(
-    "conversion/engine/carried_state.py::_no_match",
+    "conversion/engine/carried_state.py::CarriedState._no_match",
     "conversion/engine/casting.py::_bad",
     "conversion/quantization/quantize.py::newly_quantized[1]",
 )

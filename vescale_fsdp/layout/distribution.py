@@ -436,4 +436,6 @@ class Holders:
 
     def missing_cell(self) -> int | None:
         """Return the first cell without a rank, or None if every cell has a rank."""
+        if len(self._ranks_at) == prod(self._sizes):
+            return None  # at once, as it is asked for every tensor
         return next((cell for cell in range(prod(self._sizes)) if cell not in self._ranks_at), None)

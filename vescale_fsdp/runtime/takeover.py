@@ -171,7 +171,8 @@ def adopt_replaced_params(group: ParamGroup) -> None:
             got=", ".join(half_loaded_in(group.shard)[:4]),
             where=group.label,
             todo="load a complete checkpoint, by vescale_fsdp.checkpoint or load_state_dict; if none is left, call "
-            "to_empty() and initialize, then load its undamaged tensors (docs/faults.md)",
+            "to_empty() and initialize, then load its undamaged tensors, as the page 'When something breaks' "
+            "(docs/faults.md) shows",
         )
     if group.is_intact():
         return

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +20,9 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.generated_states import Box, assert_same, fresh
 from vescale_fsdp import RaggedShard, distribute_tensor
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
-from vescale_fsdp.errors import CheckpointError, PartialLoadError
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.structure import RankSet
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError
 
 WRONG: list[Any] = [
     None,
@@ -161,3 +164,32 @@ def test_no_edit_of_a_manifest_ends_in_a_foreign_error(form: str, num_edits: int
     """No edit ends in an error of another class, nor in one after the state was overwritten that does not say so."""
     ((refused, loaded),) = run_ranks(1, _mutations, tmp_path / "c", form, range(num_edits))
     assert refused > 0.4 * num_edits and loaded > 0.02 * num_edits
+
+
+def _saved(path: Path, form: str) -> None:
+    save(path, _state(7), format=form)
+
+
+@pytest.mark.parametrize("form", ["native", "zarr"])
+def test_a_part_that_no_rank_has_is_named(form: str, tmp_path: Path) -> None:
+    """A tensor's ranks without one of its cells: no save writes this. Readers and `verify` name the tensor."""
+    path = tmp_path / "c"
+    run_ranks(2, _saved, path, form)
+    (file,) = path.rglob("manifest.json")
+    good = Manifest.from_bytes(file.read_bytes(), where="before")
+    (w,) = (index for index, entry in enumerate(good.entries) if entry.label == "model.w")
+    bad = replace(
+        good,
+        rank_sets=(*good.rank_sets, RankSet.of([0])),
+        holders=tuple(
+            len(good.rank_sets) if index == w else holder for index, holder in enumerate(good.holders)
+        ),
+    )
+    file.write_bytes(bad.to_bytes())
+    (problem,) = verify(path).problems
+    assert problem.where == bad.name and "'model.w'" in problem.text
+    with pytest.raises(CorruptCheckpointError) as raised:
+        read_state(path)
+    assert "'model.w'" in str(raised.value)
+    file.write_bytes(good.to_bytes())
+    assert verify(path).ok

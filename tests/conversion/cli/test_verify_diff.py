@@ -172,6 +172,22 @@ def test_an_incomplete_step_is_not_called_missing(tmp_path: Path) -> None:
             manager.pin(9)
 
 
+def test_verify_of_a_run_names_later_steps_without_a_manifest(tmp_path: Path) -> None:
+    """On stderr, whether the newest step with one is good or damaged; not if a step is named, nor of older ones."""
+    for step in (2, 3, 9):
+        save(tmp_path / f"run/step-{step:08d}", {"w": torch.ones(4)})
+    (tmp_path / "run/step-00000002/manifest.json").unlink()
+    assert vescale_convert("verify", tmp_path / "run").stderr == ""
+    (tmp_path / "run/step-00000009/manifest.json").unlink()
+    good = vescale_convert("verify", f"{tmp_path}/run/", "--json")
+    assert good.exit_code == 0 and re.findall(r"\d+", good.stderr) == ["9"]
+    for src in ((tmp_path / "run", "--step", 3), (tmp_path / "run/step-00000003",)):
+        assert vescale_convert("verify", *src).stderr == ""
+    next((tmp_path / "run/step-00000003").glob("data-*/*")).unlink()
+    damaged = vescale_convert("verify", tmp_path / "run")
+    assert damaged.exit_code == 1 and re.findall(r"\d+", damaged.stderr) == ["9"]
+
+
 def test_the_command_prints_the_first_problems_and_their_number(tmp_path: Path) -> None:
     """Of 30 missing files 20; all of them with --json, quick or not."""
     save(tmp_path / "one", {f"w{number}": torch.ones(30) for number in range(30)})

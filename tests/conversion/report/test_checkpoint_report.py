@@ -143,7 +143,7 @@ def test_the_command_writes_the_page_or_the_error(tmp_path: Path) -> None:
     done = vescale_convert("report", str(tmp_path / "a"), "--out", str(out))
 
     assert done.exit_code == 0, done.output
-    assert "1 tensors, 4 kB" in done.output and '"name":"w"' in out.read_text()
+    assert "1 tensor, 4 kB" in done.output and '"name":"w"' in out.read_text()
     (file,) = (tmp_path / "a").glob("data-*/*.safetensors")
     data = bytearray(file.read_bytes())
     data[1000] ^= 1

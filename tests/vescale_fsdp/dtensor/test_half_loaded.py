@@ -174,3 +174,24 @@ def _in_mid_air(root: Path) -> bool:
 def test_ctrl_c_in_mid_air(tmp_path: Path) -> None:
     """Ctrl-C stays Ctrl-C, says what was overwritten, and the model is refused all the same."""
     assert run_ranks(2, _in_mid_air, tmp_path) == [True, True]
+
+
+def test_an_older_step_fills_what_a_newer_one_has_lost(tmp_path: Path) -> None:
+    """As the page of faults says: restore the older step, then what is undamaged of the newer one."""
+    saved = nn.Linear(1024, 1024)
+    for step in (1, 2):
+        for parameter in saved.parameters():
+            nn.init.constant_(parameter, step)
+        save(tmp_path / f"step-{step:08d}", {"model": saved, "step": step})
+    (file,) = tmp_path.glob("step-00000002/data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[1 << 20] ^= 1
+    file.write_bytes(data)
+    assert verify(tmp_path / "step-00000002").damaged_tensors == ("model.weight",)
+    state = {"model": nn.Linear(1024, 1024), "step": 0}
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(state, step=1)
+        manager.restore(state, step=2, include=["model.bias", "step"])
+    model = state["model"]
+    assert isinstance(model, nn.Linear) and state["step"] == 2
+    assert (model.weight == 1).all() and (model.bias == 2).all()
