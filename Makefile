@@ -99,7 +99,8 @@ test-torch:
 	grep -v "^torch==" constraints.txt > $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --no-compile --constraint $(TORCH_VENV)/constraints.txt \
 	    --editable ".[hf,s3,test,dev]"
-	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/tools/test_check.py -p tools.docs.compatibility --compatibility torch
+	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) --ignore tests/tools/test_check.py -p tools.docs.resumable \
+	    --resumable $(TORCH_VENV)/passed_tests -p tools.docs.compatibility --compatibility torch
 
 SEEDS ?= 1000
 START ?= 0

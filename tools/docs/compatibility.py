@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tools.docs.resumable import described
+
 DATA = Path(__file__).parents[2] / "docs" / "compatibility.json"
 PAGE = DATA.with_suffix(".md")
 _OF_PACKAGES = {"stacks": "stack", "files": "package"}  # table of the data -> heading of its first column
@@ -69,7 +71,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     data = json.loads(DATA.read_text())
     if what != "optimizers":
-        data = noted(data, what, version, today)
+        data = noted(data, what, version, today, described(session.config))
     data["optimizers"] = dict(sorted({**data["optimizers"], **_recorded}.items()))
     DATA.write_text(json.dumps(data, indent=1) + "\n")
     write_page(data)
@@ -84,11 +86,11 @@ def write_page(data: dict[str, Any]) -> None:
     PAGE.write_text(text)
 
 
-def noted(data: dict[str, Any], what: str, version_of: Any, today: str) -> dict[str, Any]:
-    """The data with the versions that have passed now."""
+def noted(data: dict[str, Any], what: str, version_of: Any, today: str, tests: str = "all") -> dict[str, Any]:
+    """The data with the versions that have passed now; ``tests`` says which tests, in how many runs."""
     torch = version_of("torch").partition("+")[0]
     if what == "torch":
-        row = {"tests": "all", "result": "pass", "date": today}
+        row = {"tests": tests, "result": "pass", "date": today}
         return {**data, "torch": dict(sorted((data["torch"] | {torch: row}).items()))}
     rows = {
         table: {
