@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from vescale_fsdp.conversion import HuggingFace, convert, open_source
 from vescale_fsdp.conversion.convert import ConvertOptions
 from vescale_fsdp.errors import CheckpointError
@@ -143,6 +144,68 @@ def test_values_that_depend_on_the_base_are_refused(base: tuple[Any, Path], opti
     with pytest.raises(CheckpointError, match="lora_"):
         load(base[1], model)
     assert model.get_base_model().lm_head.weight.is_meta
+
+
+def _sharded(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """A peft model of a folder's base, and an optimizer of its adapter."""
+    torch.manual_seed(0)
+    model = _with_lora("meta", target_modules=["q_proj", "v_proj"])
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    load(folder, model)
+    return model, torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def _losses(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train three steps."""
+    tokens, losses = torch.arange(8)[None], []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def _save_what_trains(folder: Path, run: Path) -> list[float]:
+    """Train, save the adapter and its optimizer, and train on; the later losses."""
+    model, optimizer = _sharded(folder)
+    _losses(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
+    save(run, {"model": weights, "optimizer": moments})
+    if dist.get_rank() == 0:
+        model.peft_config["default"].save_pretrained(str(run.with_name("settings")))
+    return _losses(model, optimizer)
+
+
+def _go_on(folder: Path, run: Path) -> list[float]:
+    model, optimizer = _sharded(folder)
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
+    load(run, {"model": weights, "optimizer": moments})
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED)
+    return _losses(model, optimizer)
+
+
+def test_only_what_trains_is_saved(base: tuple[Any, Path], tmp_path: Path) -> None:
+    """As docs/stacks/trl.md shows: on other ranks it goes on with the same losses, and becomes a folder of peft."""
+    run, settings = tmp_path / "run", str(tmp_path / "settings")
+    losses = run_ranks(2, _save_what_trains, base[1], run)[0]
+    assert losses[-1] < losses[0]
+    assert run_ranks(2, _go_on, base[1], run)[0] == losses
+    torch.testing.assert_close(run_ranks(3, _go_on, base[1], run)[0], losses)
+
+    saved = read_state(run)
+    weights = {name for name in saved if name.startswith("model.")}
+    assert len(weights) == 8 and all("lora_" in name for name in saved)
+    convert(open_source(str(run)), str(tmp_path / "adapter"), "adapter", ConvertOptions(assets=settings))
+    adapted = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base[1]), str(tmp_path / "adapter"))
+    params = dict(adapted.named_parameters())
+    assert all(torch.equal(params[name.removeprefix("model.")], saved[name].read()) for name in weights)
 
 
 def _fine_tune(folder: Path, out: Path) -> torch.Tensor:
