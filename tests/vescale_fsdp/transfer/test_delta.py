@@ -311,9 +311,11 @@ def watch_spills(sides: Sides) -> int:
     return SPILLS[0]
 
 
-@pytest.mark.parametrize(
-    ("num_sides", "num_steps"), [(3, 8), pytest.param(20, 50, marks=pytest.mark.part("faults"))]
-)
+# A thousand transfers and restarts of four ranks take 17 minutes beside two other tests, on a slow machine.
+LONG = (pytest.mark.part("faults"), pytest.mark.timeout(3600))
+
+
+@pytest.mark.parametrize(("num_sides", "num_steps"), [(3, 8), pytest.param(20, 50, marks=LONG)])
 def test_every_step_is_a_whole_transfer(num_sides: int, num_steps: int) -> None:
     """Skipped, repeated and aborted rounds, restarts, snapshots, writes to the target, and patches that do not fit."""
     seen: Counter[str] = Counter()
