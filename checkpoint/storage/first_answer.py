@@ -6,7 +6,7 @@ never answered this process, the address is probably wrong:
     after 3 s without an answer    a plain connection to the store's endpoint is opened
         refused, or no such host   ConnectionError
         made                       the request goes on as long as the client wants; a warning is logged
-    after 10 s without either      ConnectionError
+    after 10 s without either      ConnectionError; some seconds later if the client itself was made late
 
 Google's file system asks for credentials when it is made: without a metadata server, its retries take 15 s, and with
 one that accepts connections and does not answer, more than 40 s. `credentials_answer` bounds that.

@@ -243,7 +243,7 @@ def _note_later_steps(src: str, url: str) -> None:
 
     root, _, name = url.rpartition("/")
     found = parse_step_name(name)
-    if found is None or root != src.rstrip("/"):  # SRC is no folder of a run
+    if found is None or open_storage(src).where.rstrip("/") != root:  # SRC is no folder of a run
         return
     if torn := torn_steps(open_storage(root), after=found[0]):
         click.echo(

@@ -208,10 +208,8 @@ def format_description(description: dict[str, Any]) -> str:
     # Fewer bytes are stored if a stride of 0 repeats items, or if chunks of zeros are absent.
     sizes = format_bytes(total) + (f", of which {format_bytes(stored)} are stored" if stored < total else "")
     metadata = description["metadata"]
-    # `load` restores a `PerRank` value; no other format has one.
-    label = (
-        "not converted, as each rank has its own" if description["kind"] == "native" else "not convertible"
-    )
+    # Only `load` reads a `PerRank` value, and no other format has one.
+    label = "per-rank values" if description["kind"] == "native" else "not convertible"
     head = {
         "kind": description["kind"],
         "where": description["url"],

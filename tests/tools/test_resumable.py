@@ -67,7 +67,7 @@ def ran(root: Path, *options: str, fails: str = "", ends: str = "") -> tuple[int
 
 @pytest.mark.parametrize("options", [(), ("--numprocesses", "2", "--dist", "loadfile")])
 def test_what_has_passed_is_skipped(root: Path, options: tuple[str, ...]) -> None:
-    """After a failure and after an end in the middle; the description counts both, and the next run starts again."""
+    """After failures; the description counts runs and failures, and the run after the last one starts again."""
     assert ran(root, *options) == (3, "all")
     assert ran(root, *options, fails="01") == (1, "")
     assert ran(root, *options, fails="0") == (1, "")

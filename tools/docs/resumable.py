@@ -87,7 +87,7 @@ def described(config: pytest.Config) -> str:
 
 
 def _commit(root: Path) -> str | None:
-    """Return the commit of the working tree; None if files have changed since, or without git."""
+    """Return the commit of the working tree; None if files have changed since, or outside of a repository."""
     changed, commit = (
         subprocess.run(("git", *args), cwd=root, capture_output=True, text=True, timeout=60)
         for args in (("status", "--porcelain"), ("rev-parse", "HEAD"))

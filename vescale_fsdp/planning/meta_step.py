@@ -171,9 +171,8 @@ def models_of_transformers(model: nn.Module) -> list[str]:
     """
     found: list[str] = []
     for name, module in model.named_modules():  # outer modules come first
-        if is_of_transformers(module) and not any(
-            f"{name}.".startswith(f"{each}.") or not each for each in found
-        ):
+        outer = tuple(f"{each}." if each else "" for each in found)
+        if is_of_transformers(module) and not f"{name}.".startswith(outer):
             found.append(name)
     return found
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,15 +26,28 @@ pytestmark = [
     pytest.mark.part("faults"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
-SILENCE_S, CONNECT_S = 0.3, 5.0  # the second is long enough for a busy machine to connect
+SILENCE_S, SOON_S, CONNECT_S = 0.3, 0.2, 5.0  # the last is long enough for a busy machine to connect
+
+
+# The most seconds that all waits of a request may ask for, for an answer and a connection. They are not measured,
+# because a busy machine may take longer.
+BOUND_S = SILENCE_S + 2 * SOON_S + 2 * CONNECT_S
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times that a test can wait for."""
+def short(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Times that a test can wait for; returns the most seconds of each wait."""
+    waited: list[float] = []
+
+    def noted(futures: Any, timeout: float, *args: Any) -> Any:
+        waited.append(timeout)
+        return wait(futures, timeout, *args)
+
     monkeypatch.setattr(first_answer, "SILENCE_S", SILENCE_S)
     monkeypatch.setattr(first_answer, "CONNECT_S", CONNECT_S)
-    monkeypatch.setattr(first_answer, "_SOON_S", 0.2)
+    monkeypatch.setattr(first_answer, "_SOON_S", SOON_S)
+    monkeypatch.setattr(first_answer, "wait", noted)
+    return waited
 
 
 def _refused(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -91,11 +105,10 @@ STORES: dict[str, Callable[[str], RemoteStorage]] = {
 }
 
 
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize("store", STORES)
 def test_a_wrong_address_is_an_error_within_a_bound(
-    store: str, address: str, monkeypatch: pytest.MonkeyPatch
+    store: str, address: str, short: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the endpoint and the URL, in every store alike. `NoAnswer`: no client has ended its retries before."""
     with ExitStack() as stack:
@@ -103,6 +116,7 @@ def test_a_wrong_address_is_an_error_within_a_bound(
         storage = STORES[store](endpoint)
         with pytest.raises(ConnectionError) as caught:
             storage.exists("manifest.json")
+    assert 0 < sum(short) <= BOUND_S
     assert endpoint in str(caught.value) and storage.where in str(caught.value)
     assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
 
@@ -140,16 +154,19 @@ def test_a_store_that_has_answered_has_the_right_address(slow: tuple[str, Weathe
     assert weather.drop_next == 0
 
 
-@pytest.mark.usefixtures("short")
-def test_a_manager_and_a_load_find_a_wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_and_a_load_find_a_wrong_address(
+    short: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As every request does, whatever makes it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint := _refused(ExitStack(), monkeypatch))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     for call in (CheckpointManager, lambda url: load(url, {})):
         S3FileSystem.clear_instance_cache()  # those of other tests, with their endpoint
+        short.clear()
         with pytest.raises(ConnectionError) as caught:
             call("s3://nowhere/run")
+        assert 0 < sum(short) <= BOUND_S
         assert endpoint in str(caught.value)
         assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
     S3FileSystem.clear_instance_cache()
@@ -327,7 +344,9 @@ def test_no_exit_waits_for_a_request() -> None:
     run_command([sys.executable, "-c", program], timeout_s=60, check=True)
 
 
-def test_missing_credentials_are_an_error_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_an_error_within_a_bound(
+    short: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a file system that waits for them while it is made. It names the variables that are missing."""
     monkeypatch.setattr(first_answer, "CREDENTIALS_S", SILENCE_S)
     monkeypatch.setattr(first_answer, "_with_credentials", set())
@@ -337,6 +356,7 @@ def test_missing_credentials_are_an_error_within_a_bound(monkeypatch: pytest.Mon
         monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: silent())
         with pytest.raises(ConnectionError) as caught:
             RemoteStorage("gs://bucket/run")
+    assert short == [SILENCE_S]
     assert isinstance(caught.value.__cause__, first_answer.NoAnswer)
     assert "GOOGLE_APPLICATION_CREDENTIALS" in str(caught.value) and "gs://bucket/run" in str(caught.value)
 

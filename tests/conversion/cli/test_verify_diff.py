@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.support.command import vescale_convert
 from tests.support.dtype_zoo import zoo
-from vescale_fsdp.checkpoint import CheckpointManager, save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, save, verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion import ConvertOptions, Source, convert, diff, open_source
 from vescale_fsdp.conversion.cli.main import cli
@@ -172,20 +172,36 @@ def test_an_incomplete_step_is_not_called_missing(tmp_path: Path) -> None:
             manager.pin(9)
 
 
-def test_verify_of_a_run_names_later_steps_without_a_manifest(tmp_path: Path) -> None:
+def test_verify_of_a_run_names_later_steps_without_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On stderr, whether the newest step with one is good or damaged; not if a step is named, nor of older ones."""
+    monkeypatch.chdir(tmp_path)
     for step in (2, 3, 9):
         save(tmp_path / f"run/step-{step:08d}", {"w": torch.ones(4)})
     (tmp_path / "run/step-00000002/manifest.json").unlink()
     assert vescale_convert("verify", tmp_path / "run").stderr == ""
     (tmp_path / "run/step-00000009/manifest.json").unlink()
-    good = vescale_convert("verify", f"{tmp_path}/run/", "--json")
-    assert good.exit_code == 0 and re.findall(r"\d+", good.stderr) == ["9"]
-    for src in ((tmp_path / "run", "--step", 3), (tmp_path / "run/step-00000003",)):
+    for run in (f"{tmp_path}/run/", "run", "./run/", f"file://{tmp_path}/run"):
+        good = vescale_convert("verify", run, "--json")
+        assert good.exit_code == 0 and re.findall(r"\d+", good.stderr) == ["9"], run
+    for src in (("run", "--step", 3), ("run/step-00000003",)):
         assert vescale_convert("verify", *src).stderr == ""
     next((tmp_path / "run/step-00000003").glob("data-*/*")).unlink()
     damaged = vescale_convert("verify", tmp_path / "run")
     assert damaged.exit_code == 1 and re.findall(r"\d+", damaged.stderr) == ["9"]
+
+
+def test_inspect_names_the_values_of_ranks(tmp_path: Path) -> None:
+    """`load` restores them, though no conversion writes them; a checkpoint without them has no such line."""
+    save(tmp_path / "with", {"w": torch.ones(4), "rng": PerRank({"seed": 1})})
+    save(tmp_path / "without", {"w": torch.ones(4)})
+    with_them, without = (
+        [line.split() for line in vescale_convert("inspect", tmp_path / name).stdout.splitlines()]
+        for name in ("with", "without")
+    )
+    assert ["per-rank", "values:", "rng"] in with_them
+    assert not any("per-rank" in line for line in without)
 
 
 def test_the_command_prints_the_first_problems_and_their_number(tmp_path: Path) -> None:
